@@ -1,0 +1,78 @@
+# make demo, make test: both work on a fresh machine with Python >= 3.10, gcc, git and make, and both make .venv themselves.
+#
+# The package is never installed in editable form: what runs and what is tested is the wheel, built by way of the source
+# archive, so a file missing from either is found here. Stamps in .venv say which step is done; a step runs again when
+# a file it depends on is newer.
+
+PYTHON ?= python3
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WHEEL := $$(echo dist/*.whl)
+
+# Folders are named as well as files: a deleted file makes its folder newer.
+SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproject.toml README.md LICENSE
+
+# A source tree on PYTHONPATH would hide the wheel.
+unexport PYTHONPATH
+
+.PHONY: help demo test lint types wheel bench clean
+.DELETE_ON_ERROR:
+# Steps share one .venv.
+.NOTPARALLEL:
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputation, and compare
+	$(BIN)/torch-recompute demo
+
+test: lint types $(VENV)/.stamp-installed  ## lint, type check, and the tests against the installed wheel
+	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev  ## ruff check and ruff format --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.stamp-dev  ## pyright, strict, on src
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
+
+bench: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every file of benchmarks, one after the other
+	@set -e; for file in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file; done
+
+clean:  ## remove .venv and everything built
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# `torch` is asked for by that one name and the constraint, so that pip may choose the build that suits the machine.
+$(VENV)/.stamp-base: constraints.txt $(VENV)/.stamp-venv
+	$(PIP) install -c constraints.txt torch hatchling build
+	touch $@
+
+$(VENV)/.stamp-wheel: $(SOURCES) $(VENV)/.stamp-base
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	touch $@
+
+# The extras follow pyproject.toml, the package follows its sources: two stamps, so that an edit reinstalls only the package.
+$(VENV)/.stamp-extras: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
+	$(PIP) install -c constraints.txt "$(WHEEL)[cli]"
+	touch $@
+
+$(VENV)/.stamp-installed: $(VENV)/.stamp-wheel $(VENV)/.stamp-extras
+	$(PIP) install --no-deps --force-reinstall $(WHEEL)
+	touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
+	$(PIP) install -c constraints.txt "$(WHEEL)[cli,dev]"
+	touch $@

@@ -1,0 +1,53 @@
+"""Activation recomputation for PyTorch: trade compute for device memory, precisely and safely.
+
+    from torch_recompute import no_recompute, recompute
+
+    y = recompute(block)(x)            # what block saves is dropped, and rebuilt once in backward
+    attend = no_recompute(attention)   # inside a region: not run again
+
+The public names are the ones listed in `__all__`; `torch_recompute.state` holds the random-number and user states
+that `recompute(state=...)` takes.
+"""
+
+from . import state as state
+from .compat import checkpoint, checkpoint_sequential
+from .errors import (
+    ArgumentError,
+    ChangedError,
+    MismatchError,
+    NotRecomputingError,
+    RecomputeError,
+    SaveError,
+    StoreError,
+)
+from .memory import Measurement, measure
+from .region import no_recompute, recompute
+from .stores import OnDevice, OnHost, Store
+from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "ChangedError",
+    "Measurement",
+    "MismatchError",
+    "NotRecomputingError",
+    "OnDevice",
+    "OnHost",
+    "RecomputeError",
+    "SaveError",
+    "Store",
+    "StoreError",
+    "checkpoint",
+    "checkpoint_sequential",
+    "doing_recompute",
+    "get_recompute_data",
+    "is_recomputing",
+    "measure",
+    "no_recompute",
+    "recompute",
+    "replay",
+    "save_for_recompute",
+    "state",
+]

@@ -1,0 +1,270 @@
+"""Every private PyTorch name that the library uses, each behind one plain function.
+
+PyTorch offers no public way to push saved-tensor hooks without a context manager object, to ask which backward
+call is running, or to see the stacks of ambient modes. The engine needs these on its hot path. They are gathered
+here so that a new torch release is answered in one file, and `tests/test_architecture.py` keeps them from
+spreading. Supported: torch 2.11 and later. Where a name is newer than 2.11 the fallback stands beside it, and
+`tests/test_compat_shims.py` takes the newer name away to run it.
+
+Invariants: nothing here decides anything; a function either answers a question about PyTorch's state or changes
+that state and nothing else.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.overrides as _overrides
+import torch.utils.checkpoint as _checkpoint
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._traceback import CapturedTraceback
+
+_C: Any = torch._C
+_autograd: Any = _C._autograd
+
+# --- saved-tensor hooks -------------------------------------------------------------------------------------------
+
+push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
+push_hooks = _autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+
+
+def ambient_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The innermost saved-tensor hooks now active on this thread, or None."""
+    return _top_hooks(True)
+
+
+# --- the running backward -----------------------------------------------------------------------------------------
+
+graph_task_id: Callable[[], int] = _C._current_graph_task_id
+_keep_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+
+
+def in_backward() -> bool:
+    """Whether a backward call runs on this thread."""
+    return graph_task_id() != -1
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward call was asked to retain its graph. False outside of backward."""
+    return in_backward() and _keep_graph()
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the running backward call will compute the gradient of `parameter`, a leaf."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return _C._will_engine_execute_node(node)
+
+
+def current_node() -> Any:
+    """The autograd node that runs now on this thread, or None outside of backward."""
+    return _C._current_autograd_node()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward call has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+exec_group: Callable[[], Any] = getattr(_C, "_get_graph_exec_group", lambda: None)
+"""The `torch.utils.checkpoint.GraphExecGroup` that several backward calls were put in, or None."""
+
+
+sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+"""The number that the next autograd node of this thread will get: equal for all tensors saved by one operation."""
+
+
+def packed_of(saved: Any) -> Any:
+    """What a pack hook returned for a `_raw_saved_*` attribute of a node; None where torch cannot tell."""
+    return getattr(saved, "data", None)
+
+
+set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
+preserve_version: Callable[[torch.Tensor], contextlib.AbstractContextManager[None]]
+preserve_version = torch.autograd._unsafe_preserve_version_counter
+
+# --- ambient modes ------------------------------------------------------------------------------------------------
+
+_count_function_modes: Callable[[], int] = _C._len_torch_function_stack
+_function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
+_count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The TorchFunctionModes active on this thread, outermost first."""
+    return tuple(_function_mode_at(i) for i in range(_count_function_modes()))
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """Make `modes` the active TorchFunctionModes, without entering or leaving any of them."""
+    while _count_function_modes():
+        _overrides._pop_mode()
+    for mode in modes:
+        _overrides._push_mode(mode)
+
+
+def push_dispatch_mode(mode: Any) -> None:
+    """Activate `mode` without entering it."""
+    _push_mode(mode)
+
+
+def pop_dispatch_mode() -> None:
+    """Deactivate the innermost dispatch mode without leaving it."""
+    _pop_mode()
+
+
+# --- devices ------------------------------------------------------------------------------------------------------
+
+
+def device_generators() -> Sequence[torch.Generator]:
+    """The default generators of every accelerator that has been initialised; empty on a CPU-only machine."""
+    for module in (torch.cuda, getattr(torch, "xpu", None)):
+        if module is not None and module.is_initialized():
+            return cast("Sequence[torch.Generator]", module.default_generators)
+    return ()
+
+
+_accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+ACCELERATOR: str | None = None if _accelerator is None else _accelerator.type
+
+# --- settings that choose a kernel ---------------------------------------------------------------------------------
+
+
+def _setting(name: str, setter: str | None = None) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    get = getattr(_C, f"_get_{name}", None)
+    put = getattr(_C, f"_set_{setter or name}", None)
+    return None if get is None or put is None else (get, put)
+
+
+def _autocast(device: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    return [
+        (partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
+        (partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
+    ]
+
+
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    *_autocast("cpu"),
+    *(_autocast(ACCELERATOR) if ACCELERATOR is not None else ()),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *filter(
+        None,
+        (
+            _setting("flash_sdp_enabled", "sdp_use_flash"),
+            _setting("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+            _setting("math_sdp_enabled", "sdp_use_math"),
+            _setting("cudnn_sdp_enabled", "sdp_use_cudnn"),
+            _setting("overrideable_sdp_enabled", "sdp_use_overrideable"),
+            _setting("sdp_priority_order"),
+            _setting("cudnn_enabled"),
+            _setting("mkldnn_enabled"),
+            _setting("float32_matmul_precision"),
+        ),
+    ),
+]
+_getters = [get for get, _ in _SETTINGS]
+
+
+def settings() -> list[Any]:
+    """What decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
+    values = [get() for get in _getters]
+    if _count_function_modes() or _count_dispatch_modes():
+        values += [function_modes(), tuple(_get_current_dispatch_mode_stack())]
+    return values
+
+
+def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
+    """What `settings` returned, as flags, function modes and dispatch modes."""
+    count = len(_getters)
+    if len(values) == count:
+        return values, (), ()
+    return values[:count], values[count], values[count + 1]
+
+
+def set_flags(values: Sequence[Any]) -> None:
+    """Puts back the flags among the settings."""
+    for (get, put), value in zip(_SETTINGS, values, strict=True):
+        if get() != value:
+            put(value)
+
+
+# --- nested arguments ---------------------------------------------------------------------------------------------
+
+_NODES: Any = _pytree.SUPPORTED_NODES
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+tree_unflatten: Callable[[list[Any], Any], Any] = cast("Any", _pytree.tree_unflatten)
+tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
+
+
+def is_container(value: Any) -> bool:
+    """Whether `value` is a pytree node: a tuple, list, dict, named tuple or a registered class."""
+    kind = type(value)
+    return kind in _NODES or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is an `nn.Parameter`, also one whose data is a tensor subclass."""
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return False
+    return kind is torch.nn.Parameter or bool(getattr(tensor, "_is_param", False))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind `tensor`, shared by its views; 0 where it has none (sparse layouts).
+
+    An identity is meaningful only while the memory is alive, as with `id`.
+    """
+    try:
+        return cast("Any", tensor.untyped_storage())._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+_bytes_at: Callable[[int, int], bytes] = cast("Any", ctypes)._string_at
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous CPU tensors of bytes are equal; a fifth of the time of `torch.equal`."""
+    size = a.numel()
+    return size == b.numel() and _bytes_at(a.data_ptr(), size) == _bytes_at(b.data_ptr(), size)
+
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+# --- diagnosis ----------------------------------------------------------------------------------------------------
+
+capture_stack: Callable[[], Any] = CapturedTraceback.extract
+
+
+def say_stack(stack: Any, last: int = 12) -> list[str]:
+    """A captured stack as lines, the innermost calls last, without this library's and torch's own frames."""
+    lines: list[str] = "".join(stack.format()).splitlines()
+    frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
+    inside = ("/torch/", "/torch_recompute/")
+    return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
+
+
+def early_stop_override() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_early_stop` says; None where it says nothing."""
+    return cast("Any", _checkpoint)._enable_checkpoint_early_stop
+
+
+def debug_override() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` says; None where it says nothing."""
+    return cast("Any", _checkpoint)._checkpoint_debug_enabled

@@ -1,0 +1,346 @@
+"""One call of a region: its forward under hooks that keep nothing, and what its replays need.
+
+A frame holds the call's arguments (or what a store made of them), the world it was made in, and weak references to
+its slots; the graph holds the slots, and they the frame. When the last slot dies, so does everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _compat, _tree, errors, state
+from ._compat import is_parameter, storage_id
+from ._diagnose import reader_of
+from ._reach import reach, rebuild
+from ._replay import Replay
+from ._saved_call import SavedCall
+from ._slots import Packed, Slot, unpack
+from ._trace import OpTrace
+from ._tree import meta
+from .stores import Hooks, Kept, Store
+from .values import Key, Run, Trace, thread
+
+Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
+NEVER: Key = (-1, 0)
+_END: Key = (math.inf, math.inf)
+
+
+class Options(NamedTuple):
+    """How a region is to be run."""
+
+    name: str
+    store: Store | None = None
+    ambients: tuple[state.Ambient, ...] = state.DEFAULT
+    check: str = "metadata"
+    early_stop: bool = True
+    rng: bool = True
+    contexts: Contexts | None = None
+
+
+class Frame(Run):
+    """One call of a region: its forward run, and what its replays need."""
+
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_contexts",
+        "_lock",
+        "_parameters",
+        "_storages",
+        "_template",
+        "_tensors",
+        "_versions",
+        "_world",
+        "aliased",
+        "complete",
+        "digests",
+        "inputs",
+        "options",
+        "slots",
+        "store",
+        "transient",
+    )
+
+    def __init__(
+        self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None
+    ) -> None:
+        super().__init__(options.name, None, False, options.ambients)
+        if outer is not None:
+            outer.event()
+            if outer.replaying:
+                self.trace, self.replaying = outer.next_child(), True
+        self.options = options
+        self.transient = self.complete = self.aliased = False
+        self._storages: set[int] | None = None
+        self.store = options.store or _ambient_store(outer)
+        self.slots: list[weakref.ref[Slot]] = []
+        self.digests: list[tuple[Any, torch.Tensor]] | None = [] if options.check == "values" else None
+        self._parameters: list[torch.Tensor] = []
+        self._contexts: contextlib.AbstractContextManager[Any] | None = None
+        self._lock = threading.RLock()
+        call = self._call = _tree.Call(args, kwargs)
+        found = reach(fn, self._look_at(call) if call.others else ())
+        if found is None:
+            self._template, self._tensors = fn, ()
+        else:
+            self._template, self._tensors = found.template, found.tensors
+            if found.generators and options.rng:
+                self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
+        self._world = state.World(found, self.ambients, cells=self.store is None)
+        self._keep_inputs(call.tensors)
+
+    def _look_at(self, call: _tree.Call) -> list[torch.nn.Module]:
+        """The modules among the arguments; takes generators, refuses iterators."""
+        modules: list[torch.nn.Module] = []
+        for i in call.others:
+            leaf = call.leaves[i]
+            if isinstance(leaf, torch.nn.Module):
+                modules.append(leaf)
+            elif isinstance(leaf, torch.Generator):
+                if self.options.rng:
+                    self.ambients = (*self.ambients, state.GeneratorRng(leaf))
+            elif isinstance(leaf, Iterator):
+                raise errors.ArgumentError(errors.iterator_argument(self.name, call.label(i), leaf))
+        return modules
+
+    def _keep_inputs(self, tensors: Sequence[int]) -> None:
+        call, store = self._call, self.store
+        leaves = call.leaves
+        if store is None:
+            inputs = [leaves[i] for i in tensors]
+            self._versions = [tensor._version for tensor in inputs]
+            self.inputs = {id(tensor) for tensor in (*inputs, *self._tensors)}
+        else:
+            self._versions, self.inputs = (), frozenset[int]()
+            for i in tensors:
+                leaves[i] = self._put(store, leaves[i])
+            self._tensors = [self._put(store, tensor) for tensor in self._tensors]
+
+    def _put(self, store: Store, tensor: torch.Tensor) -> Any:
+        return tensor if is_parameter(tensor) else Kept(store, tensor, self.name)
+
+    @property
+    def storages(self) -> set[int]:
+        """The storages of the region's inputs, where the frame holds these themselves."""
+        if self._storages is None:
+            held = [self._call.leaves[i] for i in self._call.tensors] if self.store is None else []
+            self._storages = {*map(storage_id, held), *(map(storage_id, self._tensors) if held else ())} - {0}
+        return self._storages
+
+    def alias(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes stored outputs of saved calls: the graph may hold them directly, like inputs."""
+        if self.store is None:
+            self.storages.update(map(storage_id, tensors))
+            self.aliased = True
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def saved(self) -> int:
+        """How many slots there are by now."""
+        return len(self.slots)
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """The pack hook of the forward."""
+        if type(tensor) is not torch.Tensor and is_parameter(tensor):
+            self._parameters.append(tensor)
+            return tensor, tensor._version
+        if id(tensor) in self.inputs or ((self.aliased or tensor._is_view()) and storage_id(tensor) in self.storages):
+            return tensor, tensor._version
+        slot = Slot(self, meta(tensor))
+        self.slots.append(weakref.ref(slot))
+        if self.digests is not None:
+            self.digests.append((_tree.layout(tensor), _tree.digest(tensor)))
+        return slot
+
+    def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
+        """Runs the function under the hooks."""
+        if self.options.contexts is not None:
+            before, self._contexts = self.options.contexts()
+            fn = _within(before, fn)
+        _compat.push_hooks(self.pack, unpack)
+        thread.run = self
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            thread.run = outer
+            _compat.pop_hooks()
+        self.complete = True
+        self._world.settle()
+        if not self.replaying:
+            self._settle(outer)
+        return result
+
+    def _settle(self, outer: Run | None) -> None:
+        leaves = self._call.leaves
+        for i, version in zip(self._call.tensors, self._versions, strict=False):
+            if leaves[i]._version != version:  # changed by the region itself: no replay, and no cycle through it
+                leaves[i] = leaves[i].detach()
+        if self.trace is not None:
+            mark_spare(self.trace, self._need() if self.options.early_stop else _END)
+        hand_over(self.trace, outer)
+
+    def _need(self) -> Key:
+        """The last moment of the forward that backward still waits for; `NEVER` if none."""
+        last = len(self.slots) - 1
+        while last >= 0 and self.slots[last]() is None:
+            last -= 1
+        need: Key = (last, math.inf) if last >= 0 else NEVER
+        for record in self._saved_calls():
+            if record.needed:
+                need = max(need, record.key)
+        return need
+
+    def _saved_calls(self) -> list[SavedCall]:
+        records = () if self.trace is None else self.trace.records
+        return [record for record in records if isinstance(record, SavedCall)]
+
+    # --- replay ---------------------------------------------------------------------------------------------------
+
+    def rebuild(self, slot: Slot) -> torch.Tensor:
+        """Replays the region, unless another thread has done it meanwhile, and returns the slot's tensor."""
+        with self._lock:
+            if not isinstance(slot.tensor, torch.Tensor):
+                try:
+                    filled = self._replay()
+                except errors.MismatchError as error:
+                    self.release()
+                    if isinstance(self._contexts, OpTrace):
+                        raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
+                    raise
+                except BaseException:
+                    self.release()
+                    raise
+                if not isinstance(slot.tensor, torch.Tensor):
+                    raise errors.MismatchError(
+                        errors.fewer(self.name, len(self.slots), filled, reader_of(slot)),
+                    )
+            tensor = slot.tensor
+            self._decide_lifetime()
+            assert isinstance(tensor, torch.Tensor)
+            return tensor
+
+    def _replay(self) -> int:
+        self._world.check(self.name)
+        leaves = self._call.leaves
+        for i, version in zip(self._call.tensors, self._versions, strict=False):
+            if leaves[i]._version != version:
+                label = self._call.label(i)
+                raise errors.ChangedError(errors.changed_input(self.name, label, version, leaves[i]._version))
+        tensors = self._tensors
+        if self.store is not None:
+            leaves = [leaf.open() if type(leaf) is Kept else leaf for leaf in leaves]
+            tensors = [t.open() if type(t) is Kept else t for t in tensors]
+        args, kwargs = self._call.arguments(leaves)
+        fn = rebuild(self._template, tensors)
+        if self._contexts is not None:
+            fn = _within(self._contexts, fn)
+        run = Replay(self, self._need() if self.options.early_stop else None)
+        grad, outer = torch.is_grad_enabled(), thread.run
+        _compat.set_grad_enabled(True)
+        thread.run = run
+        try:
+            self._world.run(run.go, fn, args, kwargs)
+        finally:
+            thread.run = outer
+            _compat.set_grad_enabled(grad)
+        return run.filled
+
+    def _decide_lifetime(self) -> None:
+        """Says how long the rebuilt tensors live: with their nodes, until they are read, or to the second half."""
+        if _compat.graph_task_id() == -1:
+            self.transient = True
+            self.release()
+            return
+        kept = _compat.graph_is_kept()
+        half = _compat.exec_group() is not None or (kept and not all(map(_compat.will_accumulate, self._parameters)))
+        self.transient = kept and not half
+        if not half:
+            _release_after_backward(self)
+
+    def release(self) -> None:
+        """Empties every slot."""
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None:
+                slot.tensor = None
+        for record in self._saved_calls():
+            record.release()
+
+
+def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return fn(*args, **kwargs)
+        raise errors.RecomputeError(errors.suppressed(context))
+
+    return inner
+
+
+def _ambient_store(outer: Run | None) -> Store | None:
+    """The saved-tensor hooks around a region, as its store; None where there are none."""
+    hooks = _compat.ambient_hooks()
+    if hooks is None:
+        return None
+    if isinstance(outer, Replay) and getattr(hooks[0], "__self__", None) is outer:
+        return Hooks(functools.partial(outer.pack, finished=True), unpack)
+    return Hooks(*hooks)
+
+
+def hand_over(trace: Trace | None, outer: Run | None) -> None:
+    """Gives a finished region's trace to the region around it, or drops what no replay will ever need."""
+    if outer is not None:
+        outer.writing().children.append((outer.key(), trace))
+    elif trace is not None:
+        _drop_spare(trace)
+
+
+def mark_spare(trace: Trace, need: Key) -> None:
+    for record in trace.records:
+        if isinstance(record, SavedCall):
+            record.spare = record.key >= need
+    for key, child in trace.children:
+        if child is not None:
+            child.spare = key >= need
+
+
+def _drop_spare(trace: Trace) -> None:
+    for record in trace.records:
+        if isinstance(record, SavedCall) and record.spare:
+            record.drop()
+    for _, child in trace.children:
+        if child is not None and child.spare:
+            _drop_spare(child)
+
+
+class _Task(threading.local):
+    """The frames replayed by the backward call that runs on this thread."""
+
+    id = -1
+    frames: list[weakref.ref[Frame]]
+
+
+_task = _Task()
+
+
+def _release_after_backward(frame: Frame) -> None:
+    task = _compat.graph_task_id()
+    if _task.id != task:
+        frames: list[weakref.ref[Frame]] = []
+        _task.id, _task.frames = task, frames
+
+        def release() -> None:
+            for ref in frames:
+                frame = ref()
+                if frame is not None:
+                    frame.release()
+
+        _compat.after_backward(release)
+    _task.frames.append(weakref.ref(frame))

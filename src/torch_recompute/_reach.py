@@ -1,0 +1,278 @@
+"""What a function reaches besides its arguments: closure cells, modules, tensors, generators.
+
+A replay runs the function again, so whatever it reads besides its arguments has to be there and unchanged. Python
+lets us see most of it: a closure's cells, the object of a bound method, the parts of a `functools.partial`, the
+globals a function names. What cannot be seen (attributes of plain objects below the first level, globals used by
+functions that the function calls) is not guarded, and the manual says so.
+
+Cells are special: `for layer in layers: x = recompute(lambda x: layer(x))(x)` rebinds one cell, so every replay would
+run the last layer, and a tensor deleted by the caller would be missing. So a closure is taken apart: the contents its
+cells had in forward are kept, its tensors like arguments of the region, and a replay runs the same code over fresh
+cells; the caller's own cells are never written. A cell that the function itself writes (`nonlocal`) is its own state
+and left alone.
+
+Invariant: looking never calls user code (no `getattr` on user objects beyond `__dict__`).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Code(NamedTuple):
+    """What is asked of a code object, found once: the globals it names and the cells it writes."""
+
+    names: tuple[str, ...]
+    writes: frozenset[str]
+    code: types.CodeType  # keeps the key of the cache alive
+
+
+_codes: dict[int, _Code] = {}
+_NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def _look(code: types.CodeType, scope: dict[str, Any]) -> _Code:
+    found = _codes.get(id(code))
+    if found is None:
+        writes = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
+        names = {name for name in code.co_names if name in scope and not isinstance(scope[name], _NO_STATE)}
+        for const in code.co_consts:
+            if isinstance(const, types.CodeType):
+                inner = _look(const, scope)
+                names.update(inner.names)
+                writes.update(inner.writes)
+        found = _codes[id(code)] = _Code(tuple(sorted(names)), frozenset(writes), code)
+    return found
+
+
+class Held:
+    """A function taken apart: its code, and what its closure cells held at one moment.
+
+    The function object is not kept, since it would keep the tensors in its cells alive. `cells` holds, for each free
+    variable, a `Held` (a function), a `Cell` (one that the function writes itself), an index into the closure's
+    tensors wrapped in `Hole`, or the contents.
+    """
+
+    __slots__ = ("attributes", "cells", "code", "defaults", "kwdefaults", "name", "scope")
+
+    def __init__(self, fn: types.FunctionType, cells: list[Any]) -> None:
+        self.code = fn.__code__
+        self.scope = fn.__globals__
+        self.name = fn.__name__
+        self.defaults = fn.__defaults__
+        self.kwdefaults = fn.__kwdefaults__
+        self.attributes = fn.__dict__
+        self.cells = cells
+
+    def function(self, tensors: Sequence[torch.Tensor]) -> types.FunctionType:
+        """The function again, over fresh cells; `tensors` are the contents of the cells that held tensors."""
+        cells = tuple([_cell(contents, tensors) for contents in self.cells])
+        new = types.FunctionType(self.code, self.scope, self.name, self.defaults, cells)
+        if self.kwdefaults:
+            new.__kwdefaults__ = self.kwdefaults
+        if self.attributes:
+            new.__dict__.update(self.attributes)
+        return new
+
+
+class Hole(NamedTuple):
+    """Stands for a tensor that a cell held: `tensors[number]`."""
+
+    number: int
+
+
+def _cell(contents: Any, tensors: Sequence[torch.Tensor]) -> types.CellType:
+    kind = type(contents)
+    if kind is types.CellType:
+        return contents
+    if kind is Held:
+        return types.CellType(contents.function(tensors))
+    if kind is Hole:
+        return types.CellType(tensors[contents.number])
+    return types.CellType() if contents is _EMPTY else types.CellType(contents)
+
+
+_EMPTY = object()
+_PLAIN = frozenset({int, float, bool, str, type(None), types.ModuleType, type})
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+class Reach:
+    """Everything that a function was seen to reach at one moment.
+
+    Attributes:
+        modules: Every module reached, submodules included.
+        generators: `torch.Generator`s in closures and globals.
+        tensors: Tensors that closure cells hold, in order.
+    """
+
+    __slots__ = ("_names", "_others", "_whole", "generators", "modules", "tensors", "template")
+
+    def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.tensors: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._others: list[tuple[str, torch.Tensor]] = []
+        self._whole = 0  # modules[:_whole] belong to fn itself, not merely to its closure
+        seen: dict[int, Any] = {}
+        self.template = self._function(fn, seen)
+        for module in modules:
+            self._module(module, seen)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was found that a replay depends on."""
+        return not (self.modules or self.generators or self._others or isinstance(self.template, (Held, _Partial)))
+
+    def idle(self, cells: bool) -> bool:
+        """Whether there is no module or tensor to watch (`cells`: those in closure cells counted)."""
+        return not (self.modules or self._others or (cells and self.tensors))
+
+    def mutable(self, cells: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Buffers, and tensors without grad in closures (`cells`): name, tensor, whether the owner is training."""
+        for module in self.modules:
+            if module._buffers:  # pyright: ignore[reportPrivateUsage]
+                for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+                    if buffer is not None and not buffer.requires_grad:
+                        yield f"buffer '{name}' of {type(module).__name__}", buffer, module.training
+        for name, tensor in self._named(cells):
+            if not tensor.requires_grad:
+                yield name, tensor, True
+
+    def parameters(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of the modules that are `fn` itself, and tensors with grad in closures (`cells`)."""
+        for module in self.modules[: self._whole]:
+            for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+                if parameter is not None:
+                    yield f"parameter '{name}' of {type(module).__name__}", parameter
+        for name, tensor in self._named(cells):
+            if tensor.requires_grad:
+                yield name, tensor
+
+    def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        if cells:
+            yield from zip(self._names, self.tensors, strict=True)
+        yield from self._others
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def _function(self, fn: Any, seen: dict[int, Any]) -> Any:
+        """Looks at `fn`; returns what `rebuild` makes it from."""
+        if isinstance(fn, types.FunctionType):
+            return self._closure(fn, seen)
+        if isinstance(fn, functools.partial):
+            for i, value in enumerate((*fn.args, *fn.keywords.values())):
+                self._value(f"argument {i} of a partial", value, seen)
+            inner = self._function(fn.func, seen)
+            return _Partial(inner, fn.args, fn.keywords) if isinstance(inner, Held) else fn
+        if isinstance(fn, torch.nn.Module):
+            self._module(fn, seen)
+            self._whole = len(self.modules)
+        elif isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
+            self._module(fn.__self__, seen)
+            self._whole = len(self.modules)
+        elif isinstance(fn, types.MethodType):
+            self._object(fn.__self__, seen)
+        elif not isinstance(fn, _SIMPLE):
+            self._object(fn, seen)
+        return fn
+
+    def _closure(self, fn: types.FunctionType, seen: dict[int, Any]) -> Any:
+        code = _look(fn.__code__, fn.__globals__)
+        for name in code.names:
+            self._value(f"global '{name}'", fn.__globals__.get(name), seen)
+        if not fn.__closure__:
+            return fn
+        cells: list[Any] = []
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
+            value = _contents(cell)
+            kind = type(value)
+            if name in code.writes:
+                cells.append(cell)
+            elif kind in _PLAIN:
+                cells.append(value)
+            elif isinstance(value, torch.Tensor):
+                cells.append(Hole(len(self.tensors)))
+                self.tensors.append(value)
+                self._names.append(f"closure variable '{name}'")
+            elif kind is types.FunctionType and id(value) not in seen:
+                seen[id(value)] = value
+                cells.append(self._closure(value, seen))
+            else:
+                self._value(f"closure variable '{name}'", value, seen)
+                cells.append(value)
+        return Held(fn, cells)
+
+    def _object(self, value: Any, seen: dict[int, Any]) -> None:
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            self._value(f"attribute '{name}'", attribute, seen)
+
+    def _value(self, name: str, value: Any, seen: dict[int, Any]) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._module(value, seen)
+        elif isinstance(value, torch.Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = value
+                self._others.append((name, value))
+        elif type(value) is torch.Generator:
+            self.generators.append(value)
+        elif isinstance(value, (list, tuple)):
+            for element in value:  # pyright: ignore[reportUnknownVariableType]
+                if isinstance(element, (torch.Tensor, torch.nn.Module)) or type(element) is torch.Generator:
+                    self._value(name, element, seen)
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
+            self._module(value.__self__, seen)
+
+    def _module(self, module: torch.nn.Module, seen: dict[int, Any]) -> None:
+        if id(module) in seen:
+            return
+        seen[id(module)] = module
+        self.modules.append(module)
+        for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
+            if child is not None:
+                self._module(child, seen)
+
+
+_SIMPLE = (types.BuiltinFunctionType, type)
+
+
+class _Partial(NamedTuple):
+    """A `functools.partial` around a function that was taken apart."""
+
+    inner: Held
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def rebuild(template: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The function that `Reach.template` was made of, with `tensors` in the cells that held tensors."""
+    if isinstance(template, Held):
+        return template.function(tensors)
+    if isinstance(template, _Partial):
+        return functools.partial(template.inner.function(tensors), *template.args, **template.keywords)
+    return template
+
+
+def reach(fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> Reach | None:
+    """What `fn` and the `modules` passed to it reach; None where that is nothing."""
+    if not modules:
+        if isinstance(fn, types.FunctionType):
+            if not fn.__closure__ and not _look(fn.__code__, fn.__globals__).names:
+                return None
+        elif isinstance(fn, _SIMPLE):
+            return None
+    found = Reach(fn, modules)
+    return None if found.empty else found

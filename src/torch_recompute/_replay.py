@@ -1,0 +1,147 @@
+"""One replay of a region's call: its function run again, to fill the slots that backward still waits for.
+
+The replay's pack hook meets the same tensors in the same order as the forward's did and puts each, detached, into the
+slot of its turn. Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak
+(softmax, exp), so what the replay's own graph holds is the detached tensor too; that graph is dropped at once.
+
+Where it ends is said in `region.py`. Ending means raising `Stop` through the user's function; nothing else leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _compat, _tree, errors
+from ._compat import is_parameter, storage_id
+from ._diagnose import reader_of
+from ._saved_call import SavedCall
+from ._slots import Packed, Slot, Stop, unpack
+from ._tree import meta
+from .values import Key, Run
+
+if TYPE_CHECKING:
+    from ._frame import Frame
+
+
+class Replay(Run):
+    """One replay of a frame: fills the slots that are still open, then stops."""
+
+    __slots__ = (
+        "_aliased",
+        "_check",
+        "_done",
+        "_frame",
+        "_inputs",
+        "_last",
+        "_more",
+        "_slots",
+        "_stop",
+        "_unfinished",
+        "filled",
+    )
+
+    def __init__(self, frame: Frame, stop: Key | None) -> None:
+        super().__init__(frame.name, frame.trace, True, frame.ambients)
+        self._frame = frame
+        self._stop = stop
+        self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
+        self._slots = frame.slots
+        self._unfinished = -1
+        self._check = frame.options.check != "none"
+        self._done = False
+        self.filled = 0
+        self._inputs = frame.inputs
+        self._aliased = False
+        self._more: set[int] = set()
+
+    def alias(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes stored outputs of saved calls, as the forward did."""
+        if self._frame.store is None:
+            self._more.update(map(storage_id, tensors))
+            self._aliased = True
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        storage = storage_id(tensor)
+        return storage in self._frame.storages or storage in self._more
+
+    def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Runs the function under the hooks, as far as it is needed."""
+        _compat.push_hooks(self.pack, unpack)
+        try:
+            fn(*args, **kwargs)
+        except Stop as stop:
+            if stop.args[0] is not self:
+                raise
+            return
+        finally:
+            _compat.pop_hooks()
+        expected = len(self._frame.slots)
+        if self.filled < expected and not self._done:
+            raise errors.MismatchError(errors.fewer(self.name, expected, self.filled, ""))
+
+    def saved(self) -> int:
+        """How many slots have been passed."""
+        return self.filled
+
+    def event(self) -> None:
+        """Ends the replay if every open slot has been filled."""
+        if self._done:
+            raise Stop(self)
+
+    def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
+        """The pack hook of the replay: fills the next slot."""
+        if type(tensor) is not torch.Tensor and is_parameter(tensor):
+            return tensor, tensor._version
+        if id(tensor) in self._inputs or ((self._aliased or tensor._is_view()) and self._known(tensor)):
+            return tensor, tensor._version
+        if self._done:
+            raise Stop(self)
+        rebuilt = tensor.detach()
+        index = self.filled
+        self.filled = index + 1
+        if index < len(self._slots):
+            slot = self._slots[index]()
+            if slot is not None:
+                if self._check and slot.meta != meta(tensor):
+                    self._differs(slot, index, tensor)
+                slot.tensor = rebuilt
+                slot.version = rebuilt._version
+        elif self._frame.complete:  # else replayed for a backward inside its own forward, which is not there yet
+            raise errors.MismatchError(errors.more(self.name, len(self._slots), ""))
+        if self._frame.digests is not None:
+            self._compare_values(index, tensor)
+        if not tensor.requires_grad:
+            self._unfinished = _compat.sequence_number()
+        if index == self._last:
+            self._done = True
+            if finished or (tensor.requires_grad and self._unfinished != _compat.sequence_number()):
+                raise Stop(self)
+        return rebuilt
+
+    def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
+        then, now = _tree.say(slot.meta), _tree.say(meta(tensor))
+        raise errors.MismatchError(errors.other_tensor(self.name, index, then, now, reader_of(slot)))
+
+    def _compare_values(self, index: int, tensor: torch.Tensor) -> None:
+        digests = self._frame.digests
+        if not digests or index >= len(digests):
+            return
+        layout, digest = digests[index]
+        what = _tree.say(meta(tensor))
+        if layout != _tree.layout(tensor):
+            then, now = f"{what}, stride {layout}", f"{what}, stride {_tree.layout(tensor)}"
+            op = reader_of(self._slots[index]())
+            raise errors.MismatchError(errors.other_tensor(self.name, index, then, now, op))
+        if not torch.equal(digest, _tree.digest(tensor)):
+            op = reader_of(self._slots[index]())
+            raise errors.MismatchError(errors.other_values(self.name, index, what, op))
+
+    def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
+        """Fills the slots of a saved call of this frame; the replay may end here."""
+        record.fill(self.name, inputs)
+        if self._stop == record.key:
+            raise Stop(self)

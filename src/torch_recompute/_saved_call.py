@@ -1,0 +1,273 @@
+"""Saved calls: what `no_recompute` keeps in forward, and what it does instead of the call in a replay.
+
+In forward the call runs under its own pack hook, which sorts by storage what autograd saves (see `region.py`). What
+the record keeps for the replay is the least that lets later code run as it did: the output, unless it is a view of
+something that the replay has; the contents of inputs that the call changed in place; the state of every generator
+that it advanced, so that random numbers drawn after the call are the same ones.
+
+A record belongs to the trace of the innermost region. Replays of outer regions pass by it as well and are handed the
+same output, so a saved call runs once however deep it lies.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _compat, _tree, errors
+from ._compat import is_parameter, storage_id, version_of
+from ._slots import Owner, Packed, Slot, unpack
+from .state import Ambient, advanced
+from .stores import Kept, Store
+from .values import Key, Run, thread
+
+
+class View(NamedTuple):
+    """An output that is a view of input number `source` of the call; `geometry` None where it is that input itself."""
+
+    source: int
+    geometry: _tree.Geometry | None
+    grad: bool
+
+
+class Stored(NamedTuple):
+    """A tensor that is kept: on the device with its version, or in a store."""
+
+    packed: tuple[torch.Tensor, int] | Kept
+    grad: bool
+
+
+class SavedCall:
+    """The record of one saved call.
+
+    Attributes:
+        name: The call's name.
+        key: The moment of the call in its region's forward.
+        spare: Set once no replay of its own region needs the output; dropped when no outer one does either.
+    """
+
+    __slots__ = ("_after", "_metas", "_mutated", "_outputs", "_spec", "_views", "key", "name", "spare")
+
+    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor]) -> None:
+        self.name = name
+        self.key = key
+        self.spare = False
+        self._metas = [_tree.meta(t) for t in inputs]
+        self._views: list[tuple[weakref.ref[Slot], int, _tree.Geometry]] = []
+        self._outputs: list[Any] | None = None
+        self._spec: Any = None
+        self._mutated: list[tuple[int, Stored]] = []
+        self._after: list[tuple[Ambient, Any]] = []
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward still waits for a view of one of the call's inputs."""
+        return any(ref() is not None for ref, _, _ in self._views)
+
+    def drop(self) -> None:
+        """Forgets what only a replay that goes on after the call would need."""
+        self._outputs = None
+        self._mutated = []
+
+    def release(self) -> None:
+        """Empties the slots."""
+        for ref, _, _ in self._views:
+            slot = ref()
+            if slot is not None:
+                slot.tensor = None
+
+    def fill(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Fills the slots that are views of the call's inputs."""
+        for ref, index, geometry in self._views:
+            slot = ref()
+            if slot is not None:
+                view = geometry.of(inputs[index])
+                if view is None:
+                    then = _tree.say(self._metas[index])
+                    now = _tree.say(_tree.meta(inputs[index]))
+                    raise errors.MismatchError(errors.other_inputs(region, self.name, index, then, now))
+                slot.tensor = view
+                slot.version = view._version
+
+    def held(self) -> list[torch.Tensor]:
+        """The outputs that are kept on the device."""
+        outputs = self._outputs or ()
+        return [o.packed[0] for o in outputs if isinstance(o, Stored) and type(o.packed) is tuple]
+
+    def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Compares the inputs of the replay with those of the forward."""
+        metas = [_tree.meta(t) for t in inputs]
+        for i, (then, now) in enumerate(zip(self._metas, metas, strict=False)):
+            if then != now:
+                text = errors.other_inputs(region, self.name, i, _tree.say(then), _tree.say(now))
+                raise errors.MismatchError(text)
+
+    def result(self, region: str, inputs: Sequence[torch.Tensor]) -> Any:
+        """Does to the world what the call did, and returns what it returned."""
+        for ambient, value in self._after:
+            ambient.restore(value)
+        for index, stored in self._mutated:
+            tensor = inputs[index]
+            with torch.no_grad():
+                tensor.copy_(self._open(region, stored))
+            if stored.grad and not tensor.requires_grad:
+                tensor.requires_grad_()
+        if self._outputs is None:
+            raise errors.MismatchError(errors.other_calls(region, self.name, int(self.key[1])))
+        leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
+        return leaves[0] if self._spec is None else _compat.tree_unflatten(leaves, self._spec)
+
+    def _hand_out(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        if isinstance(output, Stored):
+            tensor = self._open(region, output)
+            return tensor.detach().requires_grad_() if output.grad else tensor.detach()
+        if isinstance(output, View):
+            base = inputs[output.source]
+            if output.geometry is None:
+                return base
+            view = output.geometry.of(base)
+            if view is None:
+                then, now = _tree.say(self._metas[output.source]), _tree.say(_tree.meta(base))
+                raise errors.MismatchError(errors.other_inputs(region, self.name, output.source, then, now))
+            return view.requires_grad_() if output.grad else view
+        return output
+
+    def _open(self, region: str, stored: Stored) -> torch.Tensor:
+        packed = stored.packed
+        if isinstance(packed, Kept):
+            return packed.open()
+        tensor, version = packed
+        if version_of(tensor) != version:
+            raise errors.ChangedError(errors.changed_output(region, self.name, version, version_of(tensor)))
+        return tensor
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        result: Any,
+        inputs: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        store: Store | None,
+        after: list[tuple[Ambient, Any]],
+    ) -> list[torch.Tensor]:
+        """Takes what a replay will need; returns the outputs that are kept on the device."""
+        self._after = after
+        kept: list[torch.Tensor] = []
+        for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
+            if version_of(tensor) != version:
+                self._mutated.append((i, self._keep(tensor, store)))
+        if isinstance(result, torch.Tensor):
+            leaves: list[Any] = [result]
+        else:
+            leaves, self._spec = _compat.tree_flatten(result)
+        outputs: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or is_parameter(leaf):
+                outputs.append(leaf)
+                continue
+            view = _view(leaf, inputs)
+            outputs.append(view or self._keep(leaf, store))
+            if view is None and store is None:
+                kept.append(leaf)
+        self._outputs = outputs
+        return kept
+
+    def _keep(self, tensor: torch.Tensor, store: Store | None) -> Stored:
+        if store is None:
+            return Stored((tensor.detach(), version_of(tensor)), tensor.requires_grad)
+        return Stored(Kept(store, tensor.detach(), self.name), tensor.requires_grad)
+
+    def pack(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        scope: tuple[Owner | None, Container[int]],
+        store: Store | None,
+    ) -> Packed:
+        """The pack hook of the call: sorts a tensor that autograd saves in it."""
+        if is_parameter(tensor):
+            return tensor, version_of(tensor)
+        owner, storages = scope
+        storage = storage_id(tensor)
+        if storage and storage in storages:
+            return tensor.detach(), version_of(tensor)
+        if owner is not None and storage:
+            for i, base in enumerate(inputs):
+                if storage_id(base) == storage and version_of(base) == versions[i]:
+                    geometry = _tree.geometry(tensor, base)
+                    if geometry is not None:
+                        slot = Slot(owner, _tree.meta(tensor))
+                        self._views.append((weakref.ref(slot), i, geometry))
+                        return slot
+        if store is None:
+            return tensor.detach(), version_of(tensor)
+        return Kept(store, tensor.detach(), self.name)
+
+
+def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
+    for i, base in enumerate(inputs):
+        if tensor is base:
+            return View(i, None, tensor.requires_grad)
+    storage = storage_id(tensor)
+    for i, base in enumerate(inputs):
+        if storage and storage_id(base) == storage:
+            geometry = _tree.geometry(tensor, base)
+            if geometry is not None:
+                return View(i, geometry, tensor.requires_grad)
+    return None
+
+
+def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call is made with: in its arguments, and in the cells of a closure."""
+    call = _tree.Call(args, kwargs)
+    found: list[torch.Tensor] = [call.leaves[i] for i in call.tensors]
+    if isinstance(fn, types.FunctionType) and fn.__closure__:
+        for cell in fn.__closure__:
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+    return found
+
+
+def record_call(
+    run: Run,
+    scope: tuple[Owner | None, Container[int]],
+    store: Store | None,
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, list[torch.Tensor]]:
+    """Runs a saved call in forward and writes its record.
+
+    Returns:
+        What the call returned, and those of its outputs that are kept on the device.
+    """
+    inputs = tensors_of(fn, args, kwargs)
+    versions = [version_of(t) for t in inputs]
+    record = SavedCall(name, run.key(), inputs)
+    before = [ambient.capture() for ambient in run.ambients]
+
+    def pack(tensor: torch.Tensor) -> Packed:
+        return record.pack(tensor, inputs, versions, scope, store)
+
+    _compat.push_hooks(pack, unpack)
+    thread.run = None
+    try:
+        result = fn(*args, **kwargs)
+    finally:
+        thread.run = run
+        _compat.pop_hooks()
+    kept = record.record(result, inputs, versions, store, advanced(run.ambients, before))
+    run.writing().records.append(record)
+    inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
+    return result, kept

@@ -1,0 +1,79 @@
+"""Places in the autograd graph where a region left no tensor, and what opens them.
+
+A pack hook returns one of four things for a tensor that autograd saves, and `unpack` knows them apart by type: a
+(tensor, version) pair, when the tensor is alive anyway; a `Kept`, when it lies in a store; a `Slot`, when it will be
+rebuilt; in a replay, whose graph is dropped at once, the tensor itself, detached. The version stands in for
+autograd's own check, which hooks switch off.
+
+A slot holds the rebuilt tensor until its node is done, as plain autograd would. Only when backward was asked to
+retain the graph does it let go at once and keep a weak reference, so that a custom Function may read
+`ctx.saved_tensors` twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from . import errors
+from ._compat import in_backward
+from ._tree import Meta
+from .stores import Kept
+
+
+class Owner(Protocol):
+    """What a slot asks of the frame that it belongs to."""
+
+    name: str
+    transient: bool
+
+    def rebuild(self, slot: Slot) -> torch.Tensor:
+        """Replays the region and returns the slot's tensor."""
+        ...
+
+
+class Slot:
+    """A tensor that autograd saved and that is not kept.
+
+    Attributes:
+        owner: The frame of the region's call; it is alive as long as one of its slots is in a graph.
+        meta: Shape, dtype and device of the tensor.
+        tensor: The rebuilt tensor, detached, while it is here; a weak reference to it once it has been lent out.
+        version: The tensor's version when it was saved in the replay; set with `tensor`.
+    """
+
+    __slots__ = ("__weakref__", "meta", "owner", "tensor", "version")
+
+    def __init__(self, owner: Owner, meta: Meta) -> None:
+        self.owner = owner
+        self.meta = meta
+        self.tensor: torch.Tensor | weakref.ref[torch.Tensor] | None = None
+
+
+class Stop(BaseException):
+    """Ends a replay that has filled every slot still open."""
+
+
+Packed = tuple[torch.Tensor, int] | Kept | Slot | torch.Tensor
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The unpack hook of every region, replay and saved call."""
+    kind = type(packed)
+    if kind is Slot:
+        tensor = packed.tensor
+        if tensor is None or type(tensor) is weakref.ref:
+            tensor = (tensor and tensor()) or packed.owner.rebuild(packed)
+        if tensor._version != packed.version:
+            raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
+        if packed.owner.transient:
+            packed.tensor = weakref.ref(tensor) if in_backward() else None
+        return tensor
+    if kind is tuple:
+        tensor, version = packed
+        if tensor._version != version:
+            raise errors.ChangedError(errors.changed_saved("a region", version, tensor._version))
+        return tensor
+    return packed.open() if kind is Kept else packed

@@ -1,0 +1,167 @@
+"""Tensors inside nested arguments, and how to hold a call so that it can be made again.
+
+A region is called twice with "the same" arguments, the second time long after the first. Between the two the caller
+may have emptied a list that he passed, popped a key from a dict or replaced an element. So a call is taken apart
+into leaves when it is made and put together anew for each replay: containers are rebuilt, tensors come from where
+they were kept, everything else is handed over by identity.
+
+Flat calls (every argument a tensor or a plain value) are by far the most common and skip the pytree machinery; only
+arguments that are containers pay for it. Rejected: `tree_flatten((args, kwargs))` on every call, 5 us where the
+loop below takes one.
+
+Geometry says where a view lies in its memory, relative to another view of the same memory, so that it can be rebuilt
+from that other one once it exists again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _compat
+
+PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+
+class Subtree(NamedTuple):
+    """Stands for a container among the leaves of a call: its elements are `leaves[start:stop]`."""
+
+    spec: Any
+    start: int
+    stop: int
+
+
+class Call:
+    """The arguments of one call as a flat list: positional ones, keyword ones, then the elements of containers.
+
+    Attributes:
+        leaves: The flat list; a container is replaced by a `Subtree`.
+        tensors: Where in `leaves` the tensors are.
+        others: Where in `leaves` there is something that is neither a tensor nor a plain value.
+    """
+
+    __slots__ = ("keywords", "leaves", "others", "positional", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves = leaves = [*args, *kwargs.values()] if kwargs else list(args)
+        self.positional = len(args)
+        self.keywords = tuple(kwargs)
+        self.tensors: list[int] = []
+        self.others: Sequence[int] = ()
+        for i, leaf in enumerate(leaves):  # grows while it is read: elements of containers come at the end
+            kind = type(leaf)
+            if kind is torch.Tensor:
+                self.tensors.append(i)
+            elif kind in PLAIN:
+                continue
+            elif isinstance(leaf, torch.Tensor):
+                self.tensors.append(i)
+            elif i < self.positional + len(self.keywords) and _compat.is_container(leaf):
+                elements, spec = _compat.tree_flatten(leaf)
+                leaves[i] = Subtree(spec, len(leaves), len(leaves) + len(elements))
+                leaves.extend(elements)
+            else:
+                self.others = (*self.others, i)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Puts `leaves` (as long as `self.leaves`) together into fresh `args, kwargs`."""
+        top = self.positional + len(self.keywords)
+        if top != len(leaves):
+            leaves, elements = list(leaves[:top]), leaves
+            for i, value in enumerate(leaves):
+                if type(value) is Subtree:
+                    spec, start, stop = value
+                    leaves[i] = _compat.tree_unflatten(list(elements[start:stop]), spec)
+        if not self.keywords:
+            return leaves, {}
+        return leaves[: self.positional], dict(zip(self.keywords, leaves[self.positional :], strict=True))
+
+    def label(self, index: int) -> str:
+        """Names leaf `index` for an error: `argument 0`, `argument 'mask'`, `a tensor in argument 1`."""
+        top = self.positional + len(self.keywords)
+        if index < top:
+            key = index if index < self.positional else repr(self.keywords[index - self.positional])
+            return f"argument {key}"
+        for i, value in enumerate(self.leaves[:top]):
+            if type(value) is Subtree and value.start <= index < value.stop:
+                return f"a tensor in {self.label(i)}"
+        return "an argument"
+
+
+class Geometry(NamedTuple):
+    """A view of some memory, placed relative to `base`, another view of the same memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: int
+    base_stride: tuple[int, ...]
+
+    def of(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The view, over the memory of a new `base`; None where `base` is laid out otherwise than the old one."""
+        if base.stride() != self.base_stride:
+            return None
+        return base.detach().as_strided(self.size, self.stride, base.storage_offset() + self.shift)
+
+
+def geometry(view: torch.Tensor, base: torch.Tensor) -> Geometry | None:
+    """Where `view` lies relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
+    plain = view.layout is torch.strided and base.layout is torch.strided
+    if not plain or view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
+        return None
+    if _subclass(view) or _subclass(base):
+        return None
+    shift = int(view.storage_offset() - base.storage_offset())
+    return Geometry(tuple(view.shape), view.stride(), shift, base.stride())
+
+
+def _subclass(tensor: torch.Tensor) -> bool:
+    return type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter
+
+
+Meta = tuple[Any, ...]
+
+
+def meta(tensor: torch.Tensor) -> Meta:
+    """What the forward and the replay must agree on for a saved tensor: shape, dtype, device.
+
+    Strides are compared with `check="values"` only: other strides give the same gradient, and reading them costs.
+    """
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Stride, or the layout where there is no stride (sparse, nested)."""
+    try:
+        return tensor.stride()
+    except (RuntimeError, NotImplementedError):
+        return (tensor.layout,)
+
+
+def say(value: Meta) -> str:
+    """A `meta` in words."""
+    shape, dtype, device = value
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A fingerprint of a tensor's bits (two int64, on its device; no host sync), for `check="values"`.
+
+    Rows and columns of the bits are summed with weights in wrapping integer arithmetic, so a changed bit, a moved
+    element and a NaN that is not the same NaN all show.
+    """
+    with torch.no_grad():
+        data = tensor.detach()
+        if data.layout is not torch.strided:
+            data = data.to_dense() if not data.is_nested else data.values()
+        bits = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        pad = -bits.numel() % 1024
+        rows = torch.nn.functional.pad(bits, (0, pad)).view(-1, 1024)
+        across, down = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+        return torch.stack([_weighted(across), _weighted(down)])
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64)
+    return (sums * (weights * 2 - 1) * 0x9E3779B1).sum()

@@ -1,0 +1,61 @@
+"""The command `torch-recompute`.
+
+Each subcommand is a room of its own with two functions: `add_command`, which describes it to `argparse`, and the
+`command` that this sets as its default, which runs it and returns the exit code. This file only dispatches, and turns
+what a user can mend into one line on stderr instead of a traceback.
+
+Exit codes: 0 done; 1 a check failed (the output says which); 2 the command line asks for something that cannot be
+done (stderr says what was passed, what was expected and what to write); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__, demo
+from .errors import ArgumentError
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="torch-recompute",
+        description="Activation recomputation for PyTorch.",
+        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line",
+    )
+    parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: The arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit code; a malformed command line ends in `argparse`'s own `SystemExit(2)`.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except ArgumentError as error:
+        print(f"torch-recompute: error: {error}", file=sys.stderr)
+        return USAGE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        print(
+            "torch-recompute: error: the command line shows its results with the package `rich`, which is not "
+            "installed. Write: pip install torch-recompute[cli]",
+            file=sys.stderr,
+        )
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED

@@ -1,0 +1,98 @@
+"""What the demonstration looks like: progress on stderr while it runs, one table on stdout at its end.
+
+rich decides about colours (`NO_COLOR`, a pipe, an old terminal); this file decides only what stands in the table. It
+is imported late, so that everything else works without rich.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from textwrap import wrap
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from .training import Outcome, Result
+
+MIB = 2**20
+COLUMN = len("recomputation")
+
+
+@contextmanager
+def progress_shown(total: int) -> Generator[Callable[[str], None]]:
+    """A bar on a terminal, a line at every tenth elsewhere."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("reading", total=total)
+
+            def advance(word: str) -> None:
+                bar.update(task, advance=1, description=word)
+
+            yield advance
+        return
+    done = 0
+
+    def line(word: str) -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // total != (done - 1) * 10 // total:
+            sys.stderr.write(f"{100 * done // total:3d}%  {word}\n")
+            sys.stderr.flush()
+
+    yield line
+
+
+def show(result: Result) -> None:
+    """Print the table, and loudly any loss that differs."""
+    console = Console()
+    config = result.config
+    table = Table(box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    for outcome in result.outcomes:
+        table.add_column("\n".join(wrap(outcome.title, COLUMN)), justify="right")
+
+    def row(label: str, cell: Callable[[Outcome], str | Text], *, last: bool = False) -> None:
+        table.add_row(label, *(cell(outcome) for outcome in result.outcomes), end_section=last)
+
+    def mebibytes(category: str) -> Callable[[Outcome], str]:
+        return lambda outcome: f"{outcome.by_category[category] / MIB:.1f}"
+
+    row("peak MiB", lambda outcome: Text(f"{outcome.peak_bytes / MIB:.1f}", style="bold"))
+    for category in ("activations", "parameters", "gradients", "optimizer"):
+        row(f"  {category}", mebibytes(category), last=category == "optimizer")
+    row("seconds per step", lambda outcome: f"{outcome.step_seconds:.3f}")
+    row("recomputed GFLOP", lambda outcome: f"{outcome.recomputed_flops / 1e9:.2f}")
+    row("  of a plain step", lambda outcome: f"{outcome.recomputed_percent:.1f}%", last=True)
+    row("first loss", lambda outcome: f"{outcome.losses[0]:.4f}")
+    row("last loss", lambda outcome: f"{outcome.losses[-1]:.4f}")
+    row("same bits", lambda outcome: Text("yes", style="green") if outcome.identical else Text("NO", style="bold red"))
+    console.print(
+        f"GPT of {config.layers} layers, d_model {config.d_model}, {result.parameters:,} parameters; "
+        f"{config.steps} steps of {config.batch} x {config.seq} bytes of {result.text}",
+        style="bold",
+        highlight=False,
+    )
+    console.print(table)
+    console.print(
+        "MiB: at the peak of a step. Same bits: the losses of all steps equal those without recomputation "
+        "to the last bit.",
+        highlight=False,
+    )
+    for outcome in result.outcomes:
+        if outcome.first_difference is not None:
+            at = outcome.first_difference
+            mine, theirs = outcome.losses[at], result.outcomes[0].losses[at]
+            console.print(
+                f"NOT IDENTICAL: {outcome.title}: the loss of step {at + 1} is {mine!r} ({mine.hex()}), "
+                f"without recomputation it is {theirs!r} ({theirs.hex()}).",
+                style="bold red",
+                soft_wrap=True,
+                highlight=False,
+            )

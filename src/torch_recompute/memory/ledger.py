@@ -1,0 +1,161 @@
+"""The books: which storages are alive on one device, their bytes, what they are for, and the peak.
+
+Problem. A figure that is exact must hear of each storage's birth, death and change of size, without keeping any of
+them alive, and without a reference cycle that would delay the very deaths it counts.
+
+Idea. PyTorch keeps the Python object of a storage for as long as the C++ storage lives, so a weak reference to that
+object dies with the memory, also when only C++ holds it. The weak reference *is* the ledger's entry; its callback
+only appends it to a queue. A death may come at any moment and on any thread, in the middle of an allocation made
+here, so it is booked later, before anything else is looked up; no lock is taken in the callback and none is needed.
+
+A storage can be resized behind the operators' back (`storage.resize_(0)` is how several systems free memory that a
+tensor still names). Reading every size after every operation would be exact and slow, so sizes are read again where
+it matters: of storages an operation touches, of storages that were empty, and of all of them before a new peak is
+believed. A silent shrink can therefore not fake a peak; only a silent growth of a non-empty storage that also ends
+before any operation touches it goes unseen.
+
+Invariants. One storage, one entry. `live` is the sum of the entries' bytes. The peak keeps its list of entries, not
+of categories, so that bytes which turn out to be a gradient later are called a gradient at the peak too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+
+CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "other", "activations")
+PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, ACTIVATIONS = range(len(CATEGORIES))
+
+
+class Sample(NamedTuple):
+    """One point of a timeline: the bytes alive right after an operation that changed them."""
+
+    event: int
+    op: str
+    live_bytes: int
+
+
+class Entry(weakref.ref[torch.UntypedStorage]):
+    """A storage in the books: a weak reference that remembers what it refers to."""
+
+    __slots__ = ("key", "nbytes", "rank")
+
+    key: int
+    nbytes: int
+    rank: int
+
+
+class Ledger:
+    """The books of one device. Callers hold the measurement's lock."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self.timeline: list[Sample] = []
+        self._entries: dict[int, Entry] = {}
+        self._empty: dict[int, Entry] = {}
+        self._dead: deque[Entry] = deque()
+        self._at_peak: list[tuple[Entry, int]] = []
+
+    def touch(self, storage: torch.UntypedStorage) -> bool:
+        """Read a storage's size again; False if it is not in the books."""
+        self.book_deaths()
+        entry = self._entries.get(id(storage))
+        if entry is not None:
+            self._reread(entry, storage)
+        return entry is not None
+
+    def mark(self, storage: torch.UntypedStorage, rank: int) -> None:
+        """Say what a storage is for. It enters the books if it must; a category earlier in the list stays."""
+        self.book_deaths()
+        entry = self._entries.get(id(storage))
+        if entry is not None:
+            entry.rank = min(entry.rank, rank)
+            return
+        entry = Entry(storage, cast("Callable[[Any], None]", self._dead.append))
+        entry.key, entry.nbytes, entry.rank = id(storage), 0, rank
+        self._entries[entry.key] = entry
+        self._reread(entry, storage)
+
+    def book_deaths(self) -> None:
+        """Take out the storages that died since the last call."""
+        while self._dead:
+            entry = self._dead.popleft()
+            self.live -= entry.nbytes
+            del self._entries[entry.key]
+            self._empty.pop(entry.key, None)
+
+    def refresh(self) -> None:
+        """Read every size again."""
+        self.book_deaths()
+        self._reread_all(self._entries)
+
+    def settle(self) -> None:
+        """Raise the peak if this moment is one."""
+        self._reread_all(self._empty)
+        if self.live > self.peak:
+            self._reread_all(self._entries)
+        if self.live > self.peak:
+            self.peak = self.live
+            self._at_peak = [(entry, entry.nbytes) for entry in self._entries.values()]
+
+    def sample(self, event: int, op: str) -> None:
+        """Add a point to the timeline if the bytes alive have changed."""
+        if not self.timeline or self.live != self.timeline[-1].live_bytes:
+            self.timeline.append(Sample(event, op, self.live))
+
+    def live_by_category(self) -> dict[str, int]:
+        """The bytes alive now, by what they are for."""
+        return _by_category((entry, entry.nbytes) for entry in self._entries.values())
+
+    def peak_by_category(self) -> dict[str, int]:
+        """The bytes alive at the peak, by what they turned out to be for."""
+        return _by_category(self._at_peak)
+
+    def _reread(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        if nbytes:
+            self._empty.pop(entry.key, None)
+        else:
+            self._empty[entry.key] = entry
+        self.live += nbytes - entry.nbytes
+        entry.nbytes = nbytes
+
+    def _reread_all(self, entries: dict[int, Entry]) -> None:
+        for entry in tuple(entries.values()):
+            storage = entry()
+            if storage is not None and storage.nbytes() != entry.nbytes:
+                self._reread(entry, storage)
+
+
+def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
+    """The storages under a nest of tensors; a tensor subclass that wraps others stands for those.
+
+    Sparse and other tensors without a storage of their own yield nothing.
+    """
+    if isinstance(value, torch.Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is not None:
+            for name in flatten()[0]:
+                yield from storages(getattr(value, name))
+        elif value.layout is torch.strided:
+            yield value.device, value.untyped_storage()
+    elif isinstance(value, torch.UntypedStorage):
+        yield value.device, value
+    elif isinstance(value, dict):
+        for item in cast("dict[object, object]", value).values():
+            yield from storages(item)
+    elif isinstance(value, (list, tuple)):
+        for item in cast("Iterable[object]", value):
+            yield from storages(item)
+
+
+def _by_category(entries: Iterable[tuple[Entry, int]]) -> dict[str, int]:
+    totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    for entry, nbytes in entries:
+        totals[CATEGORIES[entry.rank]] += nbytes
+    return totals

@@ -1,0 +1,363 @@
+"""`measure`: a block of code, watched operation by operation, and the figures that come out.
+
+Problem. Most of what training allocates has no name: autograd's saved tensors, gradients of activations, an
+optimizer's workspace. And what has a name gets it late: the buffer that becomes `.grad` was made two calls earlier.
+
+Idea. A dispatch mode books the storages of every operation's results under "activations"; hooks and looks give the
+better names when they become known. A tensor hook on each tracked parameter sees what backward delivers, an
+optimizer's own step hooks bracket what it allocates. Nothing else of the model or of torch is touched, and all hooks
+are gone after the block.
+
+Invariants. The categories sum to the total, at the peak and now. A storage made before the block counts only if it
+is named (`measure(model, optimizer)`, `track`), and so does one that no operator made (`torch.load`,
+`torch.UntypedStorage(n)`). After the block nothing new is counted, but deaths still are: `live_bytes` then says what
+the block has left behind. Devices have separate books; the properties show one of them.
+
+Not seen: workspaces inside one kernel, threads that the user starts (autograd's own are seen), sparse tensors, and
+what no operator returns, such as the 5 kB of a random generator's state in each checkpoint. Seeing is not
+free of effect: under any dispatch mode autograd sums the gradients of a tensor used twice into a new buffer, where
+it otherwise may do so in place; and the CUDA allocator's peak statistics are reset when a measurement begins.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import nn
+
+from .._compat import TorchDispatchMode
+from ..errors import ArgumentError, RecomputeError
+from . import allocator
+from .ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, Ledger, Sample, storages
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Reading(NamedTuple):
+    """What a measurement says of one device.
+
+    Attributes:
+        device: The device these figures are of.
+        peak_bytes: The most bytes alive after any one operation, or when the block began.
+        live_bytes: The bytes alive now; after the block, those of its storages that still are.
+        by_category: `peak_bytes`, split; every category is there, and they sum to it.
+        live_by_category: `live_bytes`, split in the same way.
+        timeline: The bytes alive when the block began, and after each operation that changed them.
+        allocator_peak_bytes: On CUDA the allocator's own peak, rounding and untracked tensors included; else None.
+    """
+
+    device: torch.device
+    peak_bytes: int
+    live_bytes: int
+    by_category: dict[str, int]
+    live_by_category: dict[str, int]
+    timeline: tuple[Sample, ...]
+    allocator_peak_bytes: int | None
+
+
+class Measurement:
+    """Bytes alive in a `with` block, and what they are for; made by `measure`.
+
+    It may be read inside the block and after it, as often as wanted, and measurements nest.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._lock = threading.RLock()
+        self._ledgers: dict[torch.device, Ledger] = {}
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._handles: list[_Handle] = []
+        self._watch: _Watch | None = None
+        self._entered = False
+        self._in_step = False
+        self._events = 0
+        self._allocator_peaks: dict[int, int] = {}
+
+    def track(self, *things: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Self:
+        """Name what no operation of the block made: from now on it counts, and under its own category.
+
+        Args:
+            things: Modules (their parameters, buffers and gradients), optimizers (their parameters, gradients and
+                state, also the state made later) and tensors (counted as "other").
+
+        Returns:
+            The measurement itself.
+        """
+        with self._lock:
+            if self._entered and self._watch is None:
+                raise RecomputeError("This measurement is over, so nothing more is counted. " + _AGAIN)
+            for thing in things:
+                if isinstance(thing, nn.Module):
+                    self._track_parameters(thing.parameters())
+                    self._mark(tuple(thing.buffers()), BUFFERS)
+                elif isinstance(thing, torch.optim.Optimizer):
+                    self._track_optimizer(thing)
+                elif isinstance(thing, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    self._mark(thing, OTHER)
+                else:
+                    raise ArgumentError(
+                        f"A measurement can track modules, optimizers (torch.optim.Optimizer) and tensors, not a "
+                        f"{type(thing).__name__}. Name the tensors that it holds: m.track(*tensors)"
+                    )
+            self._look()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The device asked for, else the busiest accelerator in the measurement, else the CPU."""
+        return self.on().device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Every device on which something was counted."""
+        with self._lock:
+            return tuple(self._ledgers)
+
+    def on(self, device: torch.device | str | None = None) -> Reading:
+        """Read all the figures of one device; without an argument, those that the properties show."""
+        with self._lock:
+            chosen = self._choose(self._device if device is None else torch.device(device))
+            self._look()
+            ledger = self._ledgers.get(chosen, Ledger())
+            return Reading(
+                device=chosen,
+                peak_bytes=ledger.peak,
+                live_bytes=ledger.live,
+                by_category=ledger.peak_by_category(),
+                live_by_category=ledger.live_by_category(),
+                timeline=tuple(ledger.timeline),
+                allocator_peak_bytes=self._allocator_peak(chosen),
+            )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once, see `Reading`."""
+        return self.on().peak_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes alive now, see `Reading`."""
+        return self.on().live_bytes
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """What the bytes of the peak were for, see `Reading`."""
+        return self.on().by_category
+
+    @property
+    def live_by_category(self) -> dict[str, int]:
+        """What the bytes alive now are for, see `Reading`."""
+        return self.on().live_by_category
+
+    @property
+    def timeline(self) -> tuple[Sample, ...]:
+        """The bytes alive after each operation that changed them, see `Reading`."""
+        return self.on().timeline
+
+    @property
+    def allocator_peak_bytes(self) -> int | None:
+        """The CUDA allocator's own peak, see `Reading`."""
+        return self.on().allocator_peak_bytes
+
+    def __repr__(self) -> str:
+        reading = self.on()
+        parts = ", ".join(f"{name} {count:,}" for name, count in reading.by_category.items() if count)
+        return f"<measurement on {reading.device}: peak {reading.peak_bytes:,} bytes ({parts or 'nothing'})>"
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise RecomputeError("This measurement was entered before; one measurement is one block. " + _AGAIN)
+        self._entered = True
+        allocator.begin(self._allocator_peaks)
+        with self._lock:
+            self._watch = _Watch(self)
+            for parameter in self._parameters:
+                self._hook_parameter(parameter())
+            for optimizer in self._optimizers:
+                self._hook_optimizer(optimizer())
+            self._look()
+            for ledger in self._ledgers.values():
+                ledger.sample(0, "")
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._watch is None:
+            return
+        self._watch.__exit__(*exception)
+        with self._lock:
+            self._look()
+            self._watch = None
+            self._parameters.clear()
+            self._optimizers.clear()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        allocator.end(self._allocator_peaks)
+
+    def record(self, func: object, inputs: object, outputs: object) -> None:
+        """Book one operation: its new storages, and any known one that changed size."""
+        with self._lock:
+            self._events += 1
+            known: set[int] = set()
+            for device, storage in storages(inputs):
+                self._ledger(device).touch(storage)
+                known.add(id(storage))
+            if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a birth
+                known.clear()
+            for device, storage in storages(outputs):
+                ledger = self._ledger(device)
+                if not ledger.touch(storage) and id(storage) not in known:
+                    ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS)
+            for ledger in self._ledgers.values():
+                ledger.book_deaths()
+                ledger.settle()
+                ledger.sample(self._events, str(getattr(func, "__name__", func)))
+
+    def _ledger(self, device: torch.device) -> Ledger:
+        ledger = self._ledgers.get(device)
+        if ledger is None:
+            ledger = self._ledgers[device] = Ledger()
+        return ledger
+
+    def _choose(self, wanted: torch.device | None) -> torch.device:
+        """`cuda` without a number means the busiest of them; nothing at all means the busiest accelerator."""
+        if wanted is None:
+            candidates = [d for d in self._ledgers if d.type not in ("cpu", "meta")]
+            wanted = torch.device("cpu")
+        else:
+            candidates = [d for d in self._ledgers if d.type == wanted.type and wanted.index in (None, d.index)]
+        return max(candidates, key=lambda d: self._ledgers[d].peak, default=wanted)
+
+    def _allocator_peak(self, device: torch.device) -> int | None:
+        if device.type != "cuda":
+            return None
+        if self._watch is not None:
+            allocator.read(self._allocator_peaks)
+        return self._allocator_peaks.get(device.index or 0, 0)
+
+    def _mark(self, value: object, rank: int) -> None:
+        for device, storage in storages(value):
+            self._ledger(device).mark(storage, rank)
+
+    def _look(self) -> None:
+        """Bring the books up to date with what parameters and optimizers hold at this moment."""
+        for reference in self._parameters:
+            parameter = reference()
+            if parameter is not None:
+                self._mark(parameter.grad, GRADIENTS)
+        for reference in self._optimizers:
+            optimizer = reference()
+            if optimizer is not None:
+                self._mark(optimizer.state, OPTIMIZER)
+        for ledger in self._ledgers.values():
+            ledger.refresh()
+            if self._watch is not None:
+                ledger.settle()
+
+    def _track_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        known = {id(reference()) for reference in self._parameters}
+        for parameter in parameters:
+            self._mark(parameter, PARAMETERS)
+            if id(parameter) not in known:
+                self._parameters.append(weakref.ref(parameter))
+                self._hook_parameter(parameter)
+
+    def _track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = cast("list[dict[str, list[torch.Tensor]]]", optimizer.param_groups)
+        self._track_parameters(parameter for group in groups for parameter in group["params"])
+        if all(reference() is not optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+            self._hook_optimizer(optimizer)
+
+    def _hook_parameter(self, parameter: torch.Tensor | None) -> None:
+        if self._watch is None or parameter is None or not (parameter.requires_grad and parameter.is_leaf):
+            return
+
+        def delivered(gradient: torch.Tensor) -> None:
+            with self._lock:
+                self._mark(gradient, GRADIENTS)
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            with self._lock:
+                self._mark(parameter.grad, GRADIENTS)
+
+        self._handles.append(cast("_Handle", parameter.register_hook(delivered)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
+
+    def _hook_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if self._watch is None or optimizer is None:
+            return
+
+        def before(*_: object) -> None:
+            with self._lock:
+                self._look()
+                self._in_step = True
+
+        def after(*_: object) -> None:
+            with self._lock:
+                self._in_step = False
+                self._look()
+
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+
+def measure(
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Measurement:
+    """Measure the bytes alive in a block of code, exactly, by storage.
+
+        with measure(model, optimizer) as m:
+            loss(model(batch)).backward()
+        print(m.peak_bytes, m.by_category)
+
+    Operations run slower while measured, so take times in another step than bytes.
+
+    Args:
+        model: Its parameters, buffers and gradients count, each under its category.
+        optimizer: Its state counts too, and so do its parameters and their gradients.
+        device: The device whose figures the properties show; by default the busiest accelerator, else the CPU.
+
+    Returns:
+        A context manager that is also its own result.
+    """
+    measurement = Measurement(None if device is None else torch.device(device))
+    return measurement.track(*(thing for thing in (model, optimizer) if thing is not None))
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every operation to a measurement."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, measurement: Measurement) -> None:
+        super().__init__()
+        self._measurement = measurement
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._measurement.record(func, (args, kwargs), out)
+        return out
+
+
+_AGAIN = "Start another: with measure(...) as m: ..."

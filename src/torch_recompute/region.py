@@ -1,0 +1,203 @@
+"""The engine: regions that are recomputed, and saved calls inside them that are not.
+
+`recompute(fn)` runs `fn` under saved-tensor hooks that keep none of the tensors autograd saves: each becomes a `Slot`,
+an empty place in the graph. When backward first opens a slot, the frame of that call runs `fn` again under other
+hooks that fill the slots in order. From then on the rebuilt tensors live in the graph itself, exactly where plain
+autograd would have kept them, and die when their node is done: no table of recomputed tensors, no key per backward
+call, and the order in which memory is freed is autograd's own.
+
+What is never a slot: a parameter, and any view of an input of the region. These are alive anyway; the graph holds
+them directly, with their version, and a region that saves nothing else is never replayed.
+
+`no_recompute(fn)` in a region is a saved call. What autograd saves inside it is sorted by storage: parameters and
+region inputs cost nothing; views of the call's own inputs become slots too, filled from the replayed input; the rest
+is stored. A replay skips the call and hands out its stored output. Outputs that no replay gets as far as needing are
+dropped when the region ends.
+
+A replay ends at the last slot that is still open (law 6): at once if the tensor in it is an input or a finished
+output of its operation (it requires grad), else at the next event, because some operations save a buffer that their
+kernel fills afterwards (RReLU: such a buffer requires no grad, and was saved at the same sequence number as what
+follows in the same operation). It ends by an exception that derives from BaseException, so user code that says
+`except Exception` cannot swallow it.
+
+Invariants: hooks and `thread.run` are restored by whoever set them. Nothing in the graph refers to a run, only to a
+frame; a frame refers to slots weakly; so the whole dies by reference counting (law 8).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils.checkpoint import checkpoint as _torch_checkpoint
+
+from . import errors
+from ._frame import NEVER, Frame, Options, hand_over, mark_spare
+from ._replay import Replay
+from ._saved_call import SavedCall, record_call, tensors_of
+from .state import DEFAULT, Ambient
+from .stores import Store
+from .values import Run, thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `fn` as a region. The caller has seen to it that grad is enabled."""
+    outer = thread.run
+    frame = Frame(options, fn, args, kwargs, outer)
+    return frame.forward(fn, args, kwargs, outer)
+
+
+def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A region called under `no_grad` inside another: the plain call, with values and records of its own."""
+    outer = thread.run
+    assert outer is not None
+    trace = outer.next_child() if outer.replaying else None
+    run = Run(name, trace, outer.replaying, outer.ambients)
+    thread.run = run
+    try:
+        result = fn(*args, **kwargs)
+    finally:
+        thread.run = outer
+    if not outer.replaying:
+        if run.trace is not None:
+            mark_spare(run.trace, NEVER)
+        hand_over(run.trace, outer)
+    return result
+
+
+def name_of(fn: Any) -> str:
+    """How errors call a function or module."""
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+def recompute(
+    fn: Callable[P, R],
+    *,
+    name: str | None = None,
+    inputs: Store | None = None,
+    state: Sequence[Ambient] = (),
+    check: str = "metadata",
+    early_stop: bool = True,
+) -> Callable[P, R]:
+    """Wraps `fn` as a region: what autograd saves in it is dropped in forward and rebuilt, once, in backward.
+
+        y = recompute(block)(x, mask=mask)
+
+    Gradients are those of the plain call. `fn` may take and return anything; it runs once in forward and at most once
+    per backward call. Without grad, and in inference mode, it is the plain call. Inside `torch.compile` it is traced
+    as `torch.utils.checkpoint`, which the partitioner understands. Wrapping takes no time to speak of; doing it anew
+    on every call is fine.
+
+    Args:
+        fn: A function, bound method or module. It must do the same work when it is called again with the same
+            arguments; what it may depend on besides them is said in `torch_recompute.state`.
+        name: How errors and reports call the region; by default the function's or module's name.
+        inputs: A `Store` for the region's inputs, by default where they are.
+        state: `Ambient` objects: state outside of PyTorch that `fn` reads and changes, such as `NumpyRng()`.
+        check: What a replay is compared with: "metadata" (shape, dtype and device of each saved
+            tensor), "values" (stride and bits too: one pass over each, for debugging), or "none" (their number only).
+        early_stop: End the replay at the last tensor that backward still needs.
+
+    Returns:
+        A callable with `fn`'s signature.
+
+    Raises:
+        ArgumentError: An argument here is none of the above, or the region is called with an iterator.
+        MismatchError: In backward, the replay saved other tensors than the forward.
+        ChangedError: In backward, an input or weight has been changed in place since the forward.
+
+    Recomputation in this form: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv 1604.06174).
+    """
+    if not callable(fn):
+        raise errors.ArgumentError(errors.not_callable("recompute", fn))
+    if check not in ("metadata", "values", "none"):
+        raise errors.ArgumentError(errors.unknown_check(check))
+    _check_store("inputs", inputs)
+    for ambient in state:
+        if not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
+            raise errors.ArgumentError(errors.not_an_ambient(ambient))
+    options = Options(name or name_of(fn), inputs, (*DEFAULT, *state), check, early_stop)
+
+    @functools.wraps(fn, updated=())
+    def region(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                return _traced(fn, args, kwargs)
+            return call(options, fn, args, kwargs)
+        if thread.run is None:
+            return fn(*args, **kwargs)
+        return _without_grad(options.name, fn, args, kwargs)
+
+    return region
+
+
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+
+def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | None = None) -> Callable[P, R]:
+    """Wraps a call whose work is not repeated when the region around it is recomputed.
+
+        attention = no_recompute(F.scaled_dot_product_attention)
+        layer = recompute(lambda x: x + proj(attention(*qkv(norm(x)))))
+
+    What backward needs from inside the call is stored, except what the replay rebuilds anyway (views of the call's
+    inputs). Its output is stored only if something recomputed later needs it. Outside of a region, and inside another
+    saved call, it is the plain call. Inside `torch.compile` the partitioner decides what is saved.
+
+    Args:
+        fn: A function, bound method or module.
+        name: How errors and reports call it; by default its own name.
+        store: A `Store` for what it keeps, by default where it is.
+
+    Returns:
+        A callable with `fn`'s signature.
+
+    Raises:
+        ArgumentError: `fn` is not callable or `store` is no store.
+        ChangedError: In backward, the output has been changed in place and the replay needs it.
+
+    The idea is that of selective activation recomputation: Korthikanti et al., 2022 (arXiv 2205.05198).
+    """
+    if not callable(fn):
+        raise errors.ArgumentError(errors.not_callable("no_recompute", fn))
+    _check_store("store", store)
+    label = name or name_of(fn)
+
+    @functools.wraps(fn, updated=())
+    def saved_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = thread.run
+        if run is None or torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        if run.replaying:
+            return _pass_by(run, label, fn, args, kwargs)
+        frame = run if isinstance(run, Frame) else None
+        scope = (frame, frame.storages) if frame is not None else (None, frozenset[int]())
+        result, kept = record_call(run, scope, store, label, fn, args, kwargs)
+        if frame is not None:
+            frame.alias(kept)
+        return result
+
+    return saved_call
+
+
+def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    record: SavedCall = run.next_record(SavedCall, name)
+    inputs = tensors_of(fn, args, kwargs)
+    record.check(run.name, inputs)
+    if isinstance(run, Replay):
+        run.saved_call(record, inputs)
+    result = record.result(run.name, inputs)
+    if isinstance(run, (Replay, Frame)):
+        run.alias(record.held())
+    return result
+
+
+def _check_store(option: str, store: Any) -> None:
+    if store is not None and not (hasattr(store, "put") and hasattr(store, "get")):
+        raise errors.ArgumentError(errors.not_a_store(option, store))

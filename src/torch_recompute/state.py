@@ -1,0 +1,314 @@
+"""What a replay must find as the forward found it (law 5).
+
+A region's function runs again during backward: later, perhaps on another thread, after the caller has left `with`
+blocks, drawn random numbers, called `model.eval()` or updated running statistics. `World` takes what the function
+can depend on besides its arguments when a region is entered, and puts it in place around each replay:
+
+* settings: autocast, the SDPA / cuDNN / precision switches, the stack of `TorchFunctionMode`s (default device,
+  context parallelism), dispatch modes, context variables. Reading them all takes about 2 us; they are compared at
+  the replay and only written where they differ.
+* consumables: random generators and the user's own `Ambient` objects. A generator's state is read before and after
+  the forward and dropped when the two are equal: that is how we know that nothing was drawn, and then the replay
+  touches no generator. Accelerator generators are a (seed, offset) pair, read without a device sync.
+* what the function reaches (`_reach.py`): the buffers of its modules, so that running statistics are updated once
+  and not twice; `training` flags; closure cells that were rebound or deleted meanwhile.
+
+Rejected: finding out what was touched with a dispatch mode (20 us per operation); copying every buffer always (a
+1 GiB KV cache is a buffer too). Buffers up to 64 KiB of modules in training mode are copied; larger ones are copied
+until a call has left them unchanged, after which a change is an error that names the buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import random
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import _compat, errors
+from ._compat import version_of
+from ._reach import Reach
+
+SMALL = 64 * 1024
+"""Buffers up to this many bytes are copied on every call; see the module's note."""
+
+
+@runtime_checkable
+class Ambient(Protocol):
+    """Something outside a region's arguments that its function reads and changes.
+
+    Pass objects of this kind as `recompute(fn, state=[...])`. `capture` is called before the forward, at each replay
+    and after each saved call; `restore` gets one of its results back.
+    """
+
+    def capture(self) -> Any:
+        """The present state, as a value that later changes do not touch."""
+        ...
+
+    def restore(self, value: Any) -> None:
+        """Makes a captured state the present one."""
+        ...
+
+
+class CpuRng:
+    """PyTorch's default CPU generator. The state is 5,056 bytes."""
+
+    def capture(self) -> torch.Tensor:
+        """The generator's state: uint8 [5056]."""
+        return torch.default_generator.get_state()
+
+    def restore(self, value: torch.Tensor) -> None:
+        """Sets the generator's state."""
+        torch.default_generator.set_state(value)
+
+
+class GeneratorRng:
+    """An explicit `torch.Generator`, of any device."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def capture(self) -> torch.Tensor:
+        """The generator's state, a uint8 tensor on the CPU."""
+        return self.generator.get_state()
+
+    def restore(self, value: torch.Tensor) -> None:
+        """Sets the generator's state."""
+        self.generator.set_state(value)
+
+
+class DeviceRng:
+    """The default generators of all initialised accelerator devices, as (seed, offset) pairs."""
+
+    def capture(self) -> list[tuple[int, int]]:
+        """One (seed, philox offset) pair per device."""
+        return [(g.initial_seed(), g.get_offset()) for g in _compat.device_generators()]
+
+    def restore(self, value: list[tuple[int, int]]) -> None:
+        """Sets seed and offset of each generator, touching only those that differ.
+
+        A device that was initialised after `capture` had drawn nothing then: its offset was 0.
+        """
+        for generator, pair in itertools.zip_longest(_compat.device_generators(), value):
+            seed, offset = pair or (generator.initial_seed(), 0)
+            if generator.initial_seed() != seed:
+                generator.manual_seed(seed)
+            if generator.get_offset() != offset:
+                generator.set_offset(offset)
+
+
+class PythonRng:
+    """The `random` module's generator, on request: `recompute(fn, state=[PythonRng()])`."""
+
+    def capture(self) -> object:
+        """The result of `random.getstate()`."""
+        return random.getstate()
+
+    def restore(self, value: Any) -> None:
+        """Calls `random.setstate`."""
+        random.setstate(value)
+
+
+class NumpyRng:
+    """NumPy's legacy global generator, or the `numpy.random.Generator` given, on request.
+
+    Args:
+        generator: A `numpy.random.Generator`; by default the global state behind `numpy.random.rand` and friends.
+    """
+
+    def __init__(self, generator: Any = None) -> None:
+        self.generator = generator
+
+    def capture(self) -> Any:
+        """The bit generator's state."""
+        if self.generator is not None:
+            return self.generator.bit_generator.state
+        return _numpy_random().get_state()
+
+    def restore(self, value: Any) -> None:
+        """Sets the bit generator's state."""
+        if self.generator is not None:
+            self.generator.bit_generator.state = value
+        else:
+            _numpy_random().set_state(value)
+
+
+def _numpy_random() -> Any:
+    import numpy
+
+    return numpy.random
+
+
+class TensorState:
+    """Tensors that a region changes in place, to be updated once and not again by the replay.
+
+    Buffers of modules are found without this; it is for tensors that the function reaches in other ways.
+
+    Args:
+        *tensors: Tensors of any shape, dtype and device that do not require grad.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def capture(self) -> list[torch.Tensor]:
+        """A copy of each tensor."""
+        return [tensor.detach().clone() for tensor in self.tensors]
+
+    def restore(self, value: list[torch.Tensor]) -> None:
+        """Copies the values back; version counters stay, so what autograd saved of them remains valid."""
+        for tensor, old in zip(self.tensors, value, strict=True):
+            with torch.no_grad(), _compat.preserve_version(tensor):
+                tensor.copy_(old)
+
+
+CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()
+DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _compat.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)
+"""The generators that every region looks after."""
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two captured states are the same, decided without a device sync; False where it cannot be told."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype is torch.uint8 and a.device.type == "cpu" and _compat.same_bytes(a, b)
+    return bool(a == b) if isinstance(a, list) else False
+
+
+@contextlib.contextmanager
+def _under(target: list[Any], present: list[Any]) -> Generator[None]:
+    """Makes `target` the present settings. Dispatch modes only grow: one that watches the backward goes on watching."""
+    flags, functions, dispatch = _compat.split_settings(target)
+    old_flags, old_functions, old_dispatch = _compat.split_settings(present)
+    missing = [mode for mode in dispatch if not any(mode is other for other in old_dispatch)]
+    torch.autocast_increment_nesting()
+    try:
+        _compat.set_flags(flags)
+        _compat.set_function_modes(functions)
+        for mode in missing:
+            _compat.push_dispatch_mode(mode)
+        yield
+    finally:
+        for _ in missing:
+            _compat.pop_dispatch_mode()
+        _compat.set_function_modes(old_functions)
+        _compat.set_flags(old_flags)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+_quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
+
+
+class _Reached:
+    """The tensors and modules that a region's function reaches, as the forward found them."""
+
+    __slots__ = ("_copies", "_state", "_training", "_watched")
+
+    def __init__(self, reach: Reach, cells: bool) -> None:
+        self._training = [(module, module.training) for module in reach.modules]
+        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        copied: list[torch.Tensor] = []
+        for name, tensor, training in reach.mutable(cells):
+            if training and (tensor.nbytes <= SMALL or tensor not in _quiet):
+                copied.append(tensor)
+            self._watched.append((name, tensor, version_of(tensor)))
+        self._watched.extend((name, tensor, version_of(tensor)) for name, tensor in reach.parameters(cells))
+        self._state = TensorState(*copied)
+        self._copies = self._state.capture()
+
+    def settle(self) -> None:
+        if not self._copies:
+            return
+        changed = {id(t) for _, t, version in self._watched if version_of(t) != version}
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
+            if tensor.nbytes <= SMALL or id(tensor) in changed:
+                kept.append((tensor, copy))
+            else:
+                _quiet[tensor] = None
+        self._state, self._copies = TensorState(*[t for t, _ in kept]), [c for _, c in kept]
+        restored = {id(t) for t, _ in kept}
+        self._watched = [entry for entry in self._watched if id(entry[1]) not in restored]
+
+    def check(self, region: str) -> None:
+        for name, tensor, version in self._watched:
+            if version_of(tensor) != version:
+                raise errors.ChangedError(errors.changed_state(region, name, version, version_of(tensor)))
+
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        if self._copies:
+            stack.callback(self._state.restore, self._state.capture())
+            self._state.restore(self._copies)
+        for module, training in self._training:
+            if module.training is not training:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
+
+    @property
+    def differs(self) -> bool:
+        return bool(self._copies) or any(module.training is not training for module, training in self._training)
+
+
+class World:
+    """What one call of a region may depend on besides its arguments, taken when it is entered.
+
+    Args:
+        reach: What the region's function reaches.
+        ambients: Consumables: random generators and the user's `state=`.
+        cells: Whether to watch the tensors in closure cells; not where a store keeps copies of them.
+    """
+
+    __slots__ = ("_consumed", "_context", "_reached", "_settings")
+
+    def __init__(self, reach: Reach | None, ambients: Sequence[Ambient], cells: bool) -> None:
+        self._settings = _compat.settings()
+        self._context = contextvars.copy_context()
+        self._consumed = [(ambient, ambient.capture()) for ambient in ambients]
+        self._reached = None if reach is None or reach.idle(cells) else _Reached(reach, cells)
+
+    def settle(self) -> None:
+        """After the forward: forgets what it did not touch."""
+        self._consumed = [
+            (ambient, before)
+            for ambient, before in self._consumed
+            if type(ambient) not in _GENERATORS or not _same(before, ambient.capture())
+        ]
+        if self._reached is not None:
+            self._reached.settle()
+
+    def check(self, region: str) -> None:
+        """Before a replay: raises if a weight or buffer that the function reaches has been changed since."""
+        if self._reached is not None:
+            self._reached.check(region)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Calls `fn(*args)` with the world as it was taken, and puts the present one back afterwards."""
+        present = _compat.settings()
+        reached = self._reached
+        context = self._context.copy()  # a context cannot be entered twice, and replays may nest
+        if not self._consumed and present == self._settings and (reached is None or not reached.differs):
+            context.run(fn, *args)
+            return
+        with contextlib.ExitStack() as stack:
+            for ambient, before in self._consumed:
+                stack.callback(ambient.restore, ambient.capture())
+                ambient.restore(before)
+            if reached is not None:
+                reached.restore(stack)
+            if present != self._settings:
+                stack.enter_context(_under(self._settings, present))
+            context.run(fn, *args)
+
+
+_GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
+
+
+def advanced(ambients: Sequence[Ambient], before: Sequence[Any]) -> list[tuple[Ambient, Any]]:
+    """The consumables that a saved call has advanced, each with its state after the call."""
+    after = [(ambient, ambient.capture()) for ambient in ambients]
+    return [pair for pair, old in zip(after, before, strict=True) if not _same(old, pair[1])]

@@ -1,0 +1,114 @@
+"""Where the tensors lie that a region keeps between forward and replay.
+
+A region keeps its inputs, and what its saved calls store. Where these bytes lie is a decision of its own: on the
+device, in host memory, sharded over other ranks. A `Store` is that decision; the engine calls `put` once per tensor
+in forward and `get` when backward needs it, and knows nothing else about it.
+
+None, the default, keeps the tensor itself and watches it for in-place changes. Saved-tensor hooks that are active
+around a region (`torch.autograd.graph.save_on_cpu`, an enclosing region) act as its store, so that they see what the
+region keeps exactly as they would see what autograd keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from . import errors
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A place for tensors between forward and replay.
+
+    `put` and `get` may be called from different threads, and `get` any number of times per `put`. What `put` returns
+    is dropped when the tensor is no longer needed; a store frees what it holds for it then.
+    """
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Takes a tensor (detached from the graph or not; it must not be changed) and returns a handle for it."""
+        ...
+
+    def get(self, handle: Any) -> torch.Tensor:
+        """The tensor behind a handle: same shape, dtype, device and values as the one that was put."""
+        ...
+
+
+class OnDevice:
+    """Keeps tensors where they are. The default; written out for a store chosen by an expression."""
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor, detached."""
+        return tensor.detach()
+
+    def get(self, handle: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor."""
+        return handle
+
+
+class OnHost:
+    """Keeps tensors in host memory, pinned where there is an accelerator; a blocking copy each way.
+
+    A tensor that lies on the CPU already is copied too, so that what the store holds is its own.
+    """
+
+    def put(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device]:
+        """Copies the tensor to the host. Strides are kept."""
+        source = tensor.detach()
+        pinned = source.device.type == "cuda"
+        host = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, pin_memory=pinned)
+        return host.copy_(source), source.device
+
+    def get(self, handle: tuple[torch.Tensor, torch.device]) -> torch.Tensor:
+        """Copies the tensor back to its device."""
+        host, device = handle
+        return host if host.device == device else host.to(device)
+
+
+class Hooks:
+    """A pair of saved-tensor hooks as a store.
+
+    Args:
+        pack: Called with each tensor put.
+        unpack: Called with what `pack` returned.
+    """
+
+    __slots__ = ("_pack", "_unpack")
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._pack = pack
+        self._unpack = unpack
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """What the pack hook makes of the tensor."""
+        return self._pack(tensor)
+
+    def get(self, handle: Any) -> torch.Tensor:
+        """What the unpack hook makes of the handle."""
+        return self._unpack(handle)
+
+
+class Kept:
+    """One tensor in a store, checked when it comes back."""
+
+    __slots__ = ("_grad", "_handle", "_meta", "_region", "_store")
+
+    def __init__(self, store: Store, tensor: torch.Tensor, region: str) -> None:
+        self._store = store
+        self._region = region
+        self._meta = (tensor.shape, tensor.dtype, tensor.device)
+        self._grad = tensor.requires_grad
+        self._handle = store.put(tensor)
+
+    def open(self) -> torch.Tensor:
+        """The tensor, as a leaf that requires grad where the one put did.
+
+        Raises:
+            StoreError: The store returned something else than it was given.
+        """
+        tensor: Any = self._store.get(self._handle)
+        if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
+            raise errors.StoreError(errors.store_returned(self._region, self._store, self._meta, tensor))
+        return tensor.detach().requires_grad_() if self._grad else tensor

@@ -1,0 +1,258 @@
+"""Values decided in forward and carried to the replay, and the record that carries them.
+
+Some results must not be computed again: which experts a router chose, a mask, a size read back from the device, a
+branch taken. `save_for_recompute` / `get_recompute_data` are RoundPipe's words for it, with two faults mended: data
+belongs to one call of one region (not to a layer, so microbatches, nested regions and threads cannot mix), and
+`get_recompute_data` always returns a tuple. `replay(fn)` says the same in one word.
+
+A `Trace` is what one call of a region leaves for its replays: its values, the records of its saved calls in order,
+and the traces of regions nested in it. A `Run` is one execution of the function on one thread, in forward or as a
+replay, reading or writing a trace. The run that the present thread is in is the only thread-local state; there is no
+flag on a module or a process. When an outer region is replayed, an inner one runs as an ordinary forward again, but
+over the trace that the first forward left: so its saved calls are skipped and its values found there too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from . import _compat, errors
+from ._compat import version_of
+from .state import Ambient
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+Key = tuple[float, float]
+"""A moment of a region's forward: how many tensors it had saved by then, and a running number among equals."""
+
+
+class Trace:
+    """What one call of a region leaves for its replays.
+
+    Attributes:
+        values: What `save_for_recompute` saved, by key.
+        records: What `replay` and `no_recompute` left, in order of their calls.
+        children: The traces of nested regions in order, each with the moment at which the region ended.
+        spare: Set once no replay of the enclosing region gets as far as this one.
+    """
+
+    __slots__ = ("children", "records", "spare", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Values] = {}
+        self.records: list[Any] = []
+        self.children: list[tuple[Key, Trace | None]] = []
+        self.spare = False
+
+
+class Run:
+    """One execution of a region's function.
+
+    Attributes:
+        name: The region's name, for errors.
+        trace: Where it writes (forward) or what it reads (replaying); None while there is nothing in it.
+        replaying: Whether the function is being run again.
+        ambients: The generators and states that a saved call in it may advance.
+    """
+
+    __slots__ = ("_child", "_record", "ambients", "name", "replaying", "trace")
+
+    def __init__(self, name: str, trace: Trace | None, replaying: bool, ambients: Sequence[Ambient] = ()) -> None:
+        self.name = name
+        self.trace = trace
+        self.replaying = replaying
+        self.ambients = ambients
+        self._record = 0
+        self._child = 0
+
+    def saved(self) -> int:
+        """How many tensors of its own the run has saved by now."""
+        return 0
+
+    def key(self) -> Key:
+        """The present moment."""
+        trace = self.trace
+        return (self.saved(), 0 if trace is None else len(trace.records) + len(trace.children))
+
+    def event(self) -> None:
+        """Called before the run goes on to a nested region, a choice or a saved call; a replay may end here."""
+
+    def writing(self) -> Trace:
+        """The trace to write to."""
+        if self.trace is None:
+            self.trace = Trace()
+        return self.trace
+
+    def next_record(self, kind: type, what: str) -> Any:
+        """The record that the forward wrote at this point.
+
+        Raises:
+            MismatchError: The forward wrote none, or one of another kind.
+        """
+        self.event()
+        records = () if self.trace is None else self.trace.records
+        if self._record >= len(records) or type(records[self._record]) is not kind:
+            raise errors.MismatchError(errors.other_calls(self.name, what, self._record))
+        self._record += 1
+        return records[self._record - 1]
+
+    def next_child(self) -> Trace | None:
+        """The trace that the forward's nested region left at this point."""
+        children = () if self.trace is None else self.trace.children
+        self._child += 1
+        return children[self._child - 1][1] if self._child <= len(children) else None
+
+
+class Thread(threading.local):
+    """The run that this thread is in; None outside of every region, and inside a saved call."""
+
+    run: Run | None = None
+
+
+thread = Thread()
+
+
+class Values:
+    """A pytree of values without grad, kept as it was: containers rebuilt, tensors watched for in-place changes."""
+
+    __slots__ = ("_leaves", "_spec", "_versions")
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves, self._spec = _compat.tree_flatten(tree)
+        self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
+
+    def get(self, region: str) -> Any:
+        """The values again, in fresh containers."""
+        for leaf, version in zip(self._leaves, self._versions, strict=True):
+            if isinstance(leaf, torch.Tensor) and version_of(leaf) != version:
+                raise errors.ChangedError(errors.changed_value(region, version, version_of(leaf)))
+        return _compat.tree_unflatten(list(self._leaves), self._spec)
+
+
+def _first_with_grad(tree: Any) -> tuple[int, torch.Tensor] | None:
+    for i, leaf in enumerate(_compat.tree_leaves(tree)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return i, leaf
+    return None
+
+
+def save_for_recompute(*data: Any, key: Hashable = None) -> None:
+    """Carries `data` from the forward of the enclosing region to its replay.
+
+    Outside of a region, without grad, and while recomputing it does nothing. The data belongs to this one call of
+    the region.
+
+    Args:
+        *data: Any pytrees. Tensors in them must not require grad; they are kept by reference, on their device.
+        key: Tells several saves in one region apart. Any hashable value.
+
+    Raises:
+        SaveError: A tensor in `data` requires grad, or the region has already saved under this key.
+
+    The idea and the name are RoundPipe's (arXiv 2604.27085).
+    """
+    run = thread.run
+    if run is None or run.replaying:
+        return
+    found = _first_with_grad(data)
+    if found is not None:
+        raise errors.SaveError(errors.value_requires_grad(run.name, *found))
+    trace = run.writing()
+    if key in trace.values:
+        raise errors.SaveError(errors.saved_twice(run.name, key))
+    trace.values[key] = Values(data)
+
+
+def doing_recompute() -> bool:
+    """Whether the code that calls this is being replayed for backward."""
+    run = thread.run
+    return run is not None and run.replaying
+
+
+is_recomputing = doing_recompute
+
+
+def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
+    """What `save_for_recompute` saved in the forward of this call of the region; may be read many times.
+
+    Args:
+        key: The key it was saved under.
+
+    Returns:
+        The saved `*data`; the empty tuple where the forward saved nothing without a key.
+
+    Raises:
+        NotRecomputingError: Not called from a replay. (Also an `AssertionError`, which RoundPipe raises here.)
+        SaveError: The forward saved nothing under `key`.
+    """
+    run = thread.run
+    if run is None or not run.replaying:
+        raise errors.NotRecomputingError(errors.not_recomputing())
+    values = {} if run.trace is None else run.trace.values
+    if key in values:
+        return values[key].get(run.name)
+    if key is None:
+        return ()
+    raise errors.SaveError(errors.no_such_key(run.name, key, tuple(values)))
+
+
+class Choice:
+    """The record of one `replay` call."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+
+
+def replay(fn: Callable[P, R]) -> Callable[P, R]:
+    """Wraps a choice: in a region, its result in forward is its result in the replay; `fn` is not called again.
+
+    For routing, masks, sizes and branches: whatever must come out the same, or costs a device sync.
+
+        indices = replay(lambda s: s.topk(2).indices)(scores)   # the scores keep their gradient, outside
+
+    Outside of a region it is the plain call.
+
+    Args:
+        fn: Any callable whose result, a pytree, holds no tensor that requires grad.
+
+    Raises:
+        SaveError: The result holds a tensor that requires grad: its gradient would be lost.
+        ArgumentError: `fn` is not callable.
+    """
+    if not callable(fn):
+        raise errors.ArgumentError(errors.not_callable("replay", fn))
+
+    @functools.wraps(fn, updated=())
+    def choose(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = thread.run
+        if run is None or torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        if run.replaying:
+            return run.next_record(Choice, "replay").values.get(run.name)
+        thread.run = None
+        _compat.push_hooks(_identity, _identity)
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            _compat.pop_hooks()
+            thread.run = run
+        found = _first_with_grad(result)
+        if found is not None:
+            raise errors.SaveError(errors.choice_requires_grad(run.name, *found))
+        run.writing().records.append(Choice(Values(result)))
+        return result
+
+    return choose
+
+
+def _identity(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

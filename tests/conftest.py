@@ -1,0 +1,65 @@
+"""What every test stands on: few threads, repeatable examples, and the certainty of testing the installed package.
+
+`make test` sets `TORCH_RECOMPUTE_TEST_INSTALLED=1`; then a run which would import the package from anywhere but
+site-packages ends before its first test, because it would prove nothing about the wheel. Without the variable the
+tests take whatever `import torch_recompute` finds, so `PYTHONPATH=src pytest` works while writing code.
+
+`hypothesis` may be missing (a bare machine with a GPU, say): the tests that need it say so with `importorskip`.
+"""
+
+import importlib.util
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+try:
+    import hypothesis
+except ImportError:
+    hypothesis = None
+
+INSTALLED_ONLY = os.environ.get("TORCH_RECOMPUTE_TEST_INSTALLED") == "1"
+
+# Bitwise laws hold for any number of threads; small tensors are quickest with one or two.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+if hypothesis is not None:
+    # No deadline: the first example pays for imports and compilation, and no two machines are equally fast.
+    hypothesis.settings.register_profile("dev", deadline=None)
+    # The same examples every time, so that a red check is about the change under test.
+    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("ci" if INSTALLED_ONLY or os.environ.get("CI") else "dev")
+
+
+def installed_in(origin: str | None, site_packages: list[str]) -> bool:
+    """Whether a package whose `__init__.py` is `origin` lies in one of the `site_packages` folders."""
+    return origin is not None and any(
+        Path(folder).resolve() in Path(origin).resolve().parents for folder in site_packages
+    )
+
+
+def pytest_configure() -> None:
+    """End the run at once when the package is not the installed one and `make test` asked for that."""
+    if not INSTALLED_ONLY:
+        return
+    spec = importlib.util.find_spec("torch_recompute")
+    origin = None if spec is None else spec.origin
+    site_packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    if not installed_in(origin, site_packages):
+        raise pytest.UsageError(
+            f"these tests are to run against the installed wheel, but `import torch_recompute` finds {origin}, "
+            f"which is not under {site_packages[0]}. Unset PYTHONPATH, undo `pip install -e`, "
+            "and run `make clean test`."
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    reason = f"needs a CUDA device; torch {torch.__version__} sees none on this machine"
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,476 @@
+"""The rooms of the package, as a property of its source.
+
+`ROOMS` is the one table, bottom room first: a file imports only rooms listed before its own. All the rest is reading
+the syntax trees of the installed package. Each rule is a function from a module to its complaints; it is tried twice,
+once on the package, where it must find nothing, and once on small bad sources, where it must find something.
+
+Not seen, because a syntax tree does not know types: a private attribute of a torch *object* (`tensor._base`,
+`node._saved_self`), and an import whose name is computed.
+"""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "torch_recompute"
+
+# Bottom first. Rooms of one row do not import each other. `__init__` is the public face: what lies above it
+# uses the library the way a user does, what lies below it must not reach up to it.
+ROOMS = (
+    ("errors",),
+    ("_compat",),
+    ("_tree",),
+    ("_reach",),
+    ("state",),
+    ("values",),
+    ("stores",),
+    ("_slots",),
+    ("_diagnose", "_trace"),
+    ("_saved_call",),
+    ("_replay",),
+    ("_frame",),
+    ("region",),
+    ("compat",),
+    ("memory",),
+    ("plan",),
+    ("config",),
+    ("distributed",),
+    ("integrations",),
+    ("__init__",),
+    ("bench", "demo"),
+    ("report",),
+    ("cli",),
+    ("__main__",),
+)
+HEIGHT = {room: height for height, row in enumerate(ROOMS) for room in row}
+
+# These import torch and the standard library, and numpy inside functions; nothing else, ever.
+LEAN = {
+    "errors",
+    "_compat",
+    "_tree",
+    "_reach",
+    "state",
+    "values",
+    "stores",
+    "_slots",
+    "_diagnose",
+    "_trace",
+    "_saved_call",
+    "_replay",
+    "_frame",
+    "region",
+    "compat",
+    "memory",
+    "__init__",
+}
+
+# The files of `plan` that look at a model. The others plan on plain data, without torch.
+PLAN_FILES_WITH_TORCH = {"units", "profile", "apply"}
+
+MAX_LINES = 400
+# File (from the package folder) -> why it is one idea all the same.
+LONGER_FILES: dict[str, str] = {}
+
+# Third-party packages that torch itself imports when it likes.
+TORCH_BRINGS = {
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "markupsafe",
+    "mpmath",
+    "networkx",
+    "numpy",
+    "sympy",
+    "typing_extensions",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `target` is the dotted module, `name` what `from` takes of it, if it is a `from`."""
+
+    target: str
+    name: str | None
+    bound: str
+    line: int
+    in_function: bool
+    typing_only: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file, its place in the package (`plan.solve`; `__init__` for the package's own face) and its tree."""
+
+    path: str
+    source: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The path as names, without the suffix."""
+        return Path(self.path).with_suffix("").parts
+
+    @property
+    def room(self) -> str:
+        """The first name: the room the file is in."""
+        return self.parts[0]
+
+    @property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.source, self.path)
+
+    def imports(self) -> list[Import]:
+        """All imports of the file, wherever they stand, relative ones resolved."""
+        return list(_imports(self, self.tree, in_function=False, typing_only=False))
+
+
+def package_modules() -> list[Module]:
+    """The modules of the package that `import torch_recompute` finds, without importing it."""
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None, f"{PACKAGE} is not installed"
+    assert spec.origin is not None, f"{PACKAGE} has no __init__.py"
+    folder = Path(spec.origin).parent
+    paths = sorted(path for path in folder.rglob("*.py"))
+    return [Module(path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def _imports(module: Module, node: ast.AST, *, in_function: bool, typing_only: bool) -> Iterator[Import]:
+    where = {"in_function": in_function, "typing_only": typing_only}
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            bound = alias.asname or alias.name.split(".")[0]
+            yield Import(alias.name, None, bound, node.lineno, **where)
+    elif isinstance(node, ast.ImportFrom):
+        target = _resolve(module, node.level, node.module)
+        for alias in node.names:
+            yield Import(target, alias.name, alias.asname or alias.name, node.lineno, **where)
+    elif isinstance(node, ast.Call) and _called_name(node) in {"import_module", "__import__"}:
+        text = _constant_text(node.args[0]) if node.args else ""
+        level = len(text) - len(text.lstrip("."))
+        yield Import(_resolve(module, level, text[level:]), None, "", node.lineno, **where)
+    if isinstance(node, ast.If) and _is_type_checking(node.test):
+        for child in node.body:
+            yield from _imports(module, child, in_function=in_function, typing_only=True)
+        for child in node.orelse:
+            yield from _imports(module, child, **where)
+        return
+    inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(module, child, in_function=inside, typing_only=typing_only)
+
+
+def _called_name(call: ast.Call) -> str | None:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+
+
+def _constant_text(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _resolve(module: Module, level: int, target: str | None) -> str:
+    if level == 0:
+        return target or ""
+    # One dot is the folder of the file, whether the file is an `__init__` or not.
+    folder = (PACKAGE, *module.parts[:-1])
+    base = folder[: len(folder) - (level - 1)]
+    return ".".join([*base, *([target] if target else [])])
+
+
+def _room_of(imported: Import) -> str | None:
+    """The room an import reaches, `__init__` for the package's own face, None for what is not ours."""
+    names = imported.target.split(".")
+    if names[0] != PACKAGE:
+        return None
+    if len(names) > 1:
+        return names[1]
+    return imported.name if imported.name in HEIGHT else "__init__"
+
+
+def order_complaints(module: Module) -> list[str]:
+    """Imports that do not go down, and files in no room."""
+    if module.room not in HEIGHT:
+        return [f"{module.path}: no room of that name; write it into ROOMS, at its height"]
+    complaints: list[str] = []
+    for imported in module.imports():
+        room = _room_of(imported)
+        if room is None or room == module.room or imported.typing_only:
+            continue
+        if room not in HEIGHT:
+            complaints.append(f"{module.path}:{imported.line}: imports {room!r}, which is no room")
+        elif HEIGHT[room] >= HEIGHT[module.room]:
+            complaints.append(f"{module.path}:{imported.line}: {module.room!r} imports {room!r}, which is not below it")
+    return complaints
+
+
+def lean_complaints(module: Module) -> list[str]:
+    """Third-party imports of the rooms that a plain `import torch_recompute` always loads."""
+    if module.room not in LEAN:
+        return []
+    complaints: list[str] = []
+    for imported in module.imports():
+        top = imported.target.split(".")[0]
+        if imported.typing_only or top in {PACKAGE, "torch"} or top in sys.stdlib_module_names:
+            continue
+        if top == "numpy" and imported.in_function:
+            continue
+        place = "inside a function" if imported.in_function else "at module level"
+        complaints.append(f"{module.path}:{imported.line}: imports {top} {place}; torch and the standard library only")
+    return complaints
+
+
+def plan_complaints(module: Module) -> list[str]:
+    """Imports of torch by the files of `plan` that are plain data and arithmetic."""
+    if module.room != "plan" or module.parts[-1] in PLAN_FILES_WITH_TORCH:
+        return []
+    return [
+        f"{module.path}:{imported.line}: imports torch; of `plan`, only {sorted(PLAN_FILES_WITH_TORCH)} may"
+        for imported in module.imports()
+        if imported.target.split(".")[0] == "torch" and not imported.typing_only
+    ]
+
+
+def _is_private(dotted: str) -> bool:
+    names = dotted.split(".")
+    return names[0] == "torch" and any(
+        name.startswith("_") and not (name.startswith("__") and name.endswith("__")) for name in names[1:]
+    )
+
+
+def private_torch_complaints(module: Module) -> list[str]:
+    """Uses of private torch names outside `_compat`, by import, by attribute (through any alias) or by `getattr`."""
+    if module.room == "_compat":
+        return []
+    found: set[tuple[int, str]] = set()
+    aliases: dict[str, str] = {}
+    for imported in module.imports():
+        if imported.target.split(".")[0] != "torch":
+            continue
+        full = imported.target if imported.name is None else f"{imported.target}.{imported.name}"
+        if _is_private(full):
+            found.add((imported.line, full))
+        # `import torch.nn` binds `torch`; `import torch.nn as nn` and `from torch import nn` bind `nn` to torch.nn.
+        aliases[imported.bound] = "torch" if imported.name is None and imported.bound == "torch" else full
+    for node in ast.walk(module.tree):
+        dotted = _dotted(node, aliases)
+        if dotted is not None and _is_private(dotted):
+            found.add((node.lineno, dotted))  # type: ignore[attr-defined]
+    return [f"{module.path}:{line}: private {name}; shims live in _compat.py" for line, name in sorted(found)]
+
+
+def _dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value, aliases)
+        return None if base is None else f"{base}.{node.attr}"
+    if isinstance(node, ast.Call) and _called_name(node) in {"getattr", "hasattr"} and len(node.args) >= 2:
+        base = _dotted(node.args[0], aliases)
+        return None if base is None else f"{base}.{_constant_text(node.args[1])}"
+    return None
+
+
+def docstring_complaints(module: Module) -> list[str]:
+    """Modules without a docstring."""
+    return [] if ast.get_docstring(module.tree) else [f"{module.path}: no module docstring"]
+
+
+def length_complaints(module: Module) -> list[str]:
+    """Files above the limit that are not in the table, and files in the table that no longer need to be."""
+    lines = len(module.source.splitlines())
+    listed = module.path in LONGER_FILES
+    if lines > MAX_LINES and not listed:
+        return [
+            f"{module.path}: {lines} lines; above {MAX_LINES} a second idea has moved in (or say why in LONGER_FILES)"
+        ]
+    if lines <= MAX_LINES and listed:
+        return [f"{module.path}: {lines} lines; take it off LONGER_FILES"]
+    return []
+
+
+def untold_tests(module: Module) -> list[str]:
+    """Tests without a docstring."""
+    return [
+        f"{module.path}:{node.lineno}: {node.name} has no docstring; one sentence, the property that it shows"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node)
+    ]
+
+
+def _complaints(rule) -> list[str]:
+    # One `from` with many names complains once.
+    return list(dict.fromkeys(complaint for module in package_modules() for complaint in rule(module)))
+
+
+def test_the_package_is_read() -> None:
+    """The modules that the rules read are really there."""
+    assert "__init__.py" in [module.path for module in package_modules()]
+
+
+def test_imports_go_down() -> None:
+    """A file imports only rooms below its own."""
+    assert _complaints(order_complaints) == []
+
+
+def test_lean_rooms_import_torch_and_the_standard_library() -> None:
+    """The rooms that every import of the library loads need nothing but torch, save numpy inside functions."""
+    assert _complaints(lean_complaints) == []
+
+
+def test_planning_is_plain_data() -> None:
+    """Of `plan`, only the files that look at a model import torch."""
+    assert _complaints(plan_complaints) == []
+
+
+def test_private_torch_names_live_in_compat() -> None:
+    """Private names of torch are used in `_compat.py` and nowhere else."""
+    assert _complaints(private_torch_complaints) == []
+
+
+def test_every_module_has_a_docstring() -> None:
+    """Every module says what it is."""
+    assert _complaints(docstring_complaints) == []
+
+
+def test_files_hold_one_idea() -> None:
+    """No file is longer than the limit without a written reason, and the table names only files that exist."""
+    assert _complaints(length_complaints) == []
+    assert set(LONGER_FILES) <= {module.path for module in package_modules()}
+
+
+def test_every_test_says_what_it_shows() -> None:
+    """Every test of this folder carries a docstring."""
+    folder = Path(__file__).parent
+    paths = sorted(folder.rglob("test_*.py"))
+    files = [Module(path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+    assert "test_architecture.py" in [file.path for file in files]
+    assert [complaint for file in files for complaint in untold_tests(file)] == []
+
+
+def test_import_brings_torch_only() -> None:
+    """`import torch_recompute` loads no third-party package that torch does not bring, whatever is installed."""
+    script = (
+        "import sys, torch; before = set(sys.modules); import torch_recompute;"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert set(run.stdout.split()) - {PACKAGE, "torch"} - TORCH_BRINGS - sys.stdlib_module_names == set()
+
+
+DOC = '"""Something."""\n'
+
+BAD = [
+    (order_complaints, "region.py", "from torch_recompute.plan import Plan"),
+    (order_complaints, "region.py", "from .memory import measure"),
+    (order_complaints, "region.py", "from . import config"),
+    (order_complaints, "region.py", "from . import recompute"),
+    (order_complaints, "region.py", "import torch_recompute"),
+    (order_complaints, "region.py", "import torch_recompute.cli as c"),
+    (order_complaints, "region.py", "def f():\n    from .plan.solve import solve"),
+    (order_complaints, "region.py", "import importlib\nimportlib.import_module('torch_recompute.plan')"),
+    (order_complaints, "region.py", "import importlib\nimportlib.import_module('.plan', __package__)"),
+    (
+        order_complaints,
+        "region.py",
+        "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    from . import plan",
+    ),
+    (order_complaints, "region.py", "if TYPE_CHECKING:\n    pass\nelse:\n    from . import plan"),
+    (order_complaints, "plan/solvers/exact.py", "from ...config import RecomputeConfig"),
+    (order_complaints, "plan/__init__.py", "from ..config import RecomputeConfig"),
+    (order_complaints, "plan/solve.py", "from .. import cli"),
+    (order_complaints, "bench/__init__.py", "from ..demo import main"),
+    (order_complaints, "__init__.py", "from .cli import main"),
+    (order_complaints, "errors.py", "from . import _compat"),
+    (order_complaints, "state.py", "from .engine import x"),
+    (order_complaints, "utils.py", ""),
+    (lean_complaints, "region.py", "import numpy"),
+    (lean_complaints, "state.py", "try:\n    import numpy as np\nexcept ImportError:\n    np = None"),
+    (lean_complaints, "__init__.py", "from rich import print"),
+    (lean_complaints, "memory.py", "def f():\n    import psutil"),
+    (lean_complaints, "compat.py", "class A:\n    import numpy.random"),
+    (plan_complaints, "plan/solve.py", "import torch"),
+    (plan_complaints, "plan/solvers/exact.py", "def f():\n    from torch import nn"),
+    (private_torch_complaints, "region.py", "import torch._C"),
+    (private_torch_complaints, "region.py", "from torch._functorch import config"),
+    (private_torch_complaints, "region.py", "from torch import _dynamo"),
+    (private_torch_complaints, "region.py", "from torch.utils._pytree import tree_map"),
+    (private_torch_complaints, "region.py", "import torch\ntorch._C._get_autograd()"),
+    (private_torch_complaints, "region.py", "import torch.nn\ntorch.utils._pytree"),
+    (private_torch_complaints, "region.py", "import torch.distributed as dist\ndist._functional_collectives"),
+    (private_torch_complaints, "region.py", "from torch import nn as n\nn.Module._call_impl"),
+    (private_torch_complaints, "region.py", "import torch\ngetattr(torch, '_C')"),
+    (
+        private_torch_complaints,
+        "plan/units.py",
+        "import torch\ndef f():\n    return torch.autograd._unsafe()",
+    ),
+    (docstring_complaints, "region.py", "import torch"),
+    (length_complaints, "region.py", "\n" * (MAX_LINES + 1)),
+    (untold_tests, "laws/test_law.py", "class TestA:\n    def test_b(self):\n        pass"),
+]
+
+GOOD = [
+    (
+        order_complaints,
+        "region.py",
+        "from .stores import OnDevice\nfrom . import errors, _compat\nimport torch",
+    ),
+    (
+        order_complaints,
+        "region.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .plan import Plan",
+    ),
+    (order_complaints, "region.py", "import typing as t\nif t.TYPE_CHECKING:\n    from .plan import Plan"),
+    (
+        order_complaints,
+        "plan/solvers/exact.py",
+        "from ..cost import cost\nfrom ...errors import PlanError\nfrom . import dp",
+    ),
+    (order_complaints, "plan/__init__.py", "from .solve import solve\nfrom ..region import recompute"),
+    (order_complaints, "cli.py", "from . import __version__, bench\nfrom torch_recompute import make_plan"),
+    (order_complaints, "__init__.py", "from .config import RecomputeConfig\nfrom . import errors"),
+    (lean_complaints, "state.py", "import random, contextlib, torch.cuda\ndef f():\n    import numpy"),
+    (lean_complaints, "state.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import numpy"),
+    (lean_complaints, "report/html.py", "import plotly"),
+    (plan_complaints, "plan/units.py", "import torch"),
+    (plan_complaints, "plan/solve.py", "import heapq\nfrom .cost import cost"),
+    (private_torch_complaints, "_compat.py", "from torch._C import _x\nimport torch\ntorch._dynamo"),
+    (
+        private_torch_complaints,
+        "region.py",
+        "import torch\ntorch.__version__\nself._x = torch.nn.functional.gelu(y._z)",
+    ),
+    (docstring_complaints, "region.py", DOC),
+    (length_complaints, "region.py", "\n" * MAX_LINES),
+    (untold_tests, "test_a.py", f"def test_b():\n    {DOC}\ndef helper():\n    pass"),
+]
+
+
+def _name(case) -> str | None:
+    return case.__name__ if callable(case) else None
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), BAD, ids=_name)
+def test_rules_complain(rule, path, source) -> None:
+    """Each rule finds what it forbids, and says in which file."""
+    (complaint, *_) = rule(Module(path, source))
+    assert complaint.startswith(path)
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), GOOD, ids=_name)
+def test_rules_allow(rule, path, source) -> None:
+    """Each rule is silent where nothing is wrong."""
+    assert rule(Module(path, source)) == []

@@ -1,0 +1,159 @@
+"""The demonstration at a tiny size: exact FLOPs, ordered bytes, equal bits, and that it would notice unequal ones."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from torch_recompute.demo import SETTINGS, Config, Outcome, Result, Setting, run
+from torch_recompute.demo.model import GPT, HEADS, VOCABULARY
+from torch_recompute.demo.text import batches, read_text
+from torch_recompute.demo.training import ticks
+from torch_recompute.errors import ArgumentError
+from torch_recompute.memory import CATEGORIES
+
+TINY = Config(steps=3, layers=2, d_model=32, seq=64, batch=4)
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    """The demonstration, once for all tests that only read it."""
+    return run(TINY)
+
+
+@pytest.fixture(scope="module")
+def outcomes(result: Result) -> dict[str, Outcome]:
+    """By the setting's name."""
+    return {outcome.name: outcome for outcome in result.outcomes}
+
+
+def test_same_bits(result: Result) -> None:
+    """All settings have the plain setting's losses, bit by bit, and the losses go somewhere."""
+    assert result.identical
+    curves = {tuple(loss.hex() for loss in outcome.losses) for outcome in result.outcomes}
+    (curve,) = curves
+    assert len(curve) == len(set(curve)) == TINY.steps
+
+
+def test_flops_by_hand(outcomes: dict[str, Outcome]) -> None:
+    """FLOPs are those counted by hand: a step is three forwards, and each setting repeats what it says."""
+    positions = TINY.batch * TINY.seq
+    square = 2 * positions * TINY.d_model**2  # one matrix product of d_model x d_model
+    core = 2 * (2 * positions * TINY.seq * TINY.d_model)  # scores, and their product with the values
+    layer = (3 + 1 + 4 + 4) * square + core
+    head = 2 * positions * TINY.d_model * VOCABULARY
+    assert outcomes["none"].flops == 3 * (TINY.layers * layer + head)
+    repeated = {name: outcome.recomputed_flops for name, outcome in outcomes.items()}
+    assert repeated == {
+        "none": 0,
+        # All of it: the dropout behind the last matrix product saves its mask, which is drawn after that product.
+        "layers": TINY.layers * layer,
+        # The replay stops early: nobody needs the result of the output projection.
+        "attention": TINY.layers * (3 * square + core),
+        "layers_save_attention": TINY.layers * (layer - core),
+    }
+
+
+def test_bytes_are_ordered(outcomes: dict[str, Outcome]) -> None:
+    """Recomputing everything keeps least, recomputing nothing keeps most, the two others lie between."""
+    kept = {name: outcome.by_category["activations"] for name, outcome in outcomes.items()}
+    assert kept["layers"] < kept["layers_save_attention"] < kept["none"]
+    assert kept["layers"] < kept["attention"] < kept["none"]
+    # A saved call keeps its output and the log-sum-exp of each head. Its inputs are rebuilt.
+    saved = 4 * TINY.batch * TINY.seq * (TINY.d_model + HEADS)
+    peak = {name: outcome.peak_bytes for name, outcome in outcomes.items()}
+    assert peak["layers"] < peak["layers_save_attention"] <= peak["layers"] + TINY.layers * saved
+
+
+def test_bytes_of_what_does_not_change(result: Result) -> None:
+    """Parameters are the same in all settings, and Adam keeps twice that and a counter per tensor."""
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(TINY, SETTINGS[0])
+    tensors = len(list(model.parameters()))
+    for outcome in result.outcomes:
+        assert outcome.by_category["parameters"] == 4 * result.parameters
+        assert outcome.by_category["optimizer"] >= 4 * (2 * result.parameters + tensors)
+        assert sum(outcome.by_category.values()) == outcome.peak_bytes
+
+
+def test_json(result: Result) -> None:
+    """The JSON document has integer bytes and FLOPs, float seconds, and losses that come back exactly."""
+    document = json.loads(result.to_json())
+    assert list(document) == [
+        *("schema_version", "command", "torch", "threads", "text"),
+        *("config", "parameters", "identical", "settings"),
+    ]
+    assert (document["schema_version"], document["command"], document["identical"]) == (1, "demo", True)
+    assert Config(**document["config"]) == TINY
+    assert [setting["name"] for setting in document["settings"]] == [setting.name for setting in SETTINGS]
+    for setting, outcome in zip(document["settings"], result.outcomes, strict=True):
+        assert list(setting["by_category"]) == list(CATEGORIES)
+        integers = [setting[key] for key in ("peak_bytes", "flops", "recomputed_flops")]
+        assert all(type(number) is int for number in (*integers, *setting["by_category"].values()))
+        assert type(setting["step_seconds"]) is float
+        assert [float.fromhex(loss["hex"]) for loss in setting["losses"]] == outcome.losses
+        assert [loss["value"] for loss in setting["losses"]] == outcome.losses
+
+
+def test_a_replay_with_other_random_numbers_is_noticed() -> None:
+    """A recomputation that does not restore the random generator changes the loss after the first update."""
+
+    def careless(fn):
+        return partial(checkpoint, fn, use_reentrant=False, preserve_rng_state=False)
+
+    result = run(TINY, settings=(SETTINGS[0], Setting("careless", "careless", layer=careless)))
+    assert [outcome.first_difference for outcome in result.outcomes] == [None, 1]
+    assert not result.identical
+
+
+def test_global_generator_is_left_alone() -> None:
+    """The demonstration does not move the caller's random numbers."""
+    before = torch.get_rng_state()
+    run(Config(steps=1, layers=1, d_model=8, seq=8, batch=1), settings=SETTINGS[:1])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_progress() -> None:
+    """Progress is reported as often as promised, and says the loss."""
+    words: list[str] = []
+    config = Config(steps=2, layers=1, d_model=8, seq=8, batch=1)
+    run(config, progress=words.append)
+    assert len(words) == ticks(config)
+    assert words[0].startswith("step 1 of 2, loss ")
+
+
+def test_text_is_the_same_for_the_same_seed(tmp_path) -> None:
+    """Batches depend on the seed only, and every byte of a short text can be drawn."""
+    path = tmp_path / "text"
+    path.write_bytes(b"recompute")
+    name, text = read_text(path, 8)
+    assert name == str(path)
+    config = Config(seq=8, batch=3)
+    drawn = [batch for _, batch in zip(range(2), batches(text, config), strict=False)]
+    again = [batch for _, batch in zip(range(2), batches(text, config), strict=False)]
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(drawn, again, strict=True))
+    assert bytes(drawn[0][1][0].tolist()) == b"recompute"
+
+
+def test_default_text_is_real_and_bounded() -> None:
+    """Without a text the standard library is read, a few megabytes of it."""
+    name, text = read_text(None, 256)
+    assert name == "the Python standard library"
+    assert 10**6 < len(text) <= 4 * 2**20
+    assert b"import" in bytes(text[:10000].tolist())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 30"),
+        ({"d_model": -4}, r"--d-model is -4; expected a whole number of at least 1"),
+        ({"d_model": 30}, r"--d-model is 30; expected a multiple of 4, .*Write --d-model 32$"),
+    ],
+)
+def test_sizes_that_cannot_run(change: dict[str, int], message: str) -> None:
+    """A size that cannot run is refused with what was passed, what was expected and what to write."""
+    with pytest.raises(ArgumentError, match=message):
+        run(Config(**change))
