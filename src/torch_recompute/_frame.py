@@ -19,6 +19,7 @@ import torch
 from . import _compat, _tree, errors, state
 from ._compat import is_parameter, storage_id
 from ._diagnose import reader_of
+from ._fingerprints import Fingerprints
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
@@ -61,7 +62,7 @@ class Frame(Run):
         "_world",
         "aliased",
         "complete",
-        "digests",
+        "fingerprints",
         "inputs",
         "options",
         "slots",
@@ -82,7 +83,7 @@ class Frame(Run):
         self._storages: set[int] | None = None
         self.store = options.store or _ambient_store(outer)
         self.slots: list[weakref.ref[Slot]] = []
-        self.digests: list[tuple[Any, torch.Tensor]] | None = [] if options.check == "values" else None
+        self.fingerprints = Fingerprints() if options.check == "values" else None
         self._parameters: list[torch.Tensor] = []
         self._contexts: contextlib.AbstractContextManager[Any] | None = None
         self._lock = threading.RLock()
@@ -156,8 +157,8 @@ class Frame(Run):
             return tensor, tensor._version
         slot = Slot(self, meta(tensor))
         self.slots.append(weakref.ref(slot))
-        if self.digests is not None:
-            self.digests.append((_tree.layout(tensor), _tree.digest(tensor)))
+        if self.fingerprints is not None:
+            self.fingerprints.add(len(self.slots) - 1, tensor)
         return slot
 
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
@@ -173,6 +174,8 @@ class Frame(Run):
             thread.run = outer
             _compat.pop_hooks()
         self.complete = True
+        if self.fingerprints is not None:
+            self.fingerprints.flush()
         self._world.settle()
         if not self.replaying:
             self._settle(outer)
@@ -219,9 +222,10 @@ class Frame(Run):
                     self.release()
                     raise
                 if not isinstance(slot.tensor, torch.Tensor):
-                    raise errors.MismatchError(
-                        errors.fewer(self.name, len(self.slots), filled, reader_of(slot)),
-                    )
+                    for record in self._saved_calls():
+                        if record.owns(slot):
+                            raise errors.MismatchError(errors.missed_call(self.name, record.name))
+                    raise errors.MismatchError(errors.fewer(self.name, len(self.slots), filled, reader_of(slot)))
             tensor = slot.tensor
             self._decide_lifetime()
             assert isinstance(tensor, torch.Tensor)
@@ -248,6 +252,7 @@ class Frame(Run):
         thread.run = run
         try:
             self._world.run(run.go, fn, args, kwargs)
+            run.compare_values()
         finally:
             thread.run = outer
             _compat.set_grad_enabled(grad)

@@ -137,6 +137,12 @@ class Reach:
         """Whether nothing was found that a replay depends on."""
         return not (self.modules or self.generators or self._others or isinstance(self.template, (Held, _Partial)))
 
+    def buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
+        """The dictionaries in which the modules hold their buffers."""
+        for module in self.modules:
+            if module._buffers:  # pyright: ignore[reportPrivateUsage]
+                yield module._buffers  # pyright: ignore[reportPrivateUsage]
+
     def idle(self, cells: bool) -> bool:
         """Whether there is no module or tensor to watch (`cells`: those in closure cells counted)."""
         return not (self.modules or self._others or (cells and self.tensors))
@@ -229,12 +235,11 @@ class Reach:
                 self._others.append((name, value))
         elif type(value) is torch.Generator:
             self.generators.append(value)
-        elif isinstance(value, (list, tuple)):
-            for element in value:  # pyright: ignore[reportUnknownVariableType]
-                if isinstance(element, (torch.Tensor, torch.nn.Module)) or type(element) is torch.Generator:
+        elif type(value) in _FOLLOWED and id(value) not in seen:
+            seen[id(value)] = value
+            for element in _parts(value):
+                if type(element) not in _PLAIN:
                     self._value(name, element, seen)
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
-            self._module(value.__self__, seen)
 
     def _module(self, module: torch.nn.Module, seen: dict[int, Any]) -> None:
         if id(module) in seen:
@@ -244,6 +249,22 @@ class Reach:
         for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
             if child is not None:
                 self._module(child, seen)
+
+
+_FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType, functools.partial})
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a container or function that a closure holds holds in turn."""
+    if isinstance(value, types.FunctionType):
+        yield from map(_contents, value.__closure__ or ())
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    else:
+        yield from (value.values() if isinstance(value, dict) else value)
 
 
 _SIMPLE = (types.BuiltinFunctionType, type)

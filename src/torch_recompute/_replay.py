@@ -18,6 +18,7 @@ import torch
 from . import _compat, _tree, errors
 from ._compat import is_parameter, storage_id
 from ._diagnose import reader_of
+from ._fingerprints import Fingerprints
 from ._saved_call import SavedCall
 from ._slots import Packed, Slot, Stop, unpack
 from ._tree import meta
@@ -34,6 +35,7 @@ class Replay(Run):
         "_aliased",
         "_check",
         "_done",
+        "_fingerprints",
         "_frame",
         "_inputs",
         "_last",
@@ -51,6 +53,7 @@ class Replay(Run):
         self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
         self._slots = frame.slots
         self._unfinished = -1
+        self._fingerprints = None if frame.fingerprints is None else Fingerprints()
         self._check = frame.options.check != "none"
         self._done = False
         self.filled = 0
@@ -81,7 +84,9 @@ class Replay(Run):
             _compat.pop_hooks()
         expected = len(self._frame.slots)
         if self.filled < expected and not self._done:
-            raise errors.MismatchError(errors.fewer(self.name, expected, self.filled, ""))
+            waiting = [slot for ref in self._slots[self.filled :] if (slot := ref()) is not None]
+            op = reader_of(waiting[0]) if waiting else ""
+            raise errors.MismatchError(errors.fewer(self.name, expected, self.filled, op))
 
     def saved(self) -> int:
         """How many slots have been passed."""
@@ -111,9 +116,9 @@ class Replay(Run):
                 slot.tensor = rebuilt
                 slot.version = rebuilt._version
         elif self._frame.complete:  # else replayed for a backward inside its own forward, which is not there yet
-            raise errors.MismatchError(errors.more(self.name, len(self._slots), ""))
-        if self._frame.digests is not None:
-            self._compare_values(index, tensor)
+            raise errors.MismatchError(errors.more(self.name, len(self._slots)))
+        if self._fingerprints is not None:
+            self._fingerprints.add(index, tensor)
         if not tensor.requires_grad:
             self._unfinished = _compat.sequence_number()
         if index == self._last:
@@ -126,22 +131,19 @@ class Replay(Run):
         then, now = _tree.say(slot.meta), _tree.say(meta(tensor))
         raise errors.MismatchError(errors.other_tensor(self.name, index, then, now, reader_of(slot)))
 
-    def _compare_values(self, index: int, tensor: torch.Tensor) -> None:
-        digests = self._frame.digests
-        if not digests or index >= len(digests):
+    def compare_values(self) -> None:
+        """With `check="values"`, compares strides and bits of what was rebuilt with the forward's."""
+        then, now = self._frame.fingerprints, self._fingerprints
+        if then is None or now is None:
             return
-        layout, digest = digests[index]
-        what = _tree.say(meta(tensor))
-        if layout != _tree.layout(tensor):
-            then, now = f"{what}, stride {layout}", f"{what}, stride {_tree.layout(tensor)}"
-            op = reader_of(self._slots[index]())
-            raise errors.MismatchError(errors.other_tensor(self.name, index, then, now, op))
-        if not torch.equal(digest, _tree.digest(tensor)):
-            op = reader_of(self._slots[index]())
-            raise errors.MismatchError(errors.other_values(self.name, index, what, op))
+        now.flush()
+        found = then.difference(now)
+        if found is not None:
+            index, was, new = found
+            raise errors.MismatchError(errors.other_values(self.name, index, was, new, reader_of(self._slots[index]())))
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots of a saved call of this frame; the replay may end here."""
         record.fill(self.name, inputs)
-        if self._stop == record.key:
+        if self._stop == record.key or not record.finished:
             raise Stop(self)

@@ -64,6 +64,11 @@ class SavedCall:
         self._after: list[tuple[Ambient, Any]] = []
 
     @property
+    def finished(self) -> bool:
+        """Whether the call has returned; a backward inside it may need its inputs before that."""
+        return self._outputs is not None or self.spare
+
+    @property
     def needed(self) -> bool:
         """Whether backward still waits for a view of one of the call's inputs."""
         return any(ref() is not None for ref, _, _ in self._views)
@@ -72,6 +77,10 @@ class SavedCall:
         """Forgets what only a replay that goes on after the call would need."""
         self._outputs = None
         self._mutated = []
+
+    def owns(self, slot: Slot) -> bool:
+        """Whether `slot` is one of the call's."""
+        return any(ref() is slot for ref, _, _ in self._views)
 
     def release(self) -> None:
         """Empties the slots."""
@@ -117,7 +126,7 @@ class SavedCall:
             if stored.grad and not tensor.requires_grad:
                 tensor.requires_grad_()
         if self._outputs is None:
-            raise errors.MismatchError(errors.other_calls(region, self.name, int(self.key[1])))
+            raise errors.MismatchError(errors.missed_call(region, self.name))
         leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
         return leaves[0] if self._spec is None else _compat.tree_unflatten(leaves, self._spec)
 
@@ -260,14 +269,18 @@ def record_call(
     def pack(tensor: torch.Tensor) -> Packed:
         return record.pack(tensor, inputs, versions, scope, store)
 
+    records = run.writing().records
+    records.append(record)
     _compat.push_hooks(pack, unpack)
     thread.run = None
     try:
         result = fn(*args, **kwargs)
+    except BaseException:
+        records.remove(record)
+        raise
     finally:
         thread.run = run
         _compat.pop_hooks()
     kept = record.record(result, inputs, versions, store, advanced(run.ambients, before))
-    run.writing().records.append(record)
     inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
     return result, kept

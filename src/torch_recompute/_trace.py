@@ -54,7 +54,7 @@ class OpTrace(_compat.TorchDispatchMode):
             same += 1
         lines = [
             "You are seeing this error because you passed `debug=True` to checkpoint.",
-            f"The first {same} operations of forward and replay are the same; then they differ:",
+            f"Forward and replay first differ at operation {same} (counted from 0):",
         ]
         for title, entries in (("forward", then), ("replay", now)):
             lines.append(f"  {title} ({len(entries)} operations so far):")

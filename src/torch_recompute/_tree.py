@@ -79,14 +79,14 @@ class Call:
         return leaves[: self.positional], dict(zip(self.keywords, leaves[self.positional :], strict=True))
 
     def label(self, index: int) -> str:
-        """Names leaf `index` for an error: `argument 0`, `argument 'mask'`, `a tensor in argument 1`."""
+        """Names leaf `index` for an error: `argument 0`, `argument 'mask'`, `an element of argument 1`."""
         top = self.positional + len(self.keywords)
         if index < top:
             key = index if index < self.positional else repr(self.keywords[index - self.positional])
             return f"argument {key}"
         for i, value in enumerate(self.leaves[:top]):
             if type(value) is Subtree and value.start <= index < value.stop:
-                return f"a tensor in {self.label(i)}"
+                return f"an element of {self.label(i)}"
         return "an argument"
 
 

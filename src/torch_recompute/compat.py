@@ -19,8 +19,9 @@ from torch.utils.checkpoint import noop_context_fn
 from . import _compat, errors
 from ._frame import Contexts, Options
 from ._trace import traces
-from .region import call, name_of
+from .region import call
 from .state import DEFAULT
+from .values import name_of
 
 _CHECKS = {"default": "metadata", "none": "none"}
 
@@ -119,7 +120,7 @@ def checkpoint_sequential(
     """
     _refuse_reentrant(use_reentrant)
     parts = cast("list[Callable[[Any], Any]]", [functions[i] for i in range(len(functions))])
-    if not 1 <= segments <= max(1, len(parts)):
+    if not isinstance(segments, int) or not 1 <= segments <= len(parts):
         raise errors.ArgumentError(errors.bad_segments(segments, len(parts)))
     size = len(parts) // segments
     for start in range(0, size * (segments - 1), size):

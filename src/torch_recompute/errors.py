@@ -49,10 +49,21 @@ def _type(value: object) -> str:
     return type(value).__name__
 
 
+def _short(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return repr(value)[:80] if shape is None else f"one of shape {tuple(shape)}"
+
+
 def not_callable(what: str, value: object) -> str:
     """Text for a `fn` that cannot be called."""
+    if what == "checkpoint":
+        return (
+            f"checkpoint(function, *args) needs a callable, but got {_type(value)}: {_short(value)}\n"
+            "  Pass the function itself, then its arguments:\n"
+            "      y = checkpoint(layer, x)     # not checkpoint(layer(x))"
+        )
     return (
-        f"{what}(fn) needs a callable, but got {_type(value)}: {value!r:.80}\n"
+        f"{what}(fn) needs a callable, but got {_type(value)}: {_short(value)}\n"
         f"  It returns a callable; pass the function itself, and the arguments to the result:\n"
         f"      y = {what}(layer)(x)     # not {what}(layer(x))"
     )
@@ -78,6 +89,8 @@ def not_a_store(option: str, value: object) -> str:
 
 def not_an_ambient(value: object) -> str:
     """Text for an element of `state=` that is no ambient."""
+    if hasattr(value, "capture") and hasattr(value, "restore"):
+        return f"state= takes a sequence of states, but got {_type(value)} alone; write state=[{_type(value)}(...)]."
     return (
         f"state= holds {value!r:.80}, and {_type(value)} has no capture() and restore(value).\n"
         "  Write state=[torch_recompute.state.NumpyRng()], or objects with these two methods."
@@ -123,21 +136,24 @@ def suppressed(context: object) -> str:
     """Text for a context of `context_fn` that swallows exceptions."""
     return (
         f"the context {_type(context)} provided by context_fn suppressed an exception raised during the checkpointed "
-        "forward, so there is no result to return.\n"
+        "call, so there is no result to return.\n"
         "  Its __exit__ must return False or None."
     )
 
 
 def bad_segments(segments: object, functions: int) -> str:
     """Text for a number of segments that cannot be made."""
+    if not functions:
+        return "checkpoint_sequential: there are no functions to run."
     return f"checkpoint_sequential: segments={segments!r}, but {functions} functions make 1 to {functions} segments."
 
 
 def not_a_flag(value: object) -> str:
     """Text for a `use_reentrant` that is not a bool."""
+    got = _short(value) if hasattr(value, "shape") else repr(value)[:80]
     return (
-        f"use_reentrant={_type(value)}, where False, or nothing, is expected. checkpoint_sequential(functions, "
-        "segments, input) takes one input; put several into a tuple that the functions take and return."
+        f"use_reentrant is {_type(value)} {got}, where False, or nothing, is expected. (checkpoint_sequential takes "
+        "one input: put several into a tuple that the functions take and return.)"
     )
 
 
@@ -184,7 +200,7 @@ def changed_value(region: str, was: int, now: int) -> str:
     return (
         f"a tensor that {region} saved for its replay has been changed in place since (version {was} then, {now} "
         "now).\n"
-        "  Save a copy: save_for_recompute(tensor.clone())."
+        "  Save a copy: save_for_recompute(tensor.clone()), or return one from the function given to replay."
     )
 
 
@@ -200,13 +216,13 @@ def store_returned(region: str, store: object, meta: tuple[Any, ...], got: objec
     )
 
 
-_WHY = (
+_REASONS = (
     "  The function must do the same work each time it is called with the same arguments. Common reasons that it does "
     "not: a choice made from values that are not deterministic (routing: wrap it in replay(fn) or no_recompute(fn)), "
     "random numbers from a generator that PyTorch does not know (state=[...]), a global or attribute changed "
-    "between forward and backward.\n"
-    '  To see the first place where they differ: recompute(fn, check="values").'
+    "between forward and backward."
 )
+_WHY = f'{_REASONS}\n  To see the first place where they differ: recompute(fn, check="values").'
 
 
 def fewer(region: str, expected: int, got: int, op: str) -> str:
@@ -217,12 +233,17 @@ def fewer(region: str, expected: int, got: int, op: str) -> str:
     )
 
 
-def more(region: str, expected: int, op: str) -> str:
+def more(region: str, expected: int) -> str:
     """Text for a replay that saved too many tensors."""
     return (
         f"the replay of {region} saved more tensors than its forward: {expected} then, and now at least one more. "
-        f"(trying to save more tensors during recomputation than during the original forward pass){_needed(op)}\n{_WHY}"
+        f"(trying to save more tensors during recomputation than during the original forward pass)\n{_WHY}"
     )
+
+
+def missed_call(region: str, call: str) -> str:
+    """Text for a replay that did not reach a saved call of its forward."""
+    return f"the replay of {region} did not reach the saved call {call}, which its forward made.\n{_WHY}"
 
 
 def other_tensor(region: str, position: int, then: str, now: str, op: str) -> str:
@@ -236,20 +257,19 @@ def other_tensor(region: str, position: int, then: str, now: str, op: str) -> st
     )
 
 
-def other_values(region: str, position: int, what: str, op: str) -> str:
+def other_values(region: str, position: int, then: str, now: str, op: str) -> str:
     """Text for a replay that saved a tensor with other contents."""
     return (
-        f"the replay of {region} saved a tensor with other values than its forward at position {position} ({what}); "
-        f"earlier ones were equal to the last bit.{_needed(op)}\n{_WHY}"
+        f"the replay of {region} saved a tensor with other values than its forward at position {position}; those "
+        f"before it are the same to the last bit.{_needed(op)}\n"
+        f"      forward: {then}\n      replay:  {now}\n{_REASONS}"
     )
 
 
-def other_calls(region: str, what: str, index: int) -> str:
-    """Text for a replay that reached a saved call or choice that its forward did not make."""
-    return (
-        f"the replay of {region} reached {what}(...) as number {index} of the calls that it must not repeat, and its "
-        f"forward had none, or another one, there.\n{_WHY}"
-    )
+def other_calls(region: str, now: str, then: str | None) -> str:
+    """Text for a replay that reached a saved call or choice that its forward did not make there."""
+    had = "made no more saved calls or choices" if then is None else f"reached {then}(...)"
+    return f"the replay of {region} reached {now}(...) where its forward {had}.\n{_WHY}"
 
 
 def other_inputs(region: str, call: str, position: int, then: str, now: str) -> str:
@@ -301,7 +321,8 @@ def not_recomputing() -> str:
     return (
         "get_recompute_data() was called while nothing is being recomputed: there is no data to hand out.\n"
         "  Ask first:  if doing_recompute(): (indices,) = get_recompute_data()\n"
-        "              else: indices = choose(scores); save_for_recompute(indices)"
+        "              else: indices = choose(scores); save_for_recompute(indices)\n"
+        "  or say it in one word:  indices = replay(choose)(scores)"
     )
 
 

@@ -39,7 +39,7 @@ from ._replay import Replay
 from ._saved_call import SavedCall, record_call, tensors_of
 from .state import DEFAULT, Ambient
 from .stores import Store
-from .values import Run, thread
+from .values import Run, name_of, thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,11 +68,6 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
             mark_spare(run.trace, NEVER)
         hand_over(run.trace, outer)
     return result
-
-
-def name_of(fn: Any) -> str:
-    """How errors call a function or module."""
-    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
 def recompute(
@@ -118,8 +113,8 @@ def recompute(
     if check not in ("metadata", "values", "none"):
         raise errors.ArgumentError(errors.unknown_check(check))
     _check_store("inputs", inputs)
-    for ambient in state:
-        if not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
+    for ambient in [state] if hasattr(state, "capture") else state:
+        if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(errors.not_an_ambient(ambient))
     options = Options(name or name_of(fn), inputs, (*DEFAULT, *state), check, early_stop)
 

@@ -201,20 +201,25 @@ def _under(target: list[Any], present: list[Any]) -> Generator[None]:
             torch.clear_autocast_cache()
 
 
+def _small(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.nbytes <= SMALL
+
+
 _quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
 
 
 class _Reached:
     """The tensors and modules that a region's function reaches, as the forward found them."""
 
-    __slots__ = ("_copies", "_state", "_training", "_watched")
+    __slots__ = ("_buffers", "_copies", "_state", "_training", "_watched")
 
     def __init__(self, reach: Reach, cells: bool) -> None:
         self._training = [(module, module.training) for module in reach.modules]
+        self._buffers = [(buffers, dict(buffers)) for buffers in reach.buffers()]
         self._watched: list[tuple[str, torch.Tensor, int]] = []
         copied: list[torch.Tensor] = []
         for name, tensor, training in reach.mutable(cells):
-            if training and (tensor.nbytes <= SMALL or tensor not in _quiet):
+            if training and (_small(tensor) or tensor not in _quiet):
                 copied.append(tensor)
             self._watched.append((name, tensor, version_of(tensor)))
         self._watched.extend((name, tensor, version_of(tensor)) for name, tensor in reach.parameters(cells))
@@ -227,7 +232,7 @@ class _Reached:
         changed = {id(t) for _, t, version in self._watched if version_of(t) != version}
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
-            if tensor.nbytes <= SMALL or id(tensor) in changed:
+            if _small(tensor) or id(tensor) in changed:
                 kept.append((tensor, copy))
             else:
                 _quiet[tensor] = None
@@ -241,6 +246,9 @@ class _Reached:
                 raise errors.ChangedError(errors.changed_state(region, name, version, version_of(tensor)))
 
     def restore(self, stack: contextlib.ExitStack) -> None:
+        for buffers, then in self._buffers:  # a buffer may be replaced rather than written to
+            stack.callback(buffers.update, dict(buffers))
+            buffers.update(then)
         if self._copies:
             stack.callback(self._state.restore, self._state.capture())
             self._state.restore(self._copies)
@@ -251,7 +259,9 @@ class _Reached:
 
     @property
     def differs(self) -> bool:
-        return bool(self._copies) or any(module.training is not training for module, training in self._training)
+        return bool(self._copies or self._buffers) or any(
+            module.training is not training for module, training in self._training
+        )
 
 
 class World:

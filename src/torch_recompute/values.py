@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -90,18 +91,19 @@ class Run:
             self.trace = Trace()
         return self.trace
 
-    def next_record(self, kind: type, what: str) -> Any:
+    def next_record(self, kind: type, name: str) -> Any:
         """The record that the forward wrote at this point.
 
         Raises:
-            MismatchError: The forward wrote none, or one of another kind.
+            MismatchError: The forward wrote none, or one of another kind or name.
         """
         self.event()
         records = () if self.trace is None else self.trace.records
-        if self._record >= len(records) or type(records[self._record]) is not kind:
-            raise errors.MismatchError(errors.other_calls(self.name, what, self._record))
+        record = records[self._record] if self._record < len(records) else None
+        if type(record) is not kind or record.name != name:
+            raise errors.MismatchError(errors.other_calls(self.name, name, record and record.name))
         self._record += 1
-        return records[self._record - 1]
+        return record
 
     def next_child(self) -> Trace | None:
         """The trace that the forward's nested region left at this point."""
@@ -206,10 +208,18 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
 class Choice:
     """The record of one `replay` call."""
 
-    __slots__ = ("values",)
+    __slots__ = ("name", "values")
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, name: str, values: Values) -> None:
+        self.name = name
         self.values = values
+
+
+def name_of(fn: Any) -> str:
+    """How errors call a function or module."""
+    if isinstance(fn, types.BuiltinFunctionType):
+        return fn.__name__
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
 def replay(fn: Callable[P, R]) -> Callable[P, R]:
@@ -230,6 +240,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
     """
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("replay", fn))
+    name = f"replay({name_of(fn)})"
 
     @functools.wraps(fn, updated=())
     def choose(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -237,7 +248,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         if run is None or torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         if run.replaying:
-            return run.next_record(Choice, "replay").values.get(run.name)
+            return run.next_record(Choice, name).values.get(run.name)
         thread.run = None
         _compat.push_hooks(_identity, _identity)
         try:
@@ -248,7 +259,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         found = _first_with_grad(result)
         if found is not None:
             raise errors.SaveError(errors.choice_requires_grad(run.name, *found))
-        run.writing().records.append(Choice(Values(result)))
+        run.writing().records.append(Choice(name, Values(result)))
         return result
 
     return choose

@@ -1,0 +1,54 @@
+"""Strides and bits of saved tensors, for `check="values"`.
+
+Some operations save a buffer that their kernel fills only afterwards (RReLU's noise), so a tensor that requires no
+grad is read when the next operation saves something, or when the run ends. Bytes that require no grad are skipped:
+they are workspaces (cuDNN and oneDNN RNNs), parts of which are never written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import _compat, _tree
+
+
+class Fingerprints:
+    """Those of one run, by position."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[object, torch.Tensor]] = {}
+        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._sequence = -1
+
+    def add(self, index: int, tensor: torch.Tensor) -> None:
+        """Takes note of the tensor saved at position `index`."""
+        sequence = _compat.sequence_number()
+        if sequence != self._sequence:
+            self.flush()
+            self._sequence = sequence
+        if tensor.requires_grad:
+            self._taken[index] = (_tree.layout(tensor), _tree.digest(tensor))
+        elif tensor.dtype != torch.uint8:
+            self._pending.append((index, tensor))
+
+    def flush(self) -> None:
+        """Reads the tensors that had to wait."""
+        for index, tensor in self._pending:
+            self._taken[index] = (_tree.layout(tensor), _tree.digest(tensor))
+        self._pending = []
+
+    def difference(self, other: Fingerprints) -> tuple[int, str, str] | None:
+        """The first position at which `other`, a later run, is not the same: position, and both sides in words."""
+        for index, (layout, digest) in sorted(other._taken.items()):
+            then = self._taken.get(index)
+            if then is None:
+                continue
+            if then[0] != layout:
+                return index, f"stride {then[0]}", f"stride {layout}"
+            if not torch.equal(then[1], digest):
+                return index, f"bits {_say(then[1])}", f"bits {_say(digest)}"
+        return None
+
+
+def _say(digest: torch.Tensor) -> str:
+    return "-".join(f"{value & 0xFFFFFFFF:08x}" for value in digest.tolist())
