@@ -40,12 +40,9 @@ _autograd: Any = _C._autograd
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
-
-
-def ambient_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The innermost saved-tensor hooks now active on this thread, or None."""
-    return _top_hooks(True)
+ambient_hooks: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None]
+ambient_hooks = partial(_autograd._top_saved_tensors_default_hooks, True)
+"""The innermost saved-tensor hooks now active on this thread, or None."""
 
 
 # --- the running backward -----------------------------------------------------------------------------------------
@@ -67,7 +64,10 @@ def graph_is_kept() -> bool:
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Whether the running backward call will compute the gradient of `parameter`, a leaf."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return _C._will_engine_execute_node(node)
+    try:
+        return _C._will_engine_execute_node(node)
+    except RuntimeError:  # torch does not answer for a leaf that autograd.grad was asked for: it computes that one
+        return True
 
 
 def current_node() -> Any:
@@ -223,6 +223,16 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     if kind is torch.Tensor:
         return False
     return kind is torch.nn.Parameter or bool(getattr(tensor, "_is_param", False))
+
+
+def parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The `nn.Parameter` that `tensor` is, or is a view of (`F.linear` saves `weight.t()`); else None."""
+    if is_parameter(tensor):
+        return tensor
+    if tensor._is_view():
+        base: Any = tensor._base
+        return base if base is not None and is_parameter(base) else None
+    return None
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _compat, _tree, errors, state
-from ._compat import is_parameter, storage_id
+from ._compat import is_parameter, parameter_of, storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
 from ._reach import reach, rebuild
@@ -51,6 +51,7 @@ class Frame(Run):
 
     __slots__ = (
         "__weakref__",
+        "_aliases",
         "_call",
         "_contexts",
         "_lock",
@@ -60,7 +61,6 @@ class Frame(Run):
         "_tensors",
         "_versions",
         "_world",
-        "aliased",
         "complete",
         "fingerprints",
         "inputs",
@@ -79,7 +79,8 @@ class Frame(Run):
             if outer.replaying:
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
-        self.transient = self.complete = self.aliased = False
+        self.transient = self.complete = False
+        self._aliases: dict[int, torch.Tensor] = {}
         self._storages: set[int] | None = None
         self.store = options.store or _ambient_store(outer)
         self.slots: list[weakref.ref[Slot]] = []
@@ -129,6 +130,11 @@ class Frame(Run):
         return tensor if is_parameter(tensor) else Kept(store, tensor, self.name)
 
     @property
+    def restored(self) -> frozenset[int]:
+        """The storages of tensors that hold other contents outside of the replay."""
+        return self._world.restored()
+
+    @property
     def storages(self) -> set[int]:
         """The storages of the region's inputs, where the frame holds these themselves."""
         if self._storages is None:
@@ -137,10 +143,9 @@ class Frame(Run):
         return self._storages
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes stored outputs of saved calls: the graph may hold them directly, like inputs."""
+        """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly."""
         if self.store is None:
-            self.storages.update(map(storage_id, tensors))
-            self.aliased = True
+            self._aliases.update((storage_id(tensor), tensor) for tensor in tensors)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -150,11 +155,16 @@ class Frame(Run):
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """The pack hook of the forward."""
-        if type(tensor) is not torch.Tensor and is_parameter(tensor):
-            self._parameters.append(tensor)
+        if id(tensor) in self.inputs:
             return tensor, tensor._version
-        if id(tensor) in self.inputs or ((self.aliased or tensor._is_view()) and storage_id(tensor) in self.storages):
-            return tensor, tensor._version
+        if type(tensor) is not torch.Tensor or self._aliases or tensor._is_view():
+            parameter = parameter_of(tensor)
+            if parameter is not None:
+                self._parameters.append(parameter)
+                return tensor, tensor._version
+            storage = storage_id(tensor)
+            if storage in self.storages or storage in self._aliases:
+                return tensor, tensor._version
         slot = Slot(self, meta(tensor))
         self.slots.append(weakref.ref(slot))
         if self.fingerprints is not None:
@@ -173,6 +183,7 @@ class Frame(Run):
         finally:
             thread.run = outer
             _compat.pop_hooks()
+            self._aliases = {}  # an identity means something only while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()

@@ -109,6 +109,23 @@ def _contents(cell: types.CellType) -> Any:
         return _EMPTY
 
 
+class Seen(NamedTuple):
+    """A tensor that a function reaches.
+
+    Attributes:
+        name: How errors call it.
+        tensor: The tensor.
+        surely: Whether the function is known to read it; not so for what else belongs to a module in a closure,
+            which may be the whole model.
+        training: Whether its owner is in training mode.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    surely: bool
+    training: bool
+
+
 class Reach:
     """Everything that a function was seen to reach at one moment.
 
@@ -147,26 +164,28 @@ class Reach:
         """Whether there is no module or tensor to watch (`cells`: those in closure cells counted)."""
         return not (self.modules or self._others or (cells and self.tensors))
 
-    def mutable(self, cells: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Buffers, and tensors without grad in closures (`cells`): name, tensor, whether the owner is training."""
-        for module in self.modules:
+    def mutable(self, cells: bool) -> Iterator[Seen]:
+        """Buffers, and tensors without grad in closures (`cells`)."""
+        for i, module in enumerate(self.modules):
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
                     if buffer is not None and not buffer.requires_grad:
-                        yield f"buffer '{name}' of {type(module).__name__}", buffer, module.training
+                        label = f"buffer '{name}' of {type(module).__name__}"
+                        yield Seen(label, buffer, i < self._whole, module.training)
         for name, tensor in self._named(cells):
             if not tensor.requires_grad:
-                yield name, tensor, True
+                yield Seen(name, tensor, True, True)
 
-    def parameters(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of the modules that are `fn` itself, and tensors with grad in closures (`cells`)."""
-        for module in self.modules[: self._whole]:
+    def parameters(self, cells: bool) -> Iterator[Seen]:
+        """Parameters, and tensors with grad in closures (`cells`)."""
+        for i, module in enumerate(self.modules):
             for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
                 if parameter is not None:
-                    yield f"parameter '{name}' of {type(module).__name__}", parameter
+                    label = f"parameter '{name}' of {type(module).__name__}"
+                    yield Seen(label, parameter, i < self._whole, module.training)
         for name, tensor in self._named(cells):
             if tensor.requires_grad:
-                yield name, tensor
+                yield Seen(name, tensor, True, True)
 
     def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if cells:
@@ -200,6 +219,9 @@ class Reach:
         code = _look(fn.__code__, fn.__globals__)
         for name in code.names:
             self._value(f"global '{name}'", fn.__globals__.get(name), seen)
+        if fn.__defaults__ or fn.__kwdefaults__:
+            for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+                self._value(f"a default of {fn.__name__}", value, seen)
         if not fn.__closure__:
             return fn
         cells: list[Any] = []
@@ -291,7 +313,8 @@ def reach(fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> Re
     """What `fn` and the `modules` passed to it reach; None where that is nothing."""
     if not modules:
         if isinstance(fn, types.FunctionType):
-            if not fn.__closure__ and not _look(fn.__code__, fn.__globals__).names:
+            simple = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+            if simple and not _look(fn.__code__, fn.__globals__).names:
                 return None
         elif isinstance(fn, _SIMPLE):
             return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _compat, _tree, errors
-from ._compat import is_parameter, storage_id
+from ._compat import parameter_of, storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
 from ._saved_call import SavedCall
@@ -32,14 +32,14 @@ class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
     __slots__ = (
-        "_aliased",
+        "_aliases",
         "_check",
         "_done",
         "_fingerprints",
         "_frame",
         "_inputs",
         "_last",
-        "_more",
+        "_restored",
         "_slots",
         "_stop",
         "_unfinished",
@@ -58,18 +58,20 @@ class Replay(Run):
         self._done = False
         self.filled = 0
         self._inputs = frame.inputs
-        self._aliased = False
-        self._more: set[int] = set()
+        self._restored = frame.restored
+        self._aliases: dict[int, torch.Tensor] = {}
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls, as the forward did."""
         if self._frame.store is None:
-            self._more.update(map(storage_id, tensors))
-            self._aliased = True
+            self._aliases.update((storage_id(tensor), tensor) for tensor in tensors)
 
-    def _known(self, tensor: torch.Tensor) -> bool:
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether the forward left this tensor in the graph: a view of a parameter, an input, a saved call's output."""
+        if parameter_of(tensor) is not None:
+            return True
         storage = storage_id(tensor)
-        return storage in self._frame.storages or storage in self._more
+        return storage in self._frame.storages or storage in self._aliases
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
@@ -92,6 +94,18 @@ class Replay(Run):
         """How many slots have been passed."""
         return self.filled
 
+    def skip(self, saved: int, records: int) -> None:
+        """Goes on at slot `saved` if all before it are dead.
+
+        The function might do the work all the same and fill the wrong slots, so from here on the replay does not stop
+        early: it runs to its end, where the number of slots must come out exactly.
+        """
+        super().skip(saved, records)
+        if saved > self.filled and all(ref() is None for ref in self._slots[self.filled : saved]):
+            self.filled = saved
+            self._last = -1
+            self._stop = None
+
     def event(self) -> None:
         """Ends the replay if every open slot has been filled."""
         if self._done:
@@ -99,13 +113,15 @@ class Replay(Run):
 
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """The pack hook of the replay: fills the next slot."""
-        if type(tensor) is not torch.Tensor and is_parameter(tensor):
+        if id(tensor) in self._inputs:
             return tensor, tensor._version
-        if id(tensor) in self._inputs or ((self._aliased or tensor._is_view()) and self._known(tensor)):
+        if (type(tensor) is not torch.Tensor or self._aliases or tensor._is_view()) and self._is_kept(tensor):
             return tensor, tensor._version
         if self._done:
             raise Stop(self)
         rebuilt = tensor.detach()
+        if self._restored and storage_id(tensor) in self._restored:
+            rebuilt = rebuilt.clone()
         index = self.filled
         self.filled = index + 1
         if index < len(self._slots):
@@ -144,6 +160,6 @@ class Replay(Run):
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots of a saved call of this frame; the replay may end here."""
-        record.fill(self.name, inputs)
-        if self._stop == record.key or not record.finished:
+        record.fill(self.name, inputs, self._restored)
+        if self._stop == record.key or not record.finished or record.dropped:
             raise Stop(self)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _compat, _tree, errors
-from ._compat import is_parameter, storage_id, version_of
+from ._compat import is_parameter, parameter_of, storage_id, version_of
 from ._slots import Owner, Packed, Slot, unpack
 from .state import Ambient, advanced
 from .stores import Kept, Store
@@ -50,7 +50,7 @@ class SavedCall:
         spare: Set once no replay of its own region needs the output; dropped when no outer one does either.
     """
 
-    __slots__ = ("_after", "_metas", "_mutated", "_outputs", "_spec", "_views", "key", "name", "spare")
+    __slots__ = ("_after", "_metas", "_mutated", "_outputs", "_returned", "_spec", "_views", "key", "name", "spare")
 
     def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor]) -> None:
         self.name = name
@@ -60,13 +60,19 @@ class SavedCall:
         self._views: list[tuple[weakref.ref[Slot], int, _tree.Geometry]] = []
         self._outputs: list[Any] | None = None
         self._spec: Any = None
+        self._returned = False
         self._mutated: list[tuple[int, Stored]] = []
         self._after: list[tuple[Ambient, Any]] = []
 
     @property
     def finished(self) -> bool:
         """Whether the call has returned; a backward inside it may need its inputs before that."""
-        return self._outputs is not None or self.spare
+        return self._returned
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the output has been dropped, because no replay was to get past the call."""
+        return self._returned and self._outputs is None
 
     @property
     def needed(self) -> bool:
@@ -89,7 +95,7 @@ class SavedCall:
             if slot is not None:
                 slot.tensor = None
 
-    def fill(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
+    def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: Container[int]) -> None:
         """Fills the slots that are views of the call's inputs."""
         for ref, index, geometry in self._views:
             slot = ref()
@@ -99,6 +105,8 @@ class SavedCall:
                     then = _tree.say(self._metas[index])
                     now = _tree.say(_tree.meta(inputs[index]))
                     raise errors.MismatchError(errors.other_inputs(region, self.name, index, then, now))
+                if storage_id(view) in restored:  # its contents will not outlive the replay
+                    view = view.clone()
                 slot.tensor = view
                 slot.version = view._version
 
@@ -166,7 +174,6 @@ class SavedCall:
     ) -> list[torch.Tensor]:
         """Takes what a replay will need; returns the outputs that are kept on the device."""
         self._after = after
-        kept: list[torch.Tensor] = []
         for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if version_of(tensor) != version:
                 self._mutated.append((i, self._keep(tensor, store)))
@@ -179,12 +186,10 @@ class SavedCall:
             if not isinstance(leaf, torch.Tensor) or is_parameter(leaf):
                 outputs.append(leaf)
                 continue
-            view = _view(leaf, inputs)
-            outputs.append(view or self._keep(leaf, store))
-            if view is None and store is None:
-                kept.append(leaf)
+            outputs.append(_view(leaf, inputs) or self._keep(leaf, store))
         self._outputs = outputs
-        return kept
+        self._returned = True
+        return self.held()
 
     def _keep(self, tensor: torch.Tensor, store: Store | None) -> Stored:
         if store is None:
@@ -200,7 +205,7 @@ class SavedCall:
         store: Store | None,
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
-        if is_parameter(tensor):
+        if parameter_of(tensor) is not None:
             return tensor, version_of(tensor)
         owner, storages = scope
         storage = storage_id(tensor)

@@ -42,7 +42,7 @@ class Call:
         others: Where in `leaves` there is something that is neither a tensor nor a plain value.
     """
 
-    __slots__ = ("keywords", "leaves", "others", "positional", "tensors")
+    __slots__ = ("_nested", "keywords", "leaves", "others", "positional", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves = leaves = [*args, *kwargs.values()] if kwargs else list(args)
@@ -50,6 +50,7 @@ class Call:
         self.keywords = tuple(kwargs)
         self.tensors: list[int] = []
         self.others: Sequence[int] = ()
+        self._nested = False
         for i, leaf in enumerate(leaves):  # grows while it is read: elements of containers come at the end
             kind = type(leaf)
             if kind is torch.Tensor:
@@ -59,6 +60,7 @@ class Call:
             elif isinstance(leaf, torch.Tensor):
                 self.tensors.append(i)
             elif i < self.positional + len(self.keywords) and _compat.is_container(leaf):
+                self._nested = True
                 elements, spec = _compat.tree_flatten(leaf)
                 leaves[i] = Subtree(spec, len(leaves), len(leaves) + len(elements))
                 leaves.extend(elements)
@@ -67,8 +69,8 @@ class Call:
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Puts `leaves` (as long as `self.leaves`) together into fresh `args, kwargs`."""
-        top = self.positional + len(self.keywords)
-        if top != len(leaves):
+        if self._nested:
+            top = self.positional + len(self.keywords)
             leaves, elements = list(leaves[:top]), leaves
             for i, value in enumerate(leaves):
                 if type(value) is Subtree:

@@ -59,11 +59,12 @@ def checkpoint(
         raise errors.ArgumentError(errors.not_callable("checkpoint", function))
     _refuse_reentrant(use_reentrant)
     if torch.compiler.is_compiling():
+        if context_fn is not noop_context_fn:  # written out, Dynamo does not know torch's own default
+            kwargs = {**kwargs, "context_fn": context_fn}
         return _torch_checkpoint(
             function,
             *args,
             use_reentrant=False,
-            context_fn=context_fn,
             determinism_check=determinism_check,
             preserve_rng_state=preserve_rng_state,
             **kwargs,

@@ -32,7 +32,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _compat, errors
 from ._compat import version_of
-from ._reach import Reach
+from ._diagnose import leads_to
+from ._reach import Reach, Seen
 
 SMALL = 64 * 1024
 """Buffers up to this many bytes are copied on every call; see the module's note."""
@@ -201,6 +202,11 @@ def _under(target: list[Any], present: list[Any]) -> Generator[None]:
             torch.clear_autocast_cache()
 
 
+def _is_waited_for(tensor: torch.Tensor) -> bool:
+    """Whether the running backward has yet to compute the gradient of `tensor`, so that a region may have used it."""
+    return tensor.requires_grad and tensor.is_leaf and leads_to(tensor)
+
+
 def _small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= SMALL
 
@@ -216,20 +222,20 @@ class _Reached:
     def __init__(self, reach: Reach, cells: bool) -> None:
         self._training = [(module, module.training) for module in reach.modules]
         self._buffers = [(buffers, dict(buffers)) for buffers in reach.buffers()]
-        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        self._watched: list[tuple[Seen, int]] = []
         copied: list[torch.Tensor] = []
-        for name, tensor, training in reach.mutable(cells):
-            if training and (_small(tensor) or tensor not in _quiet):
-                copied.append(tensor)
-            self._watched.append((name, tensor, version_of(tensor)))
-        self._watched.extend((name, tensor, version_of(tensor)) for name, tensor in reach.parameters(cells))
+        for seen in reach.mutable(cells):
+            if seen.training and (_small(seen.tensor) or seen.tensor not in _quiet):
+                copied.append(seen.tensor)
+            self._watched.append((seen, version_of(seen.tensor)))
+        self._watched.extend((seen, version_of(seen.tensor)) for seen in reach.parameters(cells))
         self._state = TensorState(*copied)
         self._copies = self._state.capture()
 
     def settle(self) -> None:
         if not self._copies:
             return
-        changed = {id(t) for _, t, version in self._watched if version_of(t) != version}
+        changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
             if _small(tensor) or id(tensor) in changed:
@@ -238,12 +244,13 @@ class _Reached:
                 _quiet[tensor] = None
         self._state, self._copies = TensorState(*[t for t, _ in kept]), [c for _, c in kept]
         restored = {id(t) for t, _ in kept}
-        self._watched = [entry for entry in self._watched if id(entry[1]) not in restored]
+        self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
-        for name, tensor, version in self._watched:
-            if version_of(tensor) != version:
-                raise errors.ChangedError(errors.changed_state(region, name, version, version_of(tensor)))
+        for seen, version in self._watched:
+            now = version_of(seen.tensor)
+            if now != version and (seen.surely or _is_waited_for(seen.tensor)):
+                raise errors.ChangedError(errors.changed_state(region, seen.name, version, now))
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         for buffers, then in self._buffers:  # a buffer may be replaced rather than written to
@@ -256,6 +263,9 @@ class _Reached:
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
+
+    def restored(self) -> frozenset[int]:
+        return frozenset(map(_compat.storage_id, self._state.tensors))
 
     @property
     def differs(self) -> bool:
@@ -290,6 +300,10 @@ class World:
         ]
         if self._reached is not None:
             self._reached.settle()
+
+    def restored(self) -> frozenset[int]:
+        """The storages of the tensors that have other contents during a replay than outside of it."""
+        return frozenset[int]() if self._reached is None else self._reached.restored()
 
     def check(self, region: str) -> None:
         """Before a replay: raises if a weight or buffer that the function reaches has been changed since."""

@@ -24,7 +24,7 @@ import torch
 
 from . import _compat, errors
 from ._compat import version_of
-from .state import Ambient
+from .state import Ambient, advanced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +63,7 @@ class Run:
         ambients: The generators and states that a saved call in it may advance.
     """
 
-    __slots__ = ("_child", "_record", "ambients", "name", "replaying", "trace")
+    __slots__ = ("_child", "_record", "_skippable", "ambients", "name", "replaying", "trace")
 
     def __init__(self, name: str, trace: Trace | None, replaying: bool, ambients: Sequence[Ambient] = ()) -> None:
         self.name = name
@@ -72,6 +72,7 @@ class Run:
         self.ambients = ambients
         self._record = 0
         self._child = 0
+        self._skippable = 0
 
     def saved(self) -> int:
         """How many tensors of its own the run has saved by now."""
@@ -99,11 +100,21 @@ class Run:
         """
         self.event()
         records = () if self.trace is None else self.trace.records
-        record = records[self._record] if self._record < len(records) else None
-        if type(record) is not kind or record.name != name:
-            raise errors.MismatchError(errors.other_calls(self.name, name, record and record.name))
+        record: Any = records[self._record] if self._record < len(records) else None
+        while self._record < self._skippable and (type(record) is not kind or record.name != name):
+            self._record += 1
+            record = records[self._record] if self._record < len(records) else None
+        if record is None or type(record) is not kind or record.name != name:
+            raise errors.MismatchError(errors.other_calls(self.name, name, None if record is None else record.name))
         self._record += 1
         return record
+
+    def skip(self, saved: int, records: int) -> None:
+        """Allows for the forward having made `records` calls, and saved tensors, that the replay leaves out.
+
+        A value that the forward computed and the replay reads costs the replay the work in between.
+        """
+        self._skippable = max(self._skippable, records)
 
     def next_child(self) -> Trace | None:
         """The trace that the forward's nested region left at this point."""
@@ -124,9 +135,10 @@ thread = Thread()
 class Values:
     """A pytree of values without grad, kept as it was: containers rebuilt, tensors watched for in-place changes."""
 
-    __slots__ = ("_leaves", "_spec", "_versions")
+    __slots__ = ("_leaves", "_spec", "_versions", "moment")
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, moment: tuple[int, int] = (0, 0)) -> None:
+        self.moment = moment
         self._leaves, self._spec = _compat.tree_flatten(tree)
         self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
 
@@ -169,7 +181,7 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     trace = run.writing()
     if key in trace.values:
         raise errors.SaveError(errors.saved_twice(run.name, key))
-    trace.values[key] = Values(data)
+    trace.values[key] = Values(data, (run.saved(), len(trace.records)))
 
 
 def doing_recompute() -> bool:
@@ -199,6 +211,7 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
         raise errors.NotRecomputingError(errors.not_recomputing())
     values = {} if run.trace is None else run.trace.values
     if key in values:
+        run.skip(*values[key].moment)
         return values[key].get(run.name)
     if key is None:
         return ()
@@ -208,11 +221,18 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
 class Choice:
     """The record of one `replay` call."""
 
-    __slots__ = ("name", "values")
+    __slots__ = ("_after", "_values", "name")
 
-    def __init__(self, name: str, values: Values) -> None:
+    def __init__(self, name: str, values: Values, after: list[tuple[Ambient, Any]]) -> None:
         self.name = name
-        self.values = values
+        self._values = values
+        self._after = after
+
+    def result(self, region: str) -> Any:
+        """The result of the choice; random numbers that it drew are skipped."""
+        for ambient, value in self._after:
+            ambient.restore(value)
+        return self._values.get(region)
 
 
 def name_of(fn: Any) -> str:
@@ -248,7 +268,8 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         if run is None or torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         if run.replaying:
-            return run.next_record(Choice, name).values.get(run.name)
+            return run.next_record(Choice, name).result(run.name)
+        before = [ambient.capture() for ambient in run.ambients]
         thread.run = None
         _compat.push_hooks(_identity, _identity)
         try:
@@ -259,7 +280,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         found = _first_with_grad(result)
         if found is not None:
             raise errors.SaveError(errors.choice_requires_grad(run.name, *found))
-        run.writing().records.append(Choice(name, Values(result)))
+        run.writing().records.append(Choice(name, Values(result), advanced(run.ambients, before)))
         return result
 
     return choose
