@@ -53,7 +53,9 @@ class Frame(Run):
         "__weakref__",
         "_aliases",
         "_call",
+        "_changed",
         "_contexts",
+        "_given",
         "_lock",
         "_parameters",
         "_storages",
@@ -81,6 +83,7 @@ class Frame(Run):
         self.options = options
         self.transient = self.complete = False
         self._aliases: dict[int, torch.Tensor] = {}
+        self._changed: tuple[int, int] | None = None
         self._storages: set[int] | None = None
         self.store = options.store or _ambient_store(outer)
         self.slots: list[weakref.ref[Slot]] = []
@@ -114,14 +117,13 @@ class Frame(Run):
         return modules
 
     def _keep_inputs(self, tensors: Sequence[int]) -> None:
-        call, store = self._call, self.store
-        leaves = call.leaves
+        store, leaves = self.store, self._call.leaves
+        inputs = self._given = [*[leaves[i] for i in tensors], *self._tensors]
+        self._versions = [tensor._version for tensor in inputs]
         if store is None:
-            inputs = [leaves[i] for i in tensors]
-            self._versions = [tensor._version for tensor in inputs]
-            self.inputs = {id(tensor) for tensor in (*inputs, *self._tensors)}
+            self.inputs = {id(tensor) for tensor in inputs}
         else:
-            self._versions, self.inputs = (), frozenset[int]()
+            self.inputs = frozenset[int]()
             for i in tensors:
                 leaves[i] = self._put(store, leaves[i])
             self._tensors = [self._put(store, tensor) for tensor in self._tensors]
@@ -188,15 +190,41 @@ class Frame(Run):
         if self.fingerprints is not None:
             self.fingerprints.flush()
         self._world.settle()
+        self._settle_inputs()
         if not self.replaying:
             self._settle(outer)
         return result
 
-    def _settle(self, outer: Run | None) -> None:
-        leaves = self._call.leaves
-        for i, version in zip(self._call.tensors, self._versions, strict=False):
-            if leaves[i]._version != version:  # changed by the region itself: no replay, and no cycle through it
+    def _settle_inputs(self) -> None:
+        """After the forward: lets go of the tensors that a store keeps, and of those that the region has changed."""
+        leaves, given = self._call.leaves, self._given
+        self._given = ()
+        changed = [n for n, (t, version) in enumerate(zip(given, self._versions, strict=True)) if t._version != version]
+        if self.store is not None:
+            self._changed = next(((n, given[n]._version) for n in changed if n < len(self._call.tensors)), None)
+            return
+        for n in changed:  # there will be no replay with it, and its history now leads here
+            if n < len(self._call.tensors):
+                i = self._call.tensors[n]
                 leaves[i] = leaves[i].detach()
+            else:
+                n -= len(self._call.tensors)
+                self._tensors = [*self._tensors[:n], self._tensors[n].detach(), *self._tensors[n + 1 :]]
+
+    def _check_inputs(self) -> None:
+        """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
+        found = self._changed
+        if self.store is None:
+            for n, i in enumerate(self._call.tensors):
+                if self._call.leaves[i]._version != self._versions[n]:
+                    found = n, self._call.leaves[i]._version
+                    break
+        if found is not None:
+            n, now = found
+            label = self._call.label(self._call.tensors[n])
+            raise errors.ChangedError(errors.changed_input(self.name, label, self._versions[n], now))
+
+    def _settle(self, outer: Run | None) -> None:
         if self.trace is not None:
             mark_spare(self.trace, self._need() if self.options.early_stop else _END)
         hand_over(self.trace, outer)
@@ -244,11 +272,8 @@ class Frame(Run):
 
     def _replay(self) -> int:
         self._world.check(self.name)
+        self._check_inputs()
         leaves = self._call.leaves
-        for i, version in zip(self._call.tensors, self._versions, strict=False):
-            if leaves[i]._version != version:
-                label = self._call.label(i)
-                raise errors.ChangedError(errors.changed_input(self.name, label, version, leaves[i]._version))
         tensors = self._tensors
         if self.store is not None:
             leaves = [leaf.open() if type(leaf) is Kept else leaf for leaf in leaves]

@@ -64,8 +64,10 @@ def unpack(packed: Any) -> torch.Tensor:
     kind = type(packed)
     if kind is Slot:
         tensor = packed.tensor
-        if tensor is None or type(tensor) is weakref.ref:
-            tensor = (tensor and tensor()) or packed.owner.rebuild(packed)
+        if type(tensor) is weakref.ref:
+            tensor = tensor()
+        if tensor is None:
+            tensor = packed.owner.rebuild(packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
         if packed.owner.transient:

@@ -38,7 +38,7 @@ from ._frame import NEVER, Frame, Options, hand_over, mark_spare
 from ._replay import Replay
 from ._saved_call import SavedCall, record_call, tensors_of
 from .state import DEFAULT, Ambient
-from .stores import Store
+from .stores import OnDevice, Store
 from .values import Run, name_of, thread
 
 P = ParamSpec("P")
@@ -112,7 +112,7 @@ def recompute(
         raise errors.ArgumentError(errors.not_callable("recompute", fn))
     if check not in ("metadata", "values", "none"):
         raise errors.ArgumentError(errors.unknown_check(check))
-    _check_store("inputs", inputs)
+    inputs = _checked_store("inputs", inputs)
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(errors.not_an_ambient(ambient))
@@ -161,7 +161,7 @@ def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | 
     """
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("no_recompute", fn))
-    _check_store("store", store)
+    store = _checked_store("store", store)
     label = name or name_of(fn)
 
     @functools.wraps(fn, updated=())
@@ -193,6 +193,7 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     return result
 
 
-def _check_store(option: str, store: Any) -> None:
+def _checked_store(option: str, store: Any) -> Store | None:
     if store is not None and not (hasattr(store, "put") and hasattr(store, "get")):
         raise errors.ArgumentError(errors.not_a_store(option, store))
+    return None if type(store) is OnDevice else store

@@ -207,6 +207,11 @@ def _is_waited_for(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and leads_to(tensor)
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; without its history if it has one, which may by now lead back to the region that holds it."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
 def _small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= SMALL
 
@@ -233,17 +238,21 @@ class _Reached:
         self._copies = self._state.capture()
 
     def settle(self) -> None:
-        if not self._copies:
-            return
+        if self._copies:
+            self._settle_copies()
+        self._watched = [(seen._replace(tensor=_apart(seen.tensor)), version) for seen, version in self._watched]
+
+    def _settle_copies(self) -> None:
         changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        restored: set[int] = set()
         for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
             if _small(tensor) or id(tensor) in changed:
-                kept.append((tensor, copy))
+                kept.append((_apart(tensor), copy))
+                restored.add(id(tensor))
             else:
                 _quiet[tensor] = None
         self._state, self._copies = TensorState(*[t for t, _ in kept]), [c for _, c in kept]
-        restored = {id(t) for t, _ in kept}
         self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
@@ -335,4 +344,8 @@ _GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
 def advanced(ambients: Sequence[Ambient], before: Sequence[Any]) -> list[tuple[Ambient, Any]]:
     """The consumables that a saved call has advanced, each with its state after the call."""
     after = [(ambient, ambient.capture()) for ambient in ambients]
-    return [pair for pair, old in zip(after, before, strict=True) if not _same(old, pair[1])]
+    return [
+        (ambient, now)
+        for (ambient, now), old in zip(after, before, strict=True)
+        if type(ambient) not in _GENERATORS or not _same(old, now)
+    ]

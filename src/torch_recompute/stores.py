@@ -49,22 +49,27 @@ class OnDevice:
 
 
 class OnHost:
-    """Keeps tensors in host memory, pinned where there is an accelerator; a blocking copy each way.
+    """Keeps tensors in host memory, pinned where they come from a CUDA device; a blocking copy each way.
 
-    A tensor that lies on the CPU already is copied too, so that what the store holds is its own.
+    A tensor that lies on the CPU already is copied too, so that what the store holds is its own. An expanded tensor
+    is copied unexpanded. Strides are kept where the tensor is dense, else what comes back is contiguous.
     """
 
-    def put(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device]:
-        """Copies the tensor to the host. Strides are kept."""
+    def put(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size, torch.device]:
+        """Copies the tensor to the host."""
         source = tensor.detach()
-        pinned = source.device.type == "cuda"
-        host = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, pin_memory=pinned)
-        return host.copy_(source), source.device
+        if source.layout is torch.strided:
+            for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
+                if stride == 0 and size > 1:
+                    source = source.narrow(dim, 0, 1)
+        host = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
+        return host.copy_(source), tensor.shape, tensor.device
 
-    def get(self, handle: tuple[torch.Tensor, torch.device]) -> torch.Tensor:
+    def get(self, handle: tuple[torch.Tensor, torch.Size, torch.device]) -> torch.Tensor:
         """Copies the tensor back to its device."""
-        host, device = handle
-        return host if host.device == device else host.to(device)
+        host, shape, device = handle
+        tensor = host if host.device == device else host.to(device)
+        return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 class Hooks:
