@@ -13,7 +13,6 @@ that state and nothing else.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import operator
 from collections import namedtuple
@@ -96,8 +95,6 @@ def packed_of(saved: Any) -> Any:
 
 
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
-preserve_version: Callable[[torch.Tensor], contextlib.AbstractContextManager[None]]
-preserve_version = torch.autograd._unsafe_preserve_version_counter
 
 # --- ambient modes ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Strides and bits of saved tensors, for `check="values"`.
 
 Some operations save a buffer that their kernel fills only afterwards (RReLU's noise), so a tensor that requires no
-grad is read when the next operation saves something, or when the run ends. Bytes that require no grad are skipped:
-they are workspaces (cuDNN and oneDNN RNNs), parts of which are never written.
+grad is read when the next operation saves something, or when the run ends. One that has been changed by then (running
+statistics) is skipped, and so are bytes that require no grad: they are workspaces (cuDNN and oneDNN RNNs), parts of
+which are never written.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import _compat, _tree
+from ._compat import version_of
 
 
 class Fingerprints:
@@ -17,7 +19,7 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._taken: dict[int, tuple[object, torch.Tensor]] = {}
-        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._sequence = -1
 
     def add(self, index: int, tensor: torch.Tensor) -> None:
@@ -29,12 +31,13 @@ class Fingerprints:
         if tensor.requires_grad:
             self._taken[index] = (_tree.layout(tensor), _tree.digest(tensor))
         elif tensor.dtype != torch.uint8:
-            self._pending.append((index, tensor))
+            self._pending.append((index, tensor, version_of(tensor)))
 
     def flush(self) -> None:
         """Reads the tensors that had to wait."""
-        for index, tensor in self._pending:
-            self._taken[index] = (_tree.layout(tensor), _tree.digest(tensor))
+        for index, tensor, version in self._pending:
+            if version_of(tensor) == version:
+                self._taken[index] = (_tree.layout(tensor), _tree.digest(tensor))
         self._pending = []
 
     def difference(self, other: Fingerprints) -> tuple[int, str, str] | None:

@@ -118,12 +118,13 @@ class Frame(Run):
 
     def _keep_inputs(self, tensors: Sequence[int]) -> None:
         store, leaves = self.store, self._call.leaves
+        self.inputs: dict[int, int]
         inputs = self._given = [*[leaves[i] for i in tensors], *self._tensors]
         self._versions = [tensor._version for tensor in inputs]
         if store is None:
-            self.inputs = {id(tensor) for tensor in inputs}
+            self.inputs = {id(tensor): tensor._version for tensor in inputs}
         else:
-            self.inputs = frozenset[int]()
+            self.inputs = {}
             for i in tensors:
                 leaves[i] = self._put(store, leaves[i])
             self._tensors = [self._put(store, tensor) for tensor in self._tensors]
@@ -157,16 +158,18 @@ class Frame(Run):
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """The pack hook of the forward."""
-        if id(tensor) in self.inputs:
-            return tensor, tensor._version
+        version = self.inputs.get(id(tensor))
+        if version is not None:
+            now = tensor._version  # once changed here, its history leads to the very node that saves it
+            return (tensor if now == version else tensor.detach()), now
         if type(tensor) is not torch.Tensor or self._aliases or tensor._is_view():
             parameter = parameter_of(tensor)
             if parameter is not None:
                 self._parameters.append(parameter)
-                return tensor, tensor._version
+                return (tensor if tensor is parameter else tensor.detach()), tensor._version
             storage = storage_id(tensor)
             if storage in self.storages or storage in self._aliases:
-                return tensor, tensor._version
+                return tensor.detach(), tensor._version
         slot = Slot(self, meta(tensor))
         self.slots.append(weakref.ref(slot))
         if self.fingerprints is not None:
@@ -308,12 +311,13 @@ class Frame(Run):
 
     def release(self) -> None:
         """Empties every slot."""
-        for ref in self.slots:
-            slot = ref()
-            if slot is not None:
-                slot.tensor = None
-        for record in self._saved_calls():
-            record.release()
+        with self._lock:  # another thread may just be rebuilding
+            for ref in self.slots:
+                slot = ref()
+                if slot is not None:
+                    slot.tensor = None
+            for record in self._saved_calls():
+                record.release()
 
 
 def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -179,6 +179,11 @@ class Reach:
     def parameters(self, cells: bool) -> Iterator[Seen]:
         """Parameters, and tensors with grad in closures (`cells`)."""
         for i, module in enumerate(self.modules):
+            if module._buffers:  # pyright: ignore[reportPrivateUsage]
+                for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+                    if buffer is not None and buffer.requires_grad:
+                        label = f"buffer '{name}' of {type(module).__name__}"
+                        yield Seen(label, buffer, i < self._whole, module.training)
             for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
                 if parameter is not None:
                     label = f"parameter '{name}' of {type(module).__name__}"
@@ -259,6 +264,8 @@ class Reach:
             self.generators.append(value)
         elif type(value) in _FOLLOWED and id(value) not in seen:
             seen[id(value)] = value
+            if type(value) is types.MethodType and not isinstance(value.__self__, torch.nn.Module):
+                self._object(value.__self__, seen)
             for element in _parts(value):
                 if type(element) not in _PLAIN:
                     self._value(name, element, seen)
@@ -268,6 +275,9 @@ class Reach:
             return
         seen[id(module)] = module
         self.modules.append(module)
+        for name, value in module.__dict__.items():
+            if type(value) is torch.Tensor:
+                self._value(f"attribute '{name}' of {type(module).__name__}", value, seen)
         for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
             if child is not None:
                 self._module(child, seen)

@@ -129,8 +129,8 @@ class Replay(Run):
             if slot is not None:
                 if self._check and slot.meta != meta(tensor):
                     self._differs(slot, index, tensor)
+                slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
                 slot.tensor = rebuilt
-                slot.version = rebuilt._version
         elif self._frame.complete:  # else replayed for a backward inside its own forward, which is not there yet
             raise errors.MismatchError(errors.more(self.name, len(self._slots)))
         if self._fingerprints is not None:

@@ -107,8 +107,8 @@ class SavedCall:
                     raise errors.MismatchError(errors.other_inputs(region, self.name, index, then, now))
                 if storage_id(view) in restored:  # its contents will not outlive the replay
                     view = view.clone()
-                slot.tensor = view
                 slot.version = view._version
+                slot.tensor = view
 
     def held(self) -> list[torch.Tensor]:
         """The outputs that are kept on the device."""

@@ -24,6 +24,7 @@ import contextlib
 import contextvars
 import itertools
 import random
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -162,10 +163,9 @@ class TensorState:
         return [tensor.detach().clone() for tensor in self.tensors]
 
     def restore(self, value: list[torch.Tensor]) -> None:
-        """Copies the values back; version counters stay, so what autograd saved of them remains valid."""
+        """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
         for tensor, old in zip(self.tensors, value, strict=True):
-            with torch.no_grad(), _compat.preserve_version(tensor):
-                tensor.copy_(old)
+            tensor.data.copy_(old)
 
 
 CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()
@@ -327,7 +327,7 @@ class World:
         if not self._consumed and present == self._settings and (reached is None or not reached.differs):
             context.run(fn, *args)
             return
-        with contextlib.ExitStack() as stack:
+        with _exclusive, contextlib.ExitStack() as stack:
             for ambient, before in self._consumed:
                 stack.callback(ambient.restore, ambient.capture())
                 ambient.restore(before)
@@ -337,6 +337,9 @@ class World:
                 stack.enter_context(_under(self._settings, present))
             context.run(fn, *args)
 
+
+_exclusive = threading.RLock()
+"""Held by a replay that puts something back which all threads share: generators, buffers, `training` flags."""
 
 _GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
 

@@ -1,0 +1,91 @@
+"""Claim: a region costs at most 0.30 x what torch.utils.checkpoint costs, beyond the work itself.
+
+The work of a recomputed function is forward + forward + backward. What a chain of 20 regions takes beyond that,
+divided by 20, is the engine's cost per region. The functions are chains of `sin` on 8 x 8 tensors, so that nearly all
+is engine: the first tensor each saves is the region's input, the others lie inside it. All engines give the same
+guarantees (random numbers, autocast, metadata check). Peers: torch's two engines, and torch_remat where installed
+(`pip install torch_remat==0.2.2`), set to the same guarantees.
+
+    python benchmarks/region_overhead.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.utils.checkpoint
+from _measure import arguments, finish, medians
+
+from torch_recompute import recompute
+
+try:
+    import torch_remat
+except ImportError:
+    torch_remat = None
+
+REGIONS = 20
+LIMIT = 0.30
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def chain(length: int) -> Function:
+    """A function that saves `length` tensors."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(length):
+            x = x.sin()
+        return x
+
+    return run
+
+
+def engines(fn: Function) -> dict[str, Function]:
+    """`fn` as a region of each engine."""
+    stock = torch.utils.checkpoint.checkpoint
+    found = {
+        "torch-recompute": recompute(fn),
+        "torch": lambda x: stock(fn, x, use_reentrant=False),
+        "torch reentrant": lambda x: stock(fn, x, use_reentrant=True),
+    }
+    if torch_remat is not None:
+        found["torch_remat"] = torch_remat.checkpoint(determinism_check="default", preserve_rng_state=True)(fn)
+    return found
+
+
+def forward(fn: Function, x: torch.Tensor) -> torch.Tensor:
+    """A chain of calls."""
+    for _ in range(REGIONS):
+        x = fn(x)
+    return x
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    options = arguments(main.__doc__ or "")
+    torch.set_num_threads(1)
+    figures = []
+    print(f"{'saved tensors':>13} {'engine':>16} {'us per region':>14} {'x torch':>8}")
+    passed = True
+    for length in (1, 2, 5, 20):
+        fn = chain(length)
+        x = torch.randn(8, 8, requires_grad=True)
+        variants = {name: (lambda e=e: forward(e, x).sum().backward()) for name, e in engines(fn).items()}
+        times = medians(
+            {"forward": lambda: forward(fn, x), "plain": lambda: forward(fn, x).sum().backward(), **variants},
+            options.rounds,
+        )
+        work = times["plain"] + times["forward"]
+        costs = {name: (times[name] - work) / REGIONS * 1e6 for name in variants}
+        for name, cost in costs.items():
+            ratio = cost / costs["torch"]
+            figures.append({"saved_tensors": length, "engine": name, "us": round(cost, 2), "ratio": round(ratio, 3)})
+            print(f"{length:>13} {name:>16} {cost:>14.1f} {ratio:>8.2f}")
+        ours = costs["torch-recompute"]
+        passed &= ours <= LIMIT * costs["torch"] and all(ours <= cost for cost in costs.values())
+    print(f"goal: at most {LIMIT} x torch, and below every peer, in each row")
+    finish(options, figures, passed)
+
+
+if __name__ == "__main__":
+    main()

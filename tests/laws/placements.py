@@ -1,0 +1,66 @@
+"""Where regions and saved calls are put around the three stages of a program.
+
+Each placement takes the stages `a, b, c` and returns one callable with the signature of `a`. `PLACEMENTS` is what laws
+are tried over; `runs` is how often each stage enters in one step: once in forward, once per replay of a region around
+it that gets that far. `pieces` says whether some region sees only a part of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_recompute import no_recompute, recompute
+
+
+def chain(*stages: Callable[..., Any]) -> Callable[..., Any]:
+    """The stages one after the other."""
+
+    def chained(*args, **kwargs):
+        value = stages[0](*args, **kwargs)
+        for stage in stages[1:]:
+            value = stage(value)
+        return value
+
+    return chained
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One way to place regions and saved calls, and how often each stage then runs in a step."""
+
+    name: str
+    put: Callable[..., Callable[..., Any]]
+    runs: tuple[int, int, int]
+    pieces: bool = True
+
+
+R, S = recompute, no_recompute
+
+PLAIN = Placement("plain", chain, (1, 1, 1), pieces=False)
+
+PLACEMENTS = [
+    Placement("whole", lambda a, b, c: R(chain(a, b, c)), (2, 2, 2), pieces=False),
+    Placement("parts", lambda a, b, c: chain(R(a), b, R(c)), (2, 1, 2)),
+    Placement("each", lambda a, b, c: chain(R(a), R(b), R(c)), (2, 2, 2)),
+    Placement("pair", lambda a, b, c: chain(a, R(chain(b, c))), (1, 2, 2)),
+    # A replay ends at the input of the inner region when nothing after it is needed ...
+    Placement("nested at the end", lambda a, b, c: R(chain(a, R(chain(b, R(c))))), (2, 2, 2)),
+    # ... and runs the inner region as part of its own work when something is.
+    Placement("nested at the start", lambda a, b, c: R(chain(R(chain(R(a), b)), c)), (4, 3, 2)),
+    Placement("nested side by side", lambda a, b, c: R(chain(R(a), R(b), R(c))), (3, 3, 2)),
+    Placement("saved first", lambda a, b, c: R(chain(S(a), b, c)), (1, 2, 2)),
+    Placement("saved middle", lambda a, b, c: R(chain(a, S(b), c)), (2, 1, 2)),
+    Placement("saved last", lambda a, b, c: R(chain(a, b, S(c))), (2, 2, 1)),
+    Placement("saved everything", lambda a, b, c: R(chain(S(a), S(b), S(c))), (1, 1, 1)),
+    Placement("saved around saved", lambda a, b, c: R(chain(a, S(chain(S(b), c)))), (2, 1, 1)),
+    Placement("region in a saved call", lambda a, b, c: R(chain(a, S(chain(R(b), c)))), (2, 2, 1)),
+    Placement("saved call in nested regions", lambda a, b, c: R(chain(R(chain(a, S(b))), c)), (3, 1, 2)),
+    Placement("saved call three deep", lambda a, b, c: R(chain(R(chain(R(S(a)), b)), c)), (1, 3, 2)),
+    Placement(
+        "a region in a saved call in a region in a region", lambda a, b, c: R(R(chain(S(R(a)), b, c))), (2, 2, 2)
+    ),
+]
+
+NAMES = {placement.name: placement for placement in PLACEMENTS}

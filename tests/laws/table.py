@@ -1,0 +1,84 @@
+"""What a case is: a program of a few stages, and the table that cases are put into.
+
+A program is a few stages, called one after the other: the first with `args` and `kwargs`, each later one with what the
+one before returned. `placements.py` puts regions and saved calls around them. `cases.py` is the table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+Stage = Callable[..., Any]
+
+
+@dataclass
+class Program:
+    """Stages, the arguments of the first, and everything that holds parameters, buffers or leaves."""
+
+    stages: tuple[Stage, ...]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    holds: tuple[Any, ...] = ()
+
+    def _held(self):
+        for i, thing in enumerate((*self.stages, *self.holds)):
+            yield f"{i}.", getattr(thing, "__self__", thing)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """What gets a gradient, by name; each tensor once."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for prefix, thing in self._held():
+            if isinstance(thing, nn.Module):
+                found.update((id(p), (prefix + n, p)) for n, p in thing.named_parameters() if p.requires_grad)
+        tensors = _pytree.tree_leaves((self.args, self.kwargs, [t for t in self.holds if torch.is_tensor(t)]))
+        for i, t in enumerate(tensors):
+            if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf:
+                found.setdefault(id(t), (f"input {i}", t))
+        return dict(found.values())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What modules update while they run, by name."""
+        held = [(prefix, m) for prefix, m in self._held() if isinstance(m, nn.Module)]
+        return {prefix + n: b for prefix, m in held for n, b in m.named_buffers()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    make: Callable[[], Program]
+    inplace: bool = False
+    double: bool = False
+
+    def build(self) -> Program:
+        """The program, with the same weights and inputs each time."""
+        torch.manual_seed(len(self.name))
+        return self.make()
+
+
+CASES: list[Case] = []
+
+
+def case(make: Callable[[], Program] | None = None, **flags: bool):
+    """Adds a program to the table under its function's name."""
+    if make is None:
+        return functools.partial(case, **flags)
+    CASES.append(Case(make.__name__, make, **flags))
+    return make
+
+
+def rand(*size: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*size, dtype=dtype).requires_grad_(grad)
+
+
+def program(*stages: Stage, args: tuple | None = None, holds: tuple = (), **kwargs: Any) -> Program:
+    """A program; by default its first stage takes one matrix that requires grad."""
+    return Program(stages, (rand(4, 8),) if args is None else args, kwargs, holds)

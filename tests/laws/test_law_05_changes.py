@@ -1,0 +1,103 @@
+"""Law 5, the other half: what has changed since forward and cannot be put back is an error, never a wrong gradient."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from laws.placements import chain
+from laws.watch import raised
+from torch_recompute import recompute
+
+
+def ones(*size):
+    return torch.ones(*size, requires_grad=True)
+
+
+IN_PLACE = re.compile("in.?place")
+HANDED = {
+    "positional": lambda run, x, t: run(lambda x, t: (x * t).sin().exp())(x, t),
+    "keyword": lambda run, x, t: run(lambda x, *, t: (x * t).sin().exp())(x, t=t),
+    "in a dict": lambda run, x, t: run(lambda x, d: (x * d["k"][0]).sin().exp())(x, {"k": [t]}),
+    "added only": lambda run, x, t: run(lambda x, t: (x + t).sin().exp())(x, t),
+    "closure": lambda run, x, t: run(lambda x: (x * t).sin().exp())(x),
+    "closure, added only": lambda run, x, t: run(lambda x: (x + t).sin().exp())(x),
+    "closure of a closure": lambda run, x, t: run((lambda inner: lambda x: inner(x).exp())(lambda x: (x * t).sin()))(x),
+    "closure in a tuple": lambda run, x, t: run(chain(lambda x: (x * t).sin(), torch.exp))(x),
+    "partial": lambda run, x, t: run(functools.partial(lambda t, x: (x * t).sin().exp(), t))(x),
+    "default": lambda run, x, t: run(lambda x, t=t: (x * t).sin().exp())(x),
+    "module buffer": lambda run, x, t: run(Holder(buffer=t))(x),
+    "parameter": lambda run, x, t: run(Holder(parameter=t))(x),
+    "bound object": lambda run, x, t: run(Bound(t).call)(x),
+}
+LEAVES = ("module buffer", "parameter")
+
+
+class Holder(nn.Module):
+    def __init__(self, buffer=None, parameter=None):
+        super().__init__()
+        self.register_buffer("b", buffer)
+        self.p = None if parameter is None else nn.Parameter(parameter.detach())
+
+    def forward(self, x):
+        return (x * (self.b if self.p is None else self.p)).sin().exp()
+
+
+class Bound:
+    def __init__(self, t):
+        self.t = t
+
+    def call(self, x):
+        return (x * self.t).sin().exp()
+
+
+@pytest.mark.parametrize("handed", HANDED)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_input_changed_in_place_before_backward(handed, grad, nested):
+    """However a tensor came into the region: changed in place before backward, it is an error or the right gradient."""
+
+    def run(wrap, change):
+        t, x = torch.ones(3), ones(3)
+        if grad:
+            t = t.requires_grad_() if handed in LEAVES else t.requires_grad_() * 1
+        y = HANDED[handed](wrap, x, t)
+        if change:
+            with torch.no_grad():
+                t.add_(1)
+        y.sum().backward()
+        return x.grad
+
+    def wrap(fn):
+        return recompute(fn) if not nested else recompute(lambda *a, **k: recompute(fn)(*a, **k).cos())
+
+    wanted = run((lambda fn: fn) if not nested else (lambda fn: lambda *a, **k: fn(*a, **k).cos()), False)
+    assert torch.equal(run(wrap, False), wanted)
+    try:
+        got = run(wrap, True)
+    except RuntimeError as error:
+        if IN_PLACE.search(str(error)):
+            return
+        raise
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["module", "closure", "method", "nested"])
+def test_a_weight_changed_before_backward(kind):
+    """An optimizer step between forward and backward is an error, however the region came to the weight."""
+    layer = nn.Linear(3, 3)
+    fn = {
+        "module": layer,
+        "closure": lambda x: layer(x.sin()).exp(),
+        "method": layer.forward,
+        "nested": recompute(lambda x: layer(x.sin())),
+    }[kind]
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    y = recompute(fn)(ones(2, 3).sin()).exp()
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert IN_PLACE.search(raised(RuntimeError, y.sum().backward))

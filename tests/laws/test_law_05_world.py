@@ -1,0 +1,320 @@
+"""Law 5: the replay finds the world as forward found it, and leaves it as backward found it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from laws.cases import BY_NAME
+from laws.placements import PLACEMENTS, PLAIN, chain
+from laws.watch import Operations, assert_same, backward, left_by
+from torch_recompute import no_recompute, recompute, state
+
+places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+
+
+def ones(*size):
+    return torch.ones(*size, requires_grad=True)
+
+
+# --- settings that are active around forward only -------------------------------------------------------------------
+
+
+class Doubled(TorchFunctionMode):
+    """Turns every `exp` into `exp * 2`, as context parallelism replaces attention."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in (torch.exp, torch.Tensor.exp) else result
+
+
+@contextlib.contextmanager
+def evaluated(module):
+    module.eval()
+    yield
+    module.train()
+
+
+SETTINGS = {
+    "function mode": lambda program: Doubled(),
+    "autocast": lambda program: torch.autocast("cpu", torch.bfloat16),
+    "autocast without cache": lambda program: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "sdpa kernel": lambda program: sdpa_kernel(SDPBackend.MATH),
+    "default device": lambda program: torch.device("cpu"),
+    "eval": lambda program: evaluated(nn.ModuleList(m for m in program.stages if isinstance(m, nn.Module))),
+}
+
+
+@places
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["mlp", "encoder_layer", "outputs_saved_by_their_own_operation", "conv_batchnorm", "dropouts"]
+)
+def test_a_setting_around_forward_only(name, setting, placement):
+    """What was active around forward is active in the replay and in nothing else."""
+
+    def run(where):
+        program = BY_NAME[name].build()
+        with SETTINGS[setting](program):
+            result = where.put(*program.stages)(*program.args, **program.kwargs)
+        before = (
+            torch.is_autocast_enabled("cpu"),
+            torch._C._len_torch_function_stack(),
+            torch._C._get_math_sdp_enabled(),
+        )
+        backward(result)
+        assert before == (
+            torch.is_autocast_enabled("cpu"),
+            torch._C._len_torch_function_stack(),
+            torch._C._get_math_sdp_enabled(),
+        )
+        return left_by(program, result)
+
+    assert_same(run(placement), run(PLAIN))
+
+
+@pytest.mark.parametrize("name", ["mlp", "one_module_twice", "encoder_layer"])
+@pytest.mark.parametrize("cache", [True, False])
+@places
+def test_autocast_changed_inside_and_around(name, cache, placement):
+    """On around the region, off within it, another dtype around backward; one weight in two calls, cache or not."""
+
+    def run(where):
+        program = BY_NAME[name].build()
+        a, b, c = program.stages
+
+        def off(value):
+            with torch.autocast("cpu", enabled=False):
+                return b(value.float())
+
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            placed = where.put(a, off, c)
+            result = placed(placed(*program.args))
+        with torch.autocast("cpu", torch.float16):
+            backward(result)
+        return left_by(program, result)
+
+    for _ in range(5):
+        assert_same(run(placement), run(PLAIN))
+
+
+def test_one_weight_in_two_regions_under_autocast():
+    """Two regions that share a weight under one autocast get the plain gradients, in both orders of use."""
+    for regions in (1, 2):
+        grads = []
+        for wrap in (lambda fn: fn, recompute):
+            torch.manual_seed(0)
+            layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+            first = wrap(layer) if regions == 1 else wrap(lambda x: wrap(layer)(x.sin()))  # noqa: B023
+            with torch.autocast("cpu", torch.bfloat16):
+                y = layer(x)
+                z = wrap(layer)(first(x).exp()) + y
+            z.float().sum().backward()
+            grads.append(layer.weight.grad)
+        assert torch.equal(*grads)
+
+
+def test_default_device_in_the_replay():
+    """Tensors made in the function are made on the default device of forward, also after it has been left."""
+    seen = []
+
+    def body(x):
+        seen.append(torch.zeros(1).device.type)
+        return x.exp()
+
+    with torch.device("meta"):
+        y = recompute(body)(torch.ones(2, device="cpu", requires_grad=True))
+    y.sum().backward()
+    assert seen == ["meta", "meta"]
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_default_dtype_and_grad_mode_in_the_replay():
+    """A backward under `no_grad` still rebuilds what it needs, with grad enabled inside the function."""
+    seen = []
+
+    def body(x):
+        seen.append(torch.is_grad_enabled())
+        with torch.no_grad():
+            seen.append(torch.is_grad_enabled())
+        return x.exp()
+
+    x = ones(2)
+    y = recompute(body, early_stop=False)(x).sum()
+    with torch.no_grad():
+        y.backward()
+    assert seen == [True, False] * 2
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_dispatch_mode_around_forward_only():
+    """A dispatch mode of forward sees the operations of the replay too, and none of the backward's own."""
+    with Operations() as seen:
+        y = recompute(torch.exp)(ones(2))
+    y.sum().backward()
+    assert seen.counts["exp"] == 2
+    assert seen.counts["mul"] == 0
+
+
+def test_context_variables():
+    """The replay reads the context variables of forward, on whatever thread; what it sets stays in it."""
+    variable = contextvars.ContextVar("variable", default=1.0)
+
+    def body(x):
+        y = (x * variable.get()).exp()
+        variable.set(variable.get() + 7)
+        return y * variable.get()
+
+    token = variable.set(2.0)
+    x = ones(2)
+    y = recompute(body, early_stop=False)(x)
+    assert variable.get() == 9.0
+    variable.reset(token)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0).exp() * 2 * 9)
+    assert variable.get() == 1.0
+
+
+def test_training_flag_turned_off_before_backward():
+    """`model.eval()` between forward and backward changes neither the gradients nor the flags."""
+    grads = []
+    for wrap in (lambda fn: fn, recompute, lambda fn: recompute(recompute(fn))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Tanh())
+        x = torch.randn(4, 8)
+        y = wrap(model)(x)
+        model.eval()
+        model[2].training = True
+        y.sin().sum().backward()
+        assert [m.training for m in model] == [False, False, True, False]
+        grads.append((model[0].weight.grad, model[2].running_mean, model[2].num_batches_tracked))
+    for got in grads[1:]:
+        assert all(map(torch.equal, got, grads[0]))
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------
+
+
+def noisy(generator):
+    return lambda x: (x + torch.rand(x.shape, generator=generator)).exp()
+
+
+REACHED = {
+    "argument": lambda g: lambda run: run(lambda x, g: noisy(g)(x))(ones(3), g),
+    "keyword": lambda g: lambda run: run(lambda x, g=None: noisy(g)(x))(ones(3), g=g),
+    "nested": lambda g: lambda run: run(lambda x, d: noisy(d["g"][0])(x))(ones(3), {"g": [g]}),
+    "closure": lambda g: lambda run: run(noisy(g))(ones(3)),
+}
+
+
+@pytest.mark.parametrize("place", REACHED)
+def test_explicit_generators(place):
+    """A `torch.Generator` among the arguments or in the closure gives the replay the numbers of forward, once."""
+    results = []
+    for wrap in (lambda fn: fn, recompute, lambda fn: recompute(no_recompute(fn)), lambda fn: recompute(recompute(fn))):
+        generator = torch.Generator().manual_seed(3)
+        y = REACHED[place](generator)(wrap)
+        torch.rand(5, generator=generator)
+        here = generator.get_state()
+        (grad,) = torch.autograd.grad(y.sum(), y)
+        y.sum().backward()
+        assert torch.equal(generator.get_state(), here)
+        leaf = y.grad_fn.next_functions
+        results.append((y.detach(), here, grad, len(leaf)))
+    for got in results[1:]:
+        assert torch.equal(got[0], results[0][0])
+        assert torch.equal(got[1], results[0][1])
+
+
+AMBIENTS = {
+    "numpy": (lambda: [state.NumpyRng()], lambda: float(np.random.rand()), lambda: np.random.seed(0)),
+    "random": (lambda: [state.PythonRng()], random.random, lambda: random.seed(0)),
+}
+
+
+@pytest.mark.parametrize("kind", AMBIENTS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_numpy_and_random_on_request(kind, saved):
+    """With `state=` the replay draws the numbers of forward, also past a saved call, and takes none from the caller."""
+    states, draw, seed = AMBIENTS[kind]
+    results = []
+    for wrap in (lambda fn: fn, lambda fn: recompute(fn, state=states())):
+        seed()
+        first = no_recompute(lambda x: x.sin() * draw()) if saved else lambda x: x.sin() * draw()
+        x = ones(3)
+        y = wrap(lambda x: (first(x) * draw()).exp() * draw())(x)  # noqa: B023
+        between = draw()
+        y.sum().backward()
+        results.append((x.grad, between, draw()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
+
+
+@pytest.mark.parametrize("saved", [(), (0,), (1,), (0, 2)])
+def test_random_numbers_after_a_saved_call(saved):
+    """A skipped saved call leaves the generator as it left it in forward, so later dropout is the same."""
+    results = []
+    for wrap in (lambda fn: fn, recompute):
+        stages = [nn.Dropout(0.5), lambda x: F.dropout(x, 0.3) + torch.rand(8), nn.Dropout(0.2)]
+        if wrap is recompute:
+            stages = [no_recompute(s) if i in saved else s for i, s in enumerate(stages)]
+        torch.manual_seed(0)
+        x = ones(4, 8)
+        y = wrap(chain(*stages, torch.exp))(x)
+        torch.rand(3)
+        y.sum().backward()
+        results.append((x.grad, torch.rand(3)))
+    assert all(map(torch.equal, *results))
+
+
+def test_the_users_own_state():
+    """An object with `capture` and `restore` is set back for the replay, and afterwards as it was before."""
+
+    class Counter:
+        value = 0
+
+        def capture(self):
+            return self.value
+
+        def restore(self, value):
+            self.value = value
+
+    counter = Counter()
+
+    def body(x):
+        counter.value += 1
+        return (x * counter.value).exp()
+
+    x = ones(2)
+    y = recompute(body, state=[counter])(x)
+    counter.value = 50
+    y.sum().backward()
+    assert counter.value == 50
+    assert torch.equal(x.grad, torch.ones(2).exp())
+
+
+def test_nothing_is_copied_that_was_not_touched():
+    """Without random numbers and without buffers, a region keeps nothing but its inputs: no byte is made in forward."""
+    drawn = []
+
+    class Watched:
+        def capture(self):
+            drawn.append("capture")
+            return 0
+
+        def restore(self, value):
+            drawn.append("restore")
+
+    before = torch.get_rng_state()
+    recompute(torch.exp, state=[Watched()])(ones(2)).sum().backward()
+    assert drawn == ["capture", "capture", "restore", "restore"]
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,265 @@
+"""Law 8: after backward, after the graph is dropped, after any exception, every byte is free without the collector."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from laws.cases import BY_NAME, CASES
+from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
+from laws.watch import Bytes, assert_same, backward, floating, no_collector, raised, step, weights_of
+from torch_recompute import RecomputeError, no_recompute, recompute
+
+table = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+places = pytest.mark.parametrize("placement", [PLAIN, *PLACEMENTS], ids=lambda placement: placement.name)
+SIZE = 4 * 64 * 64  # bytes of one tensor in the tests that count them
+
+
+def big():
+    return torch.linspace(0, 1, 64 * 64).view(64, 64).requires_grad_()
+
+
+def fits(case, placement):
+    return not (case.inplace and placement.pieces)
+
+
+@table
+@places
+def test_after_backward_only_gradients_are_left(case, placement):
+    """The gradients, replaced buffers and nothing else are alive after backward; there is no reference cycle."""
+    if not fits(case, placement):
+        pytest.skip("refused in this placement")
+    step(case, placement)  # what torch keeps after a first run, such as cached constants, is not ours
+    program = case.build()
+    run = placement.put(*program.stages)
+    with no_collector(), Bytes() as seen:
+        result = run(*program.args, **program.kwargs)
+        backward(result)
+        del result
+        for leaf in program.leaves().values():
+            leaf.grad = None
+        held = {b.untyped_storage()._cdata for b in program.buffers().values()}
+        assert seen.live_except(held) == 0
+
+
+@table
+@places
+def test_after_the_graph_is_dropped_nothing_is_left(case, placement):
+    """A forward whose result is thrown away leaves no byte, and neither does a retained graph."""
+    if not fits(case, placement):
+        pytest.skip("refused in this placement")
+    step(case, placement)
+    for retain in (False, True):
+        program = case.build()
+        run = placement.put(*program.stages)
+        with no_collector(), Bytes() as seen:
+            result = run(*program.args, **program.kwargs)
+            if retain:
+                outputs = floating(result)
+                leaves = list(program.leaves().values())
+                grads = torch.autograd.grad(outputs, leaves, weights_of(outputs), retain_graph=True, allow_unused=True)
+                del outputs, grads
+            del result
+            held = {b.untyped_storage()._cdata for b in program.buffers().values()}
+            assert seen.live_except(held) == 0
+
+
+def three(x):
+    return x.exp().sin().exp()
+
+
+def test_a_region_keeps_its_output_and_nothing_else():
+    """After forward exactly the output's bytes are alive, where the plain call keeps another."""
+    for run, tensors in ((three, 2), (recompute(three), 1), (recompute(chain(recompute(three), torch.cos)), 1)):
+        x = big()
+        with Bytes() as seen:
+            out = run(x)  # noqa: F841
+            assert seen.live == tensors * SIZE
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensors"),
+    [
+        ((torch.exp, torch.cos), 2),  # exp's output, which is what cos saves, and the result
+        ((torch.cos, lambda y: y + 1), 1),  # cos saves the input; nothing later is recomputed from its output ...
+        ((torch.cos, torch.exp), 2),  # ... unless there is something
+        ((torch.sigmoid, torch.relu), 2),
+        ((lambda x: x.view(-1), torch.exp), 1),  # a view of the input costs nothing
+        ((lambda x: x.t() @ x, torch.exp), 2),
+    ],
+)
+def test_what_a_saved_call_keeps(stages, tensors):
+    """A saved call keeps what its backward needs and, only if something recomputed needs it, its output."""
+    first, *rest = stages
+    x = big()
+    with Bytes() as seen:
+        out = recompute(chain(no_recompute(first), *rest))(x)  # noqa: F841
+        assert seen.live == tensors * SIZE
+
+
+def test_a_saved_call_at_the_end_keeps_no_input():
+    """What a trailing saved call saves of its input is rebuilt by the replay and not stored."""
+    weight, x = big(), big()
+    with Bytes() as seen:
+        out = recompute(chain(torch.exp, no_recompute(lambda y: y @ weight)))(x)  # noqa: F841
+        assert seen.live == SIZE
+
+
+@pytest.mark.parametrize("op", [torch.exp, torch.tanh, torch.sigmoid, lambda x: x.softmax(-1), torch.sqrt, torch.relu])
+def test_operations_that_save_their_output_form_no_cycle(op):
+    """Rebuilt outputs of softmax and its like die with backward, by reference counting."""
+    with no_collector(), Bytes() as seen:
+        x = big()
+        recompute(lambda x: op(op(x)).sin())(x + 1).sum().backward()
+        del x
+        assert seen.live == 0
+
+
+def test_rebuilt_tensors_die_one_by_one():
+    """During backward each rebuilt tensor dies with its node, as in plain autograd."""
+
+    def during(run):
+        live = []
+
+        def body(x):
+            for _ in range(6):
+                x = x.exp()
+                x.register_hook(lambda grad: live.append(seen.live // SIZE))
+                x = x.sin()
+            return x
+
+        with Bytes() as seen:
+            run(body)(big()).sum().backward()
+        return live
+
+    plain, ours = during(lambda fn: fn), during(recompute)
+    assert plain == sorted(plain, reverse=True)
+    assert ours == sorted(ours, reverse=True)
+    assert max(a - b for a, b in zip(ours, plain, strict=True)) <= 1
+
+
+def test_a_retained_graph_keeps_what_it_kept_before():
+    """After a backward with `retain_graph=True` a region holds what it held after forward, as often as that is done."""
+    x = big()
+    region = recompute(chain(torch.exp, no_recompute(torch.cos), torch.sin, torch.exp))
+    with no_collector(), Bytes() as seen:
+        out = region(x).sum()
+        before = seen.live
+        for _ in range(3):
+            out.backward(retain_graph=True)
+            x.grad = None
+            assert seen.live == before
+        out.backward()
+        x.grad = None
+        del out
+        assert seen.live == 0
+
+
+def test_the_second_half_frees_what_the_first_kept():
+    """Of a backward split in two nothing is left after the second half."""
+    layer, x = nn.Conv1d(4, 4, 1), torch.ones(2, 4, 8, requires_grad=True)
+    with no_collector(), Bytes() as seen:
+        loss = recompute(chain(layer, torch.exp, torch.sin))(x).sum()
+        one = torch.autograd.grad(loss, [x], retain_graph=True)
+        two = torch.autograd.grad(loss, list(layer.parameters()))
+        del one, two, loss
+        assert seen.live == 0
+
+
+class Broken(Exception):
+    pass
+
+
+def breaks(when):
+    """An identity that raises in forward, in the replay (its second run) or in backward."""
+    runs = []
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            runs.append(0)
+            if len(runs) == {"forward": 1, "replay": 2}.get(when):
+                raise Broken
+            ctx.save_for_backward(x * 2)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if when == "backward":
+                raise Broken
+            return grad * (ctx.saved_tensors[0] / ctx.saved_tensors[0])
+
+    return Breaks.apply
+
+
+@places
+@pytest.mark.parametrize("when", ["forward", "replay", "backward"])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_after_an_exception_nothing_leaks_and_the_next_step_is_right(placement, when, where):
+    """Whichever stage raises, and whenever: no byte, hook or thread state is left, and the next step is right."""
+    if when == "replay" and placement.runs[where] == 1:
+        pytest.skip("this stage has no second run")
+    broken = breaks(when)  # classes are cycles, so it is made here
+
+    def one_step():
+        stages = [torch.exp, torch.sin, torch.exp]
+        stages[where] = chain(stages[where], broken, torch.cos)
+        placement.put(*stages)(big()).sum().backward()
+
+    with no_collector(), Bytes() as seen:
+        raised(Broken, one_step)
+        assert seen.live == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.is_grad_enabled()
+    assert no_recompute(doubled)(torch.ones(1)).item() == 2  # not taken for a call inside a region
+    assert_same(step(BY_NAME["mlp"], placement), step(BY_NAME["mlp"], PLAIN))
+
+
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize("name", ["whole", "nested at the start", "saved middle", "region in a saved call"])
+def test_after_a_mismatch_nothing_leaks(name):
+    """A replay that saves something else leaves no byte behind its error."""
+    calls = []
+
+    def other(x):
+        calls.append(0)
+        return x.exp() if len(calls) == 1 else x[:32].exp().repeat(2, 1)
+
+    stages = [torch.exp, torch.sin, torch.exp]
+    stages[1 if name == "region in a saved call" else 0] = other
+    with no_collector(), Bytes() as seen:
+        raised(RecomputeError, lambda: NAMES[name].put(*stages)(big()).sum().backward())
+        assert seen.live == 0
+
+
+def test_weak_references_die_with_the_step():
+    """The function, its arguments and its closure are let go when the graph is: no registry holds them."""
+
+    class Thing:
+        def __call__(self, x):
+            return x.exp().sin()
+
+    with no_collector():
+        thing, layer = Thing(), nn.Linear(3, 3)
+        out = recompute(chain(thing, layer))(torch.ones(2, 3, requires_grad=True))
+        refs = [weakref.ref(thing), weakref.ref(layer), weakref.ref(layer.weight)]
+        del thing, layer
+        assert all(ref() is not None for ref in refs)
+        out.sum().backward()
+        del out
+        assert [ref() for ref in refs] == [None] * 3
+
+
+def test_bytes_are_really_counted():
+    """The ruler of these tests sees a tensor that is kept, and sees it go."""
+    with Bytes() as seen:
+        kept = big() * 2
+        assert seen.live >= SIZE
+        del kept
+        assert seen.live == 0

@@ -1,0 +1,179 @@
+"""Law 11: state is per call: many live regions of one module, interleaved microbatches, backward on several threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from laws.cases import BY_NAME
+from laws.placements import PLACEMENTS, PLAIN, chain
+from laws.watch import Counted, assert_same, backward, left_by
+from torch_recompute import doing_recompute, get_recompute_data, no_recompute, recompute, replay, save_for_recompute
+
+places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0), "mixed": (2, 0, 3, 1)}
+
+
+def in_threads(tasks):
+    """Runs `tasks` at the same time, each on a thread of its own; returns their results in order."""
+    gate = threading.Barrier(len(tasks))
+
+    def run(task):
+        gate.wait(30)
+        return task()
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [future.result(60) for future in [pool.submit(run, task) for task in tasks]]
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder_layer", "dropouts", "lstm", "routed_to_experts"])
+@pytest.mark.parametrize("order", ORDERS)
+@places
+def test_interleaved_microbatches(name, order, placement):
+    """Four forwards of one module, then their backwards in another order, give the plain sum of gradients."""
+    left = []
+    for where in (PLAIN, placement):
+        program = BY_NAME[name].build()
+        run = where.put(*program.stages)
+        results = [run(*(x * (i + 1) for x in program.args)) for i in range(4)]
+        for i in ORDERS[order]:
+            backward(results[i])
+        left.append(left_by(program, results))
+    assert_same(left[1], left[0])
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder_layer", "conv_batchnorm", "in_place_inside"])
+@places
+def test_backward_in_several_threads_at_once(name, placement):
+    """One module, live regions of many calls, their backwards all at the same time, each with its own gradients."""
+    program = BY_NAME[name].build()
+    leaves = list(program.leaves().values())
+    got, wanted = [], []
+    for where, into in ((PLAIN, wanted), (placement, got)):
+        run = where.put(*program.stages)
+        torch.manual_seed(0)
+        outputs = [run(*(x * (i + 1) for x in program.args)) for i in range(6)]
+        tasks = [lambda out=out: torch.autograd.grad(out.sum(), leaves) for out in outputs]
+        into += in_threads(tasks) if where is placement else [in_threads([task])[0] for task in tasks]
+    for a, b in zip(got, wanted, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "custom_function", "multiple_outputs", "views"])
+@places
+def test_whole_steps_in_several_threads_at_once(name, placement):
+    """Forward and backward of a program of its own on each of six threads, many times over."""
+
+    def train(where):
+        for _ in range(5):
+            result = where.put(*program.stages)(*program.args, **program.kwargs)
+            grads = torch.autograd.grad(
+                [t for t in [result] if torch.is_tensor(t)], list(program.leaves().values()), torch.ones_like(result)
+            )
+        return grads
+
+    program = BY_NAME[name].build()
+    (wanted,) = in_threads([lambda: train(PLAIN)])  # on a thread: how a matmul is split depends on it
+    for got in in_threads([lambda: train(placement)] * 6):
+        assert all(map(torch.equal, got, wanted))
+
+
+def test_one_graph_from_several_threads():
+    """Several threads send different outputs of one region backward at once; each gets the right gradient."""
+    count = Counted()
+    saved = no_recompute(count("saved", torch.sin))
+    x = torch.linspace(0, 1, 1000).requires_grad_()
+    outputs = recompute(lambda x: [(saved(x.exp()) * (i + 1)).cos() for i in range(8)])(x)
+    tasks = [lambda out=out: torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in outputs]
+    got = in_threads(tasks)
+    for i, grad in enumerate(got):
+        (wanted,) = torch.autograd.grad((x.exp().sin() * (i + 1)).cos().sum(), x)
+        assert torch.equal(grad, wanted)
+    assert count.calls["saved"] == 8
+
+
+def test_values_belong_to_their_call():
+    """What calls save for their replay does not mix between microbatches or threads."""
+
+    def body(x, tag):
+        if doing_recompute():
+            (kept,) = get_recompute_data()
+            assert kept == tag
+        else:
+            save_for_recompute(tag)
+        return x.exp().sin() * replay(lambda: tag)()
+
+    region = recompute(body)
+    live = [(tag, region(torch.ones(3, requires_grad=True), tag)) for tag in range(6)]
+    for tag, out in reversed(live):
+        out.sum().backward()
+        assert tag in range(6)
+
+    def run(tag):
+        x = torch.ones(3, requires_grad=True)
+        for _ in range(10):
+            region(x, tag).sum().backward()
+        return x.grad
+
+    grads = in_threads([lambda tag=tag: run(tag) for tag in range(6)])
+    for tag, grad in enumerate(grads):
+        assert torch.allclose(grad, grads[1] * tag)
+
+
+def test_a_region_on_one_thread_is_none_on_another():
+    """While one thread is in a region, forward or replay, another thread's calls are plain."""
+    seen = []
+
+    def body(x):
+        save_for_recompute(1) if not doing_recompute() else None
+
+        def elsewhere():
+            seen.append(doing_recompute())
+            save_for_recompute(torch.ones(1, requires_grad=True))  # would be an error inside the region
+            seen.append(no_recompute(lambda: torch._C._autograd._top_saved_tensors_default_hooks(True))())
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return x.exp()
+
+    recompute(body)(torch.ones(3, requires_grad=True)).sum().backward()
+    assert seen == [False, None] * 2
+
+
+def test_no_flag_on_the_module():
+    """A region changes nothing on its module: same attributes, same hooks, same `state_dict` keys, before and after."""
+    layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def face():
+        return [
+            (sorted(vars(m)), {k: len(v) for k, v in vars(m).items() if k.endswith("_hooks")}) for m in layer.modules()
+        ]
+
+    before = face(), list(layer.state_dict())
+    out = recompute(layer)(torch.randn(4, 3))
+    assert (face(), list(layer.state_dict())) == before
+    out.sum().backward()
+    assert (face(), list(layer.state_dict())) == before
+
+
+def test_dropout_replays_in_threads():
+    """Regions with random numbers, replayed one after the other on other threads, draw the numbers of their forward."""
+    drop = nn.Dropout(0.5)
+    outs, wanted = [], []
+    for wrap, into in ((recompute, outs), (lambda fn: fn, wanted)):
+        torch.manual_seed(0)
+        x = torch.ones(64, requires_grad=True)
+        into += [(x, wrap(chain(drop, torch.exp))(x)) for _ in range(4)]
+    for (x, out), (y, plain) in zip(outs, wanted, strict=True):
+        grads = []
+        thread = threading.Thread(
+            target=lambda x=x, out=out, grads=grads: grads.append(torch.autograd.grad(out.sum(), x)[0])
+        )
+        thread.start()
+        thread.join()
+        assert torch.equal(grads[0], torch.autograd.grad(plain.sum(), y)[0])

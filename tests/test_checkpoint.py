@@ -1,0 +1,574 @@
+"""The drop-in: `checkpoint` and `checkpoint_sequential` with the signatures and meanings of `torch.utils.checkpoint`.
+
+PyTorch's own tests run on the same functions with `tools/torch_conformance.py`; these are what must hold on a machine
+that has no checkout of PyTorch.
+"""
+
+import contextlib
+import functools
+import gc
+import inspect
+import logging
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as theirs
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    GraphExecGroup,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+from torch_recompute import ArgumentError, MismatchError, checkpoint, checkpoint_sequential, recompute
+
+aten = torch.ops.aten
+
+
+class Turns:
+    """Does something else each time it is called."""
+
+    def __init__(self, *bodies: Callable[..., Any]) -> None:
+        self.bodies = bodies
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        body = self.bodies[min(self.calls, len(self.bodies) - 1)]
+        self.calls += 1
+        return body(*args, **kwargs)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def vector() -> torch.Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def gradients(call: Callable[[torch.Tensor], torch.Tensor], *more: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of `call` with respect to its input, and to `more`."""
+    torch.manual_seed(3)
+    x = torch.randn(4, 6, requires_grad=True)
+    return list(torch.autograd.grad(call(x).square().sum(), [x, *more]))
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+# torch takes `preserve_rng_state` from **kwargs and says so in its documentation; ours has it in the signature.
+SPELT_OUT = {"preserve_rng_state"}
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
+def test_signature_is_that_of_torch(name: str) -> None:
+    """Every parameter of torch's function is one of ours, of the same kind, order and default, and we add none."""
+    wanted = inspect.signature(getattr(theirs, name)).parameters
+    have = inspect.signature(
+        {"checkpoint": checkpoint, "checkpoint_sequential": checkpoint_sequential}[name]
+    ).parameters
+    ours = {key: value for key, value in have.items() if key not in SPELT_OUT}
+    named = {key: value for key, value in wanted.items() if value.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert [k for k, v in ours.items() if v.kind is not inspect.Parameter.VAR_KEYWORD] == list(named)
+    assert all(ours[key].kind is value.kind for key, value in named.items())
+    assert all(ours[key].default == value.default for key, value in named.items())
+    assert set(SPELT_OUT) <= set(have)
+    assert have["preserve_rng_state"].default is True
+
+
+def test_keyword_arguments_reach_the_function() -> None:
+    """Keyword arguments that are not torch's options are the function's, tensors among them with their gradients."""
+
+    def fn(x: torch.Tensor, *, scale: torch.Tensor, power: int, name: str) -> torch.Tensor:
+        assert name == "layer"
+        return (x * scale).sin() ** power
+
+    scale = torch.full((6,), 1.5, requires_grad=True)
+    expected = gradients(lambda x: fn(x, scale=scale, power=2, name="layer"), scale)
+    got = gradients(lambda x: checkpoint(fn, x, use_reentrant=False, scale=scale, power=2, name="layer"), scale)
+    assert equal(expected, got)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, None])
+def test_no_warning(use_reentrant: bool | None) -> None:
+    """Saying `use_reentrant=False`, or nothing, is the same and warns of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = gradients(lambda x: checkpoint(torch.exp, x, use_reentrant=use_reentrant))
+    assert equal(got, gradients(torch.exp))
+
+
+def test_anything_may_be_returned() -> None:
+    """Tuples, dicts, numbers and None pass through as they are."""
+    x = vector()
+    a, (b, c), d = checkpoint(lambda x: (x.sin(), ({"y": x.exp()}, 3), None), x)
+    assert c == 3
+    assert d is None
+    (a + b["y"]).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos() + x.detach().exp())
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.GELU())
+
+
+SELECTIVE = {
+    "list of operations": [aten.addmm.default],
+    "policy": lambda ctx, op, *args, **kwargs: (
+        CheckpointPolicy.MUST_SAVE if op is aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", SELECTIVE.values(), ids=SELECTIVE.keys())
+def test_selective_checkpoint_contexts(policy: Any) -> None:
+    """With torch's selective contexts the operations chosen are not run again, and gradients are the plain ones."""
+    module = mlp()
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    counts: dict[str, Counter[Any]] = {}
+    results = []
+    for name, options in (("all", {}), ("selective", {"context_fn": contexts})):
+        with Operations() as seen:
+            results.append(gradients(lambda x, o=options: checkpoint(module, x, **o), *module.parameters()))
+        counts[name] = seen.counts
+    results.append(gradients(module, *module.parameters()))
+    assert counts["selective"][aten.addmm.default] == 2
+    assert counts["all"][aten.addmm.default] > 2
+    assert counts["selective"][aten.tanh.default] == counts["all"][aten.tanh.default] == 2
+    assert equal(results[0], results[2])
+    assert equal(results[1], results[2])
+
+
+def test_context_fn_is_called_once_per_call() -> None:
+    """Its two contexts are entered around the forward and around the replay, each once, without grad too."""
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def noted(name: str) -> Any:
+        log.append(f"enter {name}")
+        yield
+        log.append(f"leave {name}")
+
+    def contexts() -> Any:
+        log.append("context_fn")
+        return noted("forward"), noted("replay")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        log.append("run")
+        return x.sin().exp()
+
+    y = checkpoint(fn, vector(), context_fn=contexts, early_stop=False)
+    assert log == ["context_fn", "enter forward", "run", "leave forward"]
+    log.clear()
+    y.sum().backward()
+    assert log == ["enter replay", "run", "leave replay"]
+    log.clear()
+    with torch.no_grad():
+        checkpoint(fn, vector(), context_fn=contexts)
+    assert log == ["context_fn", "run"]
+
+
+def test_the_forward_context_sees_the_exception() -> None:
+    """An exception of the function passes through the forward's context and out of `checkpoint`, unchanged."""
+    seen: list[Any] = []
+
+    class Watch(contextlib.AbstractContextManager[None]):
+        def __exit__(self, *exception: Any) -> None:
+            seen.append(exception[1])
+
+    error = KeyError("key")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        checkpoint(fn, vector(), context_fn=lambda: (Watch(), contextlib.nullcontext()))
+    assert caught.value is error
+    assert seen == [error]
+
+
+def two_shapes() -> Turns:
+    """In the replay it saves tensors of another shape."""
+    return Turns(lambda x: (x.sin() * torch.ones(3)).exp(), lambda x: (x.sin() * torch.ones(1)).exp())
+
+
+def two_counts() -> Turns:
+    """In the replay it saves one tensor less."""
+    return Turns(lambda x: x.sin().exp().exp(), lambda x: x.sin().exp())
+
+
+def test_determinism_check() -> None:
+    """The word "default" compares the tensors' metadata, "none" only their number."""
+    with pytest.raises(MismatchError, match="have different metadata"):
+        checkpoint(two_shapes(), vector(), determinism_check="default").sum().backward()
+    checkpoint(two_shapes(), vector(), determinism_check="none").sum().backward()
+    for check in ("default", "none"):
+        with pytest.raises(MismatchError, match="A different number of tensors was saved"):
+            checkpoint(two_counts(), vector(), determinism_check=check).sum().backward()
+
+
+def test_a_mismatch_is_a_checkpoint_error() -> None:
+    """Code that catches `torch.utils.checkpoint.CheckpointError`, or `RuntimeError`, catches ours."""
+    with pytest.raises(theirs.CheckpointError):
+        checkpoint(two_shapes(), vector()).sum().backward()
+    with pytest.raises(RuntimeError, match="Recomputed values for the following tensors have different metadata"):
+        checkpoint(two_shapes(), vector()).sum().backward()
+
+
+class Counted:
+    """sin, cos, then a counter, then something that saves nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin().cos()
+        self.count += 1
+        return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("argument", "ambient", "stops"),
+    [
+        (True, None, True),
+        (False, None, False),
+        (True, False, False),
+        (False, True, True),
+        (True, True, True),
+        (False, False, False),
+    ],
+)
+def test_early_stop(argument: bool, ambient: bool | None, stops: bool) -> None:
+    """The replay ends at the last tensor needed; torch's `set_checkpoint_early_stop` overrules the argument."""
+    fn = Counted()
+    with contextlib.nullcontext() if ambient is None else set_checkpoint_early_stop(ambient):
+        y = checkpoint(fn, vector(), early_stop=argument)
+    y.sum().backward()
+    assert fn.count == (1 if stops else 2)
+
+
+def test_early_stop_is_read_in_forward() -> None:
+    """What counts is the setting around the forward, not the one around backward; the innermost wins."""
+    for around, stops in ((False, False), (True, True)):
+        fn = Counted()
+        with set_checkpoint_early_stop(not around), set_checkpoint_early_stop(around):
+            y = checkpoint(fn, vector())
+        with set_checkpoint_early_stop(not around):
+            y.sum().backward()
+        assert fn.count == (1 if stops else 2)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_preserve_rng_state(preserve: bool) -> None:
+    """With it the replay draws the forward's random numbers and leaves the generator alone; without it, neither."""
+    draws: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        draws.append(torch.rand(3))
+        return (x.sin() * draws[-1]).exp()
+
+    torch.manual_seed(0)
+    y = checkpoint(fn, vector(), preserve_rng_state=preserve)
+    before = torch.random.get_rng_state()
+    y.sum().backward()
+    assert len(draws) == 2
+    assert torch.equal(draws[0], draws[1]) is preserve
+    assert torch.equal(before, torch.random.get_rng_state()) is preserve
+
+
+def test_preserve_rng_state_covers_generators_passed() -> None:
+    """A `torch.Generator` among the arguments is rewound with it, and goes on without it."""
+    for preserve in (True, False):
+        draws: list[torch.Tensor] = []
+
+        def fn(x: torch.Tensor, generator: torch.Generator, note: Callable[[torch.Tensor], None]) -> torch.Tensor:
+            mask = torch.rand(3, generator=generator)
+            note(mask)
+            return (x.sin() * mask).exp()
+
+        generator = torch.Generator().manual_seed(5)
+        checkpoint(fn, vector(), generator, draws.append, preserve_rng_state=preserve).sum().backward()
+        assert torch.equal(draws[0], draws[1]) is preserve
+
+
+# --- debug ------------------------------------------------------------------------------------------------------------
+
+
+def diverging() -> Turns:
+    """The second operation differs, the number and order of saved tensors does not."""
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return y.exp().exp()
+
+    def later(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return y.sum().exp()
+
+    return Turns(first, later)
+
+
+def test_debug_shows_the_first_operation_that_differs() -> None:
+    """The error names the operation with its shapes in forward and replay, and the line of this file that ran it."""
+    with pytest.raises(MismatchError) as caught:
+        checkpoint(diverging(), vector(), debug=True).sum().backward()
+    text = str(caught.value)
+    trace = text[text.index("You are seeing this error because you passed `debug=True` to checkpoint.") :]
+    forward, replay = trace.split("  replay (")
+    assert "1: aten.exp.default(float32[3]) -> float32[3]" in forward
+    assert "1: aten.sum.default(float32[3]) -> float32[]" in replay
+    assert "0: aten.sin.default(float32[3]) -> float32[3]" in forward
+    assert "0: aten.sin.default(float32[3]) -> float32[3]" in replay
+    assert "return y.exp().exp()" in forward
+    assert "return y.sum().exp()" in replay
+    assert __name__.rpartition(".")[2] + ".py" in forward
+
+
+def test_debug_is_off_by_default() -> None:
+    """Without it the error is the same and has no trace."""
+    with pytest.raises(MismatchError) as caught:
+        checkpoint(diverging(), vector()).sum().backward()
+    assert "debug=True" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "ambient", "shown"),
+    [(False, True, True), (True, False, False), (True, None, True), (False, None, False)],
+)
+def test_set_checkpoint_debug_enabled(argument: bool, ambient: bool | None, shown: bool) -> None:
+    """PyTorch's `set_checkpoint_debug_enabled` overrules the argument in both directions."""
+    with set_checkpoint_debug_enabled(ambient), pytest.raises(MismatchError) as caught:
+        checkpoint(diverging(), vector(), debug=argument).sum().backward()
+    assert ("debug=True" in str(caught.value)) is shown
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """How many Python and builtin functions a call enters: its cost, without a clock."""
+    count = 0
+
+    def profile(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def log_filters() -> int:
+    """How many filters and handlers all loggers have."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    return sum(len(logger.filters) + len(logger.handlers) for logger in loggers)
+
+
+def test_debug_costs_the_same_on_every_call() -> None:
+    """Call 600 enters as many functions as call 20, adds no log filter and leaves no object behind."""
+    x = vector()
+
+    def call() -> None:
+        checkpoint(lambda x: x.sin().exp().cos(), x, debug=True).sum().backward()
+
+    for _ in range(19):
+        call()
+    filters, early = log_filters(), python_calls(call)
+    gc.collect()
+    objects = len(gc.get_objects())
+    for _ in range(579):
+        call()
+    late = python_calls(call)
+    assert late == early
+    assert log_filters() == filters
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 100
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+def test_graph_exec_group() -> None:
+    """Two backward calls put in one `GraphExecGroup` share one replay; on their own each makes one."""
+    for grouped, runs in ((True, 2), (False, 3)):
+        fn = Turns(lambda x: (x.sin().exp(), x.sin().exp().cos()))
+        y, z = checkpoint(lambda x, fn=fn: fn(x)[:2], x := vector())
+        with GraphExecGroup() if grouped else contextlib.nullcontext():
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+            torch.autograd.grad(z.sum(), x, retain_graph=True)
+        assert fn.calls <= runs
+        assert fn.calls > 1
+
+
+def test_backward_in_two_halves_in_a_group() -> None:
+    """Backward split as zero-bubble pipelines do, activations first and weights later: one replay, plain gradients."""
+    module = mlp()
+    expected = gradients(module, *module.parameters())
+    fn = Turns(module)
+    torch.manual_seed(3)
+    x = torch.randn(4, 6, requires_grad=True)
+    loss = checkpoint(lambda x: fn(x), x).square().sum()
+    with GraphExecGroup():
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        weights = torch.autograd.grad(loss, list(module.parameters()))
+    assert equal([grad, *weights], expected)
+    assert fn.calls == 2
+
+
+def test_second_derivatives() -> None:
+    """`create_graph=True` through a region gives the plain second derivative."""
+    for call in (lambda x: checkpoint(lambda x: x.sin().exp(), x), lambda x: x.sin().exp()):
+        x = vector()
+        (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        y = x.detach().double()
+        assert torch.allclose(second.double(), y.sin().exp() * (y.cos() ** 2 - y.sin()))
+
+
+def test_without_grad_it_is_the_plain_call() -> None:
+    """Under `no_grad` the function runs once, plainly, and its result needs no grad."""
+    fn = Turns(torch.exp)
+    with torch.no_grad():
+        y = checkpoint(fn, vector())
+    assert fn.calls == 1
+    assert not y.requires_grad
+
+
+def test_inputs_that_need_no_grad() -> None:
+    """Parameters inside get their gradients although no input requires grad; reentrant checkpoints train nothing."""
+    module = mlp()
+    x = torch.ones(2, 6)
+    expected = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    got = torch.autograd.grad(checkpoint(module, x).sum(), list(module.parameters()))
+    assert equal(list(expected), list(got))
+
+
+def test_checkpoint_is_recompute() -> None:
+    """`checkpoint(fn, *args)` and `recompute(fn)(*args)` run the same operations as often."""
+    counts = []
+    for call in (lambda x: checkpoint(mlp(), x), lambda x: recompute(mlp())(x)):
+        with Operations() as seen:
+            gradients(call)
+        counts.append(seen.counts)
+    assert counts[0] == counts[1]
+
+
+def test_compiled_without_a_graph_break() -> None:
+    """Inside `torch.compile(fullgraph=True)` it is traced, with its options, to the plain gradients."""
+    module = mlp()
+    expected = gradients(module, *module.parameters())
+    compiled = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    assert equal(gradients(compiled, *module.parameters()), expected)
+
+
+# --- checkpoint_sequential --------------------------------------------------------------------------------------------
+
+
+class CountedLayer(nn.Module):
+    """A linear layer that counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return self.linear(x).tanh()
+
+
+KINDS = {"nn.Sequential": lambda m: nn.Sequential(*m), "nn.ModuleList": nn.ModuleList, "list": list, "tuple": tuple}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("segments", range(1, 8))
+def test_sequential(kind: Any, segments: int) -> None:
+    """Segments of equal length are recomputed, all but the last, which takes the remainder; as torch cuts them."""
+    runs: list[list[int]] = []
+    results: list[list[torch.Tensor]] = []
+    for function in (checkpoint_sequential, theirs.checkpoint_sequential):
+        torch.manual_seed(0)
+        modules = [CountedLayer() for _ in range(7)]
+        parameters = [p for m in modules for p in m.parameters()]
+        functions = kind(modules)
+        results.append(
+            gradients(lambda x, f=function, g=functions: f(g, segments, x, use_reentrant=False), *parameters)
+        )
+        runs.append([m.runs for m in modules])
+    assert runs[0] == runs[1]
+    assert equal(*results)
+
+
+def test_sequential_takes_plain_functions_and_pytrees() -> None:
+    """Functions need not be modules, and the one input may be a tuple that they take and return."""
+    functions = [lambda p: (p[0].sin(), p[1]), lambda p: (p[0] * p[1], p[1].exp()), lambda p: p[0] + p[1]]
+    expected = gradients(lambda x: functions[2](functions[1](functions[0]((x, x)))))
+    assert equal(gradients(lambda x: checkpoint_sequential(functions, 3, (x, x))), expected)
+
+
+def test_sequential_preserves_random_numbers() -> None:
+    """Dropout inside segments drops in the replay what it dropped in forward."""
+    layers = [nn.Dropout(0.5) if i % 2 else nn.Linear(6, 6) for i in range(6)]
+    plain = nn.Sequential(*layers)
+    assert equal(gradients(lambda x: checkpoint_sequential(plain, 3, x)), gradients(plain))
+
+
+@pytest.mark.parametrize("segments", [0, -1, 4, 100])
+def test_sequential_refuses_segments_that_cannot_be_made(segments: int) -> None:
+    """A number of segments that is not between 1 and the number of functions is an error."""
+    with pytest.raises(ArgumentError, match="3 functions make 1 to 3 segments"):
+        checkpoint_sequential([torch.sin, torch.exp, torch.cos], segments, vector())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: checkpoint(torch.exp, vector(), use_reentrant=True),
+        lambda: checkpoint_sequential([torch.exp], 1, vector(), use_reentrant=True),
+        lambda: checkpoint_sequential([torch.exp], 1, vector(), True),
+    ],
+)
+def test_reentrant_is_refused(call: Callable[[], object]) -> None:
+    """`use_reentrant=True` is an error that code expecting a ValueError or TypeError catches as well."""
+    with pytest.raises(ArgumentError, match="use_reentrant=True is not supported"):
+        call()
+
+
+# --- everything else that reaches a checkpoint ------------------------------------------------------------------------
+
+
+def test_python_random_is_not_touched() -> None:
+    """Generators that PyTorch does not know are left as they are: they are restored on request only."""
+    drawn: list[float] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(random.random())
+        return x.sin().exp()
+
+    checkpoint(fn, vector()).sum().backward()
+    assert drawn[0] != drawn[1]

@@ -1,0 +1,466 @@
+"""Each private PyTorch name behind `_compat.py` does what its shim says, and so does what stands in where it is gone.
+
+All names that the shims use are in torch 2.11 as well as in 2.13; those with a stand-in are the ones that another
+build or a later release may lack.
+"""
+
+import ast
+import importlib
+import inspect
+import sys
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+from torch_recompute import _compat
+
+Pair = namedtuple("Pair", "left right")
+
+
+class FunctionMode(TorchFunctionMode):
+    """Does nothing."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.entered = 0
+
+    def __enter__(self) -> Any:
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Look(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, look: Any) -> torch.Tensor:
+        ctx.look = look
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.look()
+        return grad * 2, None
+
+
+def vector() -> torch.Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def in_backward(look: Any, **options: Any) -> None:
+    """Calls `look()` inside a backward call with these options."""
+    Look.apply(vector(), look).sum().backward(**options)
+
+
+# --- saved-tensor hooks -----------------------------------------------------------------------------------------------
+
+
+def test_hooks_are_pushed_and_popped() -> None:
+    """Pushed hooks see what autograd saves until they are popped, the innermost alone."""
+    outer: list[Any] = []
+    inner: list[Any] = []
+    _compat.push_hooks(lambda t: outer.append(t), lambda h: torch.ones(3))
+    _compat.push_hooks(lambda t: inner.append(t), lambda h: torch.full((3,), 7.0))
+    x = vector()
+    y = x.sin()
+    _compat.pop_hooks()
+    z = x.cos()
+    _compat.pop_hooks()
+    x.tan()
+    assert len(inner) == len(outer) == 1
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.full((3,), 7.0).cos())
+    torch.autograd.grad(z.sum(), x)
+
+
+def test_ambient_hooks() -> None:
+    """The innermost hooks of this thread, or None; hooks of other threads are not seen."""
+    assert _compat.ambient_hooks() is None
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _compat.ambient_hooks() == (pack, unpack)
+        other: list[Any] = []
+        thread = threading.Thread(target=lambda: other.append(_compat.ambient_hooks()))
+        thread.start()
+        thread.join()
+        assert other == [None]
+    assert _compat.ambient_hooks() is None
+
+
+# --- the running backward ---------------------------------------------------------------------------------------------
+
+
+def test_in_backward() -> None:
+    """Each backward call has a number of its own, the same for all that runs in it; outside there is none."""
+    seen: list[Any] = []
+    for _ in range(2):
+        in_backward(lambda: seen.append((_compat.in_backward(), _compat.graph_task_id())))
+    assert [inside for inside, _ in seen] == [True, True]
+    assert seen[0][1] != seen[1][1]
+    assert not _compat.in_backward()
+    assert _compat.graph_task_id() == -1
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_graph_is_kept(retain: bool) -> None:
+    """Says what `retain_graph` was of the running call; False outside of one."""
+    seen: list[bool] = []
+    in_backward(lambda: seen.append(_compat.graph_is_kept()), retain_graph=retain)
+    assert seen == [retain]
+    assert not _compat.graph_is_kept()
+
+
+def test_will_accumulate() -> None:
+    """Says of a leaf whether the running call computes its gradient."""
+    a, b = vector(), vector()
+    seen: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        seen.append((_compat.will_accumulate(a), _compat.will_accumulate(b)))
+
+    loss = Look.apply(a * b, look).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(inputs=[b])
+    assert seen == [(True, True), (False, True)]
+
+
+def test_current_node() -> None:
+    """The node whose backward runs, with its name; None outside."""
+    seen: list[Any] = []
+    in_backward(lambda: seen.append(_compat.current_node().name()))
+    assert seen == ["LookBackward"]
+    assert _compat.current_node() is None
+
+
+def test_after_backward() -> None:
+    """A callback runs once, when the running call has computed all gradients, before it returns."""
+    log: list[str] = []
+    x = vector()
+    x.register_hook(lambda grad: log.append("gradient"))
+
+    def look() -> None:
+        log.append("node")
+        _compat.after_backward(lambda: log.append("after"))
+
+    Look.apply(x, look).sum().backward()
+    log.append("returned")
+    assert log == ["node", "gradient", "after", "returned"]
+
+
+def test_exec_group() -> None:
+    """The group that backward calls were put in, while there is one."""
+    assert _compat.exec_group() is None
+    with GraphExecGroup() as group:
+        assert _compat.exec_group() is not None
+        assert group is None or _compat.exec_group() is group
+    assert _compat.exec_group() is None
+
+
+def test_sequence_number() -> None:
+    """Equal for all tensors that one operation saves, larger for the next operation that is recorded."""
+    seen: list[int] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        seen.append(_compat.sequence_number())
+        return t.detach()
+
+    x = vector()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        (x * (x + 1)).exp()
+    assert seen[0] == seen[1] < seen[2]
+
+
+def test_packed_of() -> None:
+    """What a pack hook returned is found again on the node; an object that cannot tell gives None."""
+    token = object()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: token, lambda t: torch.ones(3)):
+        y = vector().exp()
+    assert _compat.packed_of(y.grad_fn._raw_saved_result) is token
+    assert _compat.packed_of(object()) is None
+
+
+def test_set_grad_enabled() -> None:
+    """Switches grad mode on this thread."""
+    _compat.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        _compat.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_preserve_version() -> None:
+    """A change inside the context leaves the version as it was; one outside does not."""
+    tensor = torch.zeros(3)
+    before = _compat.version_of(tensor)
+    with _compat.preserve_version(tensor):
+        tensor.add_(1)
+    assert _compat.version_of(tensor) == before
+    tensor.add_(1)
+    assert _compat.version_of(tensor) == before + 1
+    assert _compat.version_of(tensor[0]) == before + 1
+
+
+# --- ambient modes ----------------------------------------------------------------------------------------------------
+
+
+def test_function_modes() -> None:
+    """Lists the modes, outermost first, and makes others the active ones without entering or leaving any."""
+    assert _compat.function_modes() == ()
+    with FunctionMode() as a, FunctionMode() as b:
+        assert _compat.function_modes() == (a, b)
+        _compat.set_function_modes((b,))
+        assert _compat.function_modes() == (b,)
+        _compat.set_function_modes(())
+        assert _compat.function_modes() == ()
+        _compat.set_function_modes((a, b))
+        assert _compat.function_modes() == (a, b)
+    assert _compat.function_modes() == ()
+
+
+def test_dispatch_modes() -> None:
+    """A mode pushed sees operations until it is popped, and is neither entered nor left."""
+    mode = DispatchMode()
+    torch.ones(3).sin()
+    _compat.push_dispatch_mode(mode)
+    torch.ones(3).sin()
+    _compat.pop_dispatch_mode()
+    torch.ones(3).sin()
+    assert mode.count == 2
+    assert mode.entered == 0
+
+
+# --- devices and settings ---------------------------------------------------------------------------------------------
+
+
+def test_device_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the accelerator that is initialised; none where none is, and where torch has no `xpu` at all."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.delattr(torch, "xpu", raising=False)
+    assert tuple(_compat.device_generators()) == ()
+    generators = (torch.Generator(),)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    assert _compat.device_generators() is generators
+
+
+def test_accelerator() -> None:
+    """The type of the accelerator that this machine has, or None."""
+    if torch.accelerator.is_available():
+        assert torch.accelerator.current_accelerator().type == _compat.ACCELERATOR
+    else:
+        assert _compat.ACCELERATOR is None
+
+
+def changes() -> Iterator[Any]:
+    yield torch.autocast("cpu", torch.bfloat16)
+    yield torch.autocast("cpu", torch.float16)
+    yield torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    yield sdpa_kernel(SDPBackend.MATH)
+    yield sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+    yield sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+    yield torch.backends.cudnn.flags(enabled=False)
+    yield FunctionMode()
+    yield DispatchMode()
+
+
+@pytest.mark.parametrize("change", list(changes()), ids=lambda change: type(change).__name__)
+def test_settings_show_what_chooses_a_kernel(change: Any) -> None:
+    """Inside each context the settings differ from those outside, and are the same again afterwards."""
+    before = _compat.settings()
+    with change:
+        assert _compat.settings() != before
+    assert _compat.settings() == before
+
+
+def test_settings_are_put_back() -> None:
+    """Flags read in one place are put in force in another, and split from the modes that were read with them."""
+    outside = _compat.settings()
+    with torch.autocast("cpu", torch.bfloat16), FunctionMode() as function, DispatchMode() as dispatch:
+        inside = _compat.settings()
+    flags, functions, dispatches = _compat.split_settings(inside)
+    assert functions == (function,)
+    assert dispatches == (dispatch,)
+    assert _compat.split_settings(outside) == (outside, (), ())
+    _compat.set_flags(flags)
+    try:
+        assert torch.is_autocast_enabled("cpu")
+        assert _compat.settings() == list(flags)
+    finally:
+        _compat.set_flags(outside)
+    assert _compat.settings() == outside
+
+
+SETTINGS = [
+    "flash_sdp_enabled",
+    "cudnn_sdp_enabled",
+    "overrideable_sdp_enabled",
+    "sdp_priority_order",
+    "mkldnn_enabled",
+]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_torch_lacks_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the getter of a setting taken away the module loads, reads and writes the others."""
+    source = inspect.getsource(_compat)
+    monkeypatch.delattr(torch._C, f"_get_{name}")
+    lesser = load(source)
+    assert len(lesser.settings()) == len(_compat.settings()) - 1
+    lesser.set_flags(lesser.settings())
+
+
+def load(source: str) -> Any:
+    """`_compat` once more, under another name, as it is when torch is what it is now."""
+    specification = importlib.util.spec_from_file_location("torch_recompute._compat_again", _compat.__file__)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    exec(compile(source, _compat.__file__, "exec"), module.__dict__)
+    assert "torch_recompute._compat_again" not in sys.modules
+    return module
+
+
+def test_without_execution_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no groups of backward calls there is never one."""
+    monkeypatch.delattr(torch._C, "_get_graph_exec_group")
+    lesser = load(inspect.getsource(_compat))
+    assert lesser.exec_group() is None
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "container"),
+    [
+        ((1,), True),
+        ([], True),
+        ({}, True),
+        (OrderedDict(), True),
+        (Pair(1, 2), True),
+        (torch.ones(1), False),
+        ("text", False),
+        (None, False),
+        ({1}, False),
+        (object(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_is_container(value: Any, container: bool) -> None:
+    """Containers are what pytrees take apart, and nothing else."""
+    assert _compat.is_container(value) is container
+
+
+class Sub(torch.Tensor):
+    """A tensor subclass."""
+
+
+def test_is_parameter() -> None:
+    """A parameter is one also if its data is of a subclass; a plain tensor, with grad or not, is none."""
+    assert _compat.is_parameter(nn.Parameter(torch.ones(3)))
+    assert _compat.is_parameter(nn.Parameter(torch.ones(3), requires_grad=False))
+    assert _compat.is_parameter(nn.Parameter(torch.ones(3).as_subclass(Sub)))
+    for tensor in (torch.ones(3), vector(), torch.ones(3).as_subclass(Sub), nn.Parameter(torch.ones(3)).detach()):
+        assert not _compat.is_parameter(tensor)
+
+
+def test_parameter_of() -> None:
+    """A parameter and its views lead to the parameter; results, plain tensors and views of those do not."""
+    parameter = nn.Parameter(torch.ones(3, 4))
+    assert _compat.parameter_of(parameter) is parameter
+    assert _compat.parameter_of(parameter.mT) is parameter
+    assert _compat.parameter_of(parameter[1:]) is parameter
+    for tensor in (torch.ones(3), vector(), parameter * 2, vector()[1:]):
+        assert _compat.parameter_of(tensor) is None
+
+
+def test_storage_id() -> None:
+    """Views and detached tensors share the identity of their memory, copies do not; sparse ones have none."""
+    tensor = torch.ones(2, 3)
+    assert _compat.storage_id(tensor) == _compat.storage_id(tensor[1]) == _compat.storage_id(tensor.mT.detach()) != 0
+    assert _compat.storage_id(tensor.clone()) != _compat.storage_id(tensor)
+    assert _compat.storage_id(torch.eye(2).to_sparse()) == 0
+
+
+def test_same_bytes() -> None:
+    """Equal bytes are equal; another byte, or another number of them, is not."""
+    state = torch.default_generator.get_state()
+    assert _compat.same_bytes(state, state.clone())
+    other = state.clone()
+    other[-1] ^= 1
+    assert not _compat.same_bytes(state, other)
+    assert not _compat.same_bytes(state, state[:-1])
+
+
+# --- diagnosis --------------------------------------------------------------------------------------------------------
+
+
+def test_stack() -> None:
+    """A captured stack is told as the lines of user code, innermost last, without torch's own."""
+
+    def innermost() -> Any:
+        return _compat.capture_stack()
+
+    lines = _compat.say_stack(innermost())
+    text = "\n".join(lines)
+    assert "return _compat.capture_stack()" in lines[-1]
+    assert "innermost" in lines[-2]
+    assert "/torch/" not in text
+    assert len(_compat.say_stack(innermost(), last=2)) == 2
+
+
+def test_overrides() -> None:
+    """PyTorch's two context managers are read; outside of them, and for None, they say nothing."""
+    assert _compat.early_stop_override() is None
+    assert _compat.debug_override() is None
+    for value in (True, False):
+        with set_checkpoint_early_stop(value), set_checkpoint_debug_enabled(value):
+            assert _compat.early_stop_override() is value
+            assert _compat.debug_override() is value
+    with set_checkpoint_debug_enabled(None):
+        assert _compat.debug_override() is None
+    assert _compat.early_stop_override() is None
+
+
+def test_every_shim_is_tried() -> None:
+    """This file speaks of each public name of `_compat.py`, so a new shim cannot come without its test."""
+    names = {
+        target.id
+        for node in ast.parse(inspect.getsource(_compat)).body
+        for target in ([node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ()))
+        if isinstance(target, ast.Name)
+    }
+    names |= {node.name for node in ast.parse(inspect.getsource(_compat)).body if isinstance(node, ast.FunctionDef)}
+    text = Path(__file__).read_text(encoding="utf-8")
+    # Pytrees are public in all but name, and tried by tests/test_tree.py.
+    missing = {n for n in names if not n.startswith("_") and f"_compat.{n}" not in text} - PYTREES
+    assert not missing
+
+
+PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves"}

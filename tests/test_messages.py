@@ -1,0 +1,743 @@
+"""Every text of `errors.py`, word for word, as a misuse through the public API raises it.
+
+`CASES` is the table: a misuse, the function of `errors.py` that should answer it, the class and the whole text. A
+function without a row fails the test below the table, so a new text cannot go unread.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+import torch_recompute
+from torch_recompute import (
+    ArgumentError,
+    ChangedError,
+    MismatchError,
+    NotRecomputingError,
+    RecomputeError,
+    SaveError,
+    StoreError,
+    checkpoint,
+    checkpoint_sequential,
+    doing_recompute,
+    errors,
+    get_recompute_data,
+    no_recompute,
+    recompute,
+    replay,
+    save_for_recompute,
+)
+
+REASONS = (
+    "\n  The function must do the same work each time it is called with the same arguments. Common reasons that it "
+    "does not: a choice made from values that are not deterministic (routing: wrap it in replay(fn) or "
+    "no_recompute(fn)), random numbers from a generator that PyTorch does not know (state=[...]), a global "
+    "or attribute changed between forward and backward."
+)
+WHY = f'{REASONS}\n  To see the first place where they differ: recompute(fn, check="values").'
+FEWER = "(A different number of tensors was saved during the original forward and recomputation.)"
+MORE = "(trying to save more tensors during recomputation than during the original forward pass)"
+CAUSE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+class Turns:
+    """A function that does something else each time it is called: what a region must not be given."""
+
+    def __init__(self, *bodies: Callable[..., Any]) -> None:
+        self.bodies = bodies
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        body = self.bodies[min(self.calls, len(self.bodies) - 1)]
+        self.calls += 1
+        return body(*args, **kwargs)
+
+
+class Scale(torch.nn.Module):
+    """A weight and a buffer, both at version 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight + self.offset).sin().exp()
+
+
+class Opaque:
+    """Something with a short repr that is of no use."""
+
+    def __repr__(self) -> str:
+        return "Opaque()"
+
+
+class ShortStore:
+    """A store that returns a part of what it was given."""
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def get(self, handle: torch.Tensor) -> Any:
+        return handle[:1]
+
+
+class EmptyStore(ShortStore):
+    """A store that returns nothing."""
+
+    def get(self, handle: torch.Tensor) -> Any:
+        return None
+
+
+class Silencer(contextlib.AbstractContextManager[None]):
+    """A context that swallows exceptions."""
+
+    def __exit__(self, *exception: object) -> bool:
+        return True
+
+
+def vector() -> torch.Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def step(fn: Callable[..., Any], **options: Any) -> None:
+    """One forward and backward of `fn` as the region `layer 3`."""
+    recompute(fn, name="layer 3", **options)(vector()).sum().backward()
+
+
+# --- misuses --------------------------------------------------------------------------------------------------------
+
+
+def saves_more_at_first() -> None:
+    step(Turns(lambda x: x.sin().exp().exp(), lambda x: x.sin().exp()))
+
+
+def saves_more_later() -> None:
+    step(Turns(lambda x: x.sin().exp(), lambda x: x.sin().exp().exp()), early_stop=False)
+
+
+def saves_another_shape() -> None:
+    step(Turns(lambda x: (x.sin() * torch.ones(3)).exp(), lambda x: (x.sin() * torch.ones(1)).exp()))
+
+
+def saves_another_dtype_at_position_1() -> None:
+    step(Turns(lambda x: x.exp().sin().exp(), lambda x: x.exp().double().sin().exp()))
+
+
+def saves_other_values() -> None:
+    # Whole numbers, so that the bits are the same on every machine.
+    step(Turns(lambda x: (x * 2).square().square(), lambda x: (x * 2).square().add(1).square()), check="values")
+
+
+def makes_a_saved_call_only_in_the_replay() -> None:
+    attention = no_recompute(torch.sin, name="attention")
+    step(Turns(lambda x: x.exp().exp(), lambda x: attention(x).exp().exp()))
+
+
+def makes_a_saved_call_only_in_the_forward() -> None:
+    attention = no_recompute(torch.sin, name="attention")
+    step(Turns(lambda x: attention(x.exp()), lambda x: x.exp()))
+
+
+def makes_a_choice_where_there_was_a_saved_call() -> None:
+    attention = no_recompute(torch.sin, name="attention")
+    step(Turns(lambda x: attention(x).exp().exp(), lambda x: x[replay(torch.argmax)(x)].exp()))
+
+
+def makes_the_saved_call_with_a_part() -> None:
+    attention = no_recompute(torch.sin, name="attention")
+    step(Turns(lambda x: attention(x.exp()).sum().exp(), lambda x: attention(x.exp()[:2]).sum().exp()))
+
+
+def changes_a_positional_input() -> None:
+    mask = torch.ones(3)
+    y = recompute(lambda x, mask: (x * mask).sin().exp(), name="layer 3")(vector(), mask)
+    mask.add_(1)
+    y.sum().backward()
+
+
+def changes_a_keyword_input() -> None:
+    mask = torch.ones(3)
+    y = recompute(lambda x, *, mask: (x * mask).sin().exp(), name="layer 3")(vector(), mask=mask)
+    mask.add_(1)
+    y.sum().backward()
+
+
+def changes_a_nested_input() -> None:
+    mask = torch.ones(3)
+    y = recompute(lambda x, *, masks: (x * masks["a"]).sin().exp(), name="layer 3")(vector(), masks={"a": mask})
+    mask.add_(1).add_(1)
+    y.sum().backward()
+
+
+def changes_an_input_that_the_graph_holds() -> None:
+    mask = torch.ones(3)
+    y = recompute(lambda x: x * mask, name="layer 3")(vector())
+    mask.add_(1)
+    y.sum().backward()
+
+
+def changes_a_tensor_that_it_saved() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        z = y.sin()
+        y.add_(1)
+        return z
+
+    step(fn, early_stop=False)
+
+
+def changes_a_weight() -> None:
+    scale = Scale()
+    y = recompute(scale)(vector())
+    with torch.no_grad():
+        scale.weight.add_(1)
+    y.sum().backward()
+
+
+def changes_a_buffer() -> None:
+    scale = Scale().eval()
+    y = recompute(scale, name="layer 3")(vector())
+    scale.offset.add_(1)
+    y.sum().backward()
+
+
+def changes_a_closure_variable() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    y = recompute(lambda x: (x * weight).sin().exp(), name="layer 3")(vector())
+    with torch.no_grad():
+        weight.add_(1)
+    y.sum().backward()
+
+
+def changes_the_output_of_a_saved_call() -> None:
+    product = no_recompute(torch.exp, name="product")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = product(x)
+        z = y.sin().sin()
+        y.add_(1)
+        return z.exp()
+
+    step(fn)
+
+
+def changes_a_value_that_it_saved() -> None:
+    mask = torch.ones(3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if doing_recompute():
+            (chosen,) = get_recompute_data()
+        else:
+            chosen = mask.clone()
+            save_for_recompute(chosen)
+            held.append(chosen)
+        return (x * chosen).exp()
+
+    held: list[torch.Tensor] = []
+    y = recompute(fn, name="layer 3")(vector())
+    held[0].add_(1)
+    y.sum().backward()
+
+
+def saves_twice(x: torch.Tensor) -> torch.Tensor:
+    save_for_recompute(1)
+    save_for_recompute(2)
+    return x
+
+
+def saves_twice_under_a_key(x: torch.Tensor) -> torch.Tensor:
+    save_for_recompute(1)
+    save_for_recompute(1, key="router")
+    save_for_recompute(2, key="router")
+    return x
+
+
+def reads_a_key_that_is_not_there(x: torch.Tensor) -> torch.Tensor:
+    if doing_recompute():
+        get_recompute_data("rooter")
+    else:
+        save_for_recompute(1)
+        save_for_recompute(2, key="router")
+    return x.sin().exp()
+
+
+def reads_a_key_where_nothing_is(x: torch.Tensor) -> torch.Tensor:
+    if doing_recompute():
+        get_recompute_data("router")
+    return x.sin().exp()
+
+
+def saves_what_requires_grad(x: torch.Tensor) -> torch.Tensor:
+    scores = x.exp()
+    save_for_recompute(scores.argmax(), {"scores": scores})
+    return scores.sin()
+
+
+def chooses_what_requires_grad(x: torch.Tensor) -> torch.Tensor:
+    return x * replay(lambda s: (s.argmax(), s.softmax(0)))(x)[1]
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A misuse and what it is answered: `of` is the function of `errors.py` that makes the text."""
+
+    of: str
+    kind: type[Exception]
+    misuse: Callable[[], object]
+    text: str
+
+
+CASES = [
+    # what a function is given
+    Case(
+        "not_callable",
+        ArgumentError,
+        lambda: recompute(Opaque()),  # type: ignore[arg-type]
+        "recompute(fn) needs a callable, but got Opaque: Opaque()\n"
+        "  It returns a callable; pass the function itself, and the arguments to the result:\n"
+        "      y = recompute(layer)(x)     # not recompute(layer(x))",
+    ),
+    Case(
+        "not_callable",
+        ArgumentError,
+        lambda: no_recompute(Opaque()),  # type: ignore[arg-type]
+        "no_recompute(fn) needs a callable, but got Opaque: Opaque()\n"
+        "  It returns a callable; pass the function itself, and the arguments to the result:\n"
+        "      y = no_recompute(layer)(x)     # not no_recompute(layer(x))",
+    ),
+    Case(
+        "not_callable",
+        ArgumentError,
+        lambda: replay(Opaque()),  # type: ignore[arg-type]
+        "replay(fn) needs a callable, but got Opaque: Opaque()\n"
+        "  It returns a callable; pass the function itself, and the arguments to the result:\n"
+        "      y = replay(layer)(x)     # not replay(layer(x))",
+    ),
+    Case(
+        "not_callable",
+        ArgumentError,
+        lambda: checkpoint(Opaque(), vector()),  # type: ignore[arg-type]
+        "checkpoint(function, *args) needs a callable, but got Opaque: Opaque()\n"
+        "  Pass the function itself, then its arguments:\n"
+        "      y = checkpoint(layer, x)     # not checkpoint(layer(x))",
+    ),
+    Case(
+        "unknown_check",
+        ArgumentError,
+        lambda: recompute(torch.exp, check="value"),
+        "check='value' is not known. It says what a replay is compared with:\n"
+        '      check="metadata"   shape, dtype and device of every saved tensor (the default)\n'
+        '      check="values"     stride and contents too: slower, finds what is not deterministic\n'
+        '      check="none"       only how many there are',
+    ),
+    Case(
+        "not_a_store",
+        ArgumentError,
+        lambda: recompute(torch.exp, inputs="cpu"),  # type: ignore[arg-type]
+        "inputs='cpu' is not a store: str has no put(tensor) and get(handle).\n"
+        "  Write inputs=torch_recompute.OnHost(), or an object with these two methods.",
+    ),
+    Case(
+        "not_a_store",
+        ArgumentError,
+        lambda: no_recompute(torch.exp, store="cpu"),  # type: ignore[arg-type]
+        "store='cpu' is not a store: str has no put(tensor) and get(handle).\n"
+        "  Write store=torch_recompute.OnHost(), or an object with these two methods.",
+    ),
+    Case(
+        "not_an_ambient",
+        ArgumentError,
+        lambda: recompute(torch.exp, state=["numpy"]),  # type: ignore[list-item]
+        "state= holds 'numpy', and str has no capture() and restore(value).\n"
+        "  Write state=[torch_recompute.state.NumpyRng()], or objects with these two methods.",
+    ),
+    Case(
+        "iterator_argument",
+        ArgumentError,
+        lambda: recompute(lambda x, parts: x, name="layer 3")(vector(), (i for i in range(3))),
+        "argument 1 of layer 3 is a generator, which can be consumed only once: the forward would leave nothing for "
+        "the replay.\n"
+        "  Pass a list instead: list(...).",
+    ),
+    Case(
+        "iterator_argument",
+        ArgumentError,
+        lambda: recompute(lambda x, parts: x, name="layer 3")(vector(), parts=iter([1, 2])),
+        "argument 'parts' of layer 3 is a list_iterator, which can be consumed only once: the forward would leave "
+        "nothing for the replay.\n"
+        "  Pass a list instead: list(...).",
+    ),
+    # torch.utils.checkpoint's options
+    Case(
+        "reentrant",
+        ArgumentError,
+        lambda: checkpoint(torch.exp, vector(), use_reentrant=True),
+        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
+        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
+        "requires grad. (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)\n"
+        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster.",
+    ),
+    Case(
+        "not_a_flag",
+        ArgumentError,
+        lambda: checkpoint_sequential([torch.sin, torch.exp], 2, vector(), vector()),  # type: ignore[arg-type]
+        "use_reentrant is Tensor one of shape (3,), where False, or nothing, is expected. (checkpoint_sequential takes "
+        "one input: put several into a tuple that the functions take and return.)",
+    ),
+    Case(
+        "unknown_determinism_check",
+        ArgumentError,
+        lambda: checkpoint(torch.exp, vector(), determinism_check="defalt"),
+        "determinism_check='defalt' is not known; write one of 'default', 'none'. To compare the contents of saved "
+        'tensors as well: recompute(fn, check="values").',
+    ),
+    Case(
+        "debug_with_contexts",
+        ArgumentError,
+        lambda: checkpoint(torch.exp, vector(), debug=True, context_fn=lambda: (Silencer(), Silencer())),
+        "debug=True is incompatible with non-default context_fn: both want to see every operation of the region.\n"
+        "  Find the mismatch with debug=True and without context_fn, or enter your own logging mode in context_fn.",
+    ),
+    Case(
+        "suppressed",
+        RecomputeError,
+        lambda: checkpoint(lambda x: x.view(7), vector(), context_fn=lambda: (Silencer(), contextlib.nullcontext())),
+        "the context Silencer provided by context_fn suppressed an exception raised during the checkpointed call, so "
+        "there is no result to return.\n"
+        "  Its __exit__ must return False or None.",
+    ),
+    Case(
+        "bad_segments",
+        ArgumentError,
+        lambda: checkpoint_sequential([torch.sin, torch.exp, torch.sin], 4, vector()),
+        "checkpoint_sequential: segments=4, but 3 functions make 1 to 3 segments.",
+    ),
+    Case(
+        "bad_segments",
+        ArgumentError,
+        lambda: checkpoint_sequential([torch.sin, torch.exp, torch.sin], 0, vector()),
+        "checkpoint_sequential: segments=0, but 3 functions make 1 to 3 segments.",
+    ),
+    # what is changed between forward and backward
+    Case(
+        "changed_input",
+        ChangedError,
+        changes_a_positional_input,
+        f"argument 1 of layer 3 has been changed in place since the forward (version 0 then, 1 now), so the region "
+        f"cannot be run again: {CAUSE}.\n"
+        "  Change a copy instead (x = x + y, not x += y), or pass the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "changed_input",
+        ChangedError,
+        changes_a_keyword_input,
+        f"argument 'mask' of layer 3 has been changed in place since the forward (version 0 then, 1 now), so the "
+        f"region cannot be run again: {CAUSE}.\n"
+        "  Change a copy instead (x = x + y, not x += y), or pass the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "changed_input",
+        ChangedError,
+        changes_a_nested_input,
+        f"an element of argument 'masks' of layer 3 has been changed in place since the forward (version 0 then, 2 "
+        f"now), so the region cannot be run again: {CAUSE}.\n"
+        "  Change a copy instead (x = x + y, not x += y), or pass the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "changed_state",
+        ChangedError,
+        changes_a_weight,
+        "parameter 'weight' of Scale, which Scale reads, has been changed in place since the forward (version 0 then, "
+        "1 now): its replay would compute with other values than its forward.\n"
+        "  Change it after backward (optimizer.step() after loss.backward()). If the region itself changes it, say so: "
+        "recompute(fn, state=[torch_recompute.state.TensorState(tensor)]).",
+    ),
+    Case(
+        "changed_state",
+        ChangedError,
+        changes_a_buffer,
+        "buffer 'offset' of Scale, which layer 3 reads, has been changed in place since the forward (version 0 then, 1 "
+        "now): its replay would compute with other values than its forward.\n"
+        "  Change it after backward (optimizer.step() after loss.backward()). If the region itself changes it, say so: "
+        "recompute(fn, state=[torch_recompute.state.TensorState(tensor)]).",
+    ),
+    Case(
+        "changed_state",
+        ChangedError,
+        changes_a_closure_variable,
+        "closure variable 'weight', which layer 3 reads, has been changed in place since the forward (version 0 then, "
+        "1 now): its replay would compute with other values than its forward.\n"
+        "  Change it after backward (optimizer.step() after loss.backward()). If the region itself changes it, say so: "
+        "recompute(fn, state=[torch_recompute.state.TensorState(tensor)]).",
+    ),
+    Case(
+        "changed_saved",
+        ChangedError,
+        changes_an_input_that_the_graph_holds,
+        f"{CAUSE}: a tensor saved in a region is at version 1; expected version 0 instead.\n"
+        "  Use the out-of-place form of the operation that changes it.",
+    ),
+    Case(
+        "changed_saved",
+        ChangedError,
+        changes_a_tensor_that_it_saved,
+        f"{CAUSE}: a tensor saved in layer 3 is at version 1; expected version 0 instead.\n"
+        "  Use the out-of-place form of the operation that changes it.",
+    ),
+    Case(
+        "changed_output",
+        ChangedError,
+        changes_the_output_of_a_saved_call,
+        "the output of the saved call product in layer 3 has been changed in place (version 0 when it was returned, 1 "
+        "now), and the replay needs it as it was returned.\n"
+        "  Use the out-of-place form (y = y + r, not y += r), or move the change into the saved call.",
+    ),
+    Case(
+        "changed_value",
+        ChangedError,
+        changes_a_value_that_it_saved,
+        "a tensor that layer 3 saved for its replay has been changed in place since (version 0 then, 1 now).\n"
+        "  Save a copy: save_for_recompute(tensor.clone()), or return one from the function given to replay.",
+    ),
+    Case(
+        "store_returned",
+        StoreError,
+        lambda: step(lambda x: x.sin().exp(), inputs=ShortStore()),
+        "the store ShortStore of layer 3 was given a tensor (3,) torch.float32 on cpu and returned Tensor (1,) "
+        "torch.float32 on cpu.\n"
+        "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values.",
+    ),
+    Case(
+        "store_returned",
+        StoreError,
+        lambda: step(lambda x: no_recompute(torch.sin, name="product", store=EmptyStore())(x.exp()).exp().exp()),
+        "the store EmptyStore of product was given a tensor (3,) torch.float32 on cpu and returned NoneType.\n"
+        "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values.",
+    ),
+    # a replay that does something else
+    Case(
+        "fewer",
+        MismatchError,
+        saves_more_at_first,
+        f"the replay of layer 3 saved fewer tensors than its forward: 1 now, 2 then. {FEWER} It is needed by "
+        f"ExpBackward0 (result).{WHY}",
+    ),
+    Case(
+        "more",
+        MismatchError,
+        saves_more_later,
+        f"the replay of layer 3 saved more tensors than its forward: 1 then, and now at least one more. {MORE}{WHY}",
+    ),
+    Case(
+        "other_tensor",
+        MismatchError,
+        saves_another_shape,
+        "the replay of layer 3 saved another tensor than its forward at position 0:\n"
+        "      forward: float32[3] on cpu\n"
+        "      replay:  float32[1] on cpu\n"
+        "  (Recomputed values for the following tensors have different metadata than during the forward pass.) It is "
+        f"needed by MulBackward0 (other).{WHY}",
+    ),
+    Case(
+        "other_tensor",
+        MismatchError,
+        saves_another_dtype_at_position_1,
+        "the replay of layer 3 saved another tensor than its forward at position 1:\n"
+        "      forward: float32[3] on cpu\n"
+        "      replay:  float64[3] on cpu\n"
+        "  (Recomputed values for the following tensors have different metadata than during the forward pass.) It is "
+        f"needed by SinBackward0 (self).{WHY}",
+    ),
+    Case(
+        "other_values",
+        MismatchError,
+        saves_other_values,
+        "the replay of layer 3 saved a tensor with other values than its forward at position 1; those before it are "
+        "the same to the last bit. It is needed by PowBackward0 (self).\n"
+        "      forward: bits 3f67f7bd-9f32fde3\n"
+        f"      replay:  bits 52d16459-d0bbe84f{REASONS}",
+    ),
+    Case(
+        "other_calls",
+        MismatchError,
+        makes_a_saved_call_only_in_the_replay,
+        f"the replay of layer 3 reached attention(...) where its forward made no more saved calls or choices.{WHY}",
+    ),
+    Case(
+        "other_calls",
+        MismatchError,
+        makes_a_choice_where_there_was_a_saved_call,
+        f"the replay of layer 3 reached replay(argmax)(...) where its forward reached attention(...).{WHY}",
+    ),
+    Case(
+        "missed_call",
+        MismatchError,
+        makes_a_saved_call_only_in_the_forward,
+        f"the replay of layer 3 did not reach the saved call attention, which its forward made.{WHY}",
+    ),
+    Case(
+        "other_inputs",
+        MismatchError,
+        makes_the_saved_call_with_a_part,
+        "the replay of layer 3 reached the saved call attention with another tensor than its forward as input 0:\n"
+        "      forward: float32[3] on cpu\n"
+        f"      replay:  float32[2] on cpu{WHY}",
+    ),
+    # values
+    Case(
+        "value_requires_grad",
+        SaveError,
+        lambda: recompute(saves_what_requires_grad, name="layer 3")(vector()),
+        "save_for_recompute in layer 3: tensor 1 ((3,), torch.float32, grad_fn=ExpBackward0) requires grad. A saved "
+        "value is a constant in the replay, so its gradient would be lost.\n"
+        "  Save what was decided (indices, counts, masks), not what is differentiated; keep a differentiable result "
+        "with no_recompute(fn).",
+    ),
+    Case(
+        "choice_requires_grad",
+        SaveError,
+        lambda: recompute(chooses_what_requires_grad, name="layer 3")(vector()),
+        "replay(fn) in layer 3 returned a tensor that requires grad: tensor 1 ((3,), torch.float32, "
+        "grad_fn=SoftmaxBackward0). Its result is a constant in the replay, so its gradient would be lost.\n"
+        "  Return indices, masks or sizes only: replay(lambda s: s.topk(2).indices); keep a differentiable result with "
+        "no_recompute(fn).",
+    ),
+    Case(
+        "saved_twice",
+        SaveError,
+        lambda: recompute(saves_twice)(vector()),
+        "save_for_recompute was called twice without a key in one call of saves_twice; the second would overwrite the "
+        "first.\n"
+        '  Give each its own key:  save_for_recompute(indices, key="router")  ...  get_recompute_data(key="router")\n'
+        "  or wrap the choice in one word:  indices = replay(choose)(scores)",
+    ),
+    Case(
+        "saved_twice",
+        SaveError,
+        lambda: recompute(saves_twice_under_a_key, name="layer 3")(vector()),
+        "save_for_recompute was called twice under key='router' in one call of layer 3; the second would overwrite the "
+        "first.\n"
+        '  Give each its own key:  save_for_recompute(indices, key="router")  ...  get_recompute_data(key="router")\n'
+        "  or wrap the choice in one word:  indices = replay(choose)(scores)",
+    ),
+    Case(
+        "not_recomputing",
+        NotRecomputingError,
+        get_recompute_data,
+        "get_recompute_data() was called while nothing is being recomputed: there is no data to hand out.\n"
+        "  Ask first:  if doing_recompute(): (indices,) = get_recompute_data()\n"
+        "              else: indices = choose(scores); save_for_recompute(indices)\n"
+        "  or say it in one word:  indices = replay(choose)(scores)",
+    ),
+    Case(
+        "no_such_key",
+        SaveError,
+        lambda: step(reads_a_key_that_is_not_there),
+        "get_recompute_data(key='rooter'): the forward of layer 3 saved nothing under this key; it saved None, "
+        "'router'.\n"
+        "  Call save_for_recompute(..., key=...) in the forward of the same region.",
+    ),
+    Case(
+        "no_such_key",
+        SaveError,
+        lambda: step(reads_a_key_where_nothing_is),
+        "get_recompute_data(key='router'): the forward of layer 3 saved nothing under this key; it saved nothing.\n"
+        "  Call save_for_recompute(..., key=...) in the forward of the same region.",
+    ),
+]
+
+
+def functions_of_errors() -> set[str]:
+    """The functions of `errors.py` that make a text."""
+    return {
+        name
+        for name, function in vars(errors).items()
+        if inspect.isfunction(function) and function.__module__ == errors.__name__ and not name.startswith("_")
+    }
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The texts that `errors.py` has made, each with the name of its function."""
+    texts: list[tuple[str, str]] = []
+
+    def recorded(name: str) -> Callable[..., str]:
+        function = getattr(errors, name)
+
+        def record(*args: Any, **kwargs: Any) -> str:
+            text = function(*args, **kwargs)
+            texts.append((name, text))
+            return text
+
+        return record
+
+    for name in functions_of_errors():
+        monkeypatch.setattr(errors, name, recorded(name))
+    return texts
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}-{case.of}") for i, case in enumerate(CASES)])
+def test_misuse_is_answered_word_for_word(case: Case, made: list[tuple[str, str]]) -> None:
+    """A misuse raises the class and the whole text of its row, and the text is made by the function of its row."""
+    with pytest.raises(RecomputeError) as caught:
+        case.misuse()
+    assert str(caught.value) == case.text
+    assert type(caught.value) is case.kind
+    assert (case.of, case.text) in made
+
+
+def test_every_text_has_a_row() -> None:
+    """Each function of `errors.py` that makes a text is answered by a misuse in the table."""
+    assert {case.of for case in CASES} == functions_of_errors()
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}-{case.of}") for i, case in enumerate(CASES)])
+def test_text_is_laid_out_for_reading(case: Case) -> None:
+    """A text has no trailing blanks, no doubled full stops, matching brackets, and indents all lines but the first."""
+    lines = case.text.split("\n")
+    assert all(line == line.rstrip() for line in lines)
+    assert ".." not in case.text.replace("...", "")
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert case.text.count("(") == case.text.count(")")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}-{case.of}") for i, case in enumerate(CASES)])
+def test_after_a_misuse_the_next_step_is_right(case: Case) -> None:
+    """No misuse leaves hooks, modes or a running region behind: the next region gives the plain gradient."""
+    with pytest.raises(RecomputeError):
+        case.misuse()
+    assert not doing_recompute()
+    plain, ours = vector(), vector()
+    plain.sin().exp().sum().backward()
+    recompute(lambda x: x.sin().exp())(ours).sum().backward()
+    assert torch.equal(plain.grad, ours.grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bases"),
+    [
+        (RecomputeError, (RuntimeError,)),
+        (ArgumentError, (RecomputeError, TypeError, ValueError)),
+        (MismatchError, (RecomputeError, CheckpointError)),
+        (ChangedError, (RecomputeError,)),
+        (SaveError, (RecomputeError, AssertionError)),
+        (NotRecomputingError, (RecomputeError, AssertionError)),
+        (StoreError, (RecomputeError,)),
+    ],
+)
+def test_error_is_caught_where_others_were(kind: type[Exception], bases: tuple[type[Exception], ...]) -> None:
+    """Each class is public and derives from what existing code catches in the same place."""
+    assert getattr(torch_recompute, kind.__name__) is kind
+    assert kind.__name__ in torch_recompute.__all__
+    assert issubclass(kind, bases[0])
+    assert all(issubclass(kind, base) for base in bases)
