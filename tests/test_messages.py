@@ -391,7 +391,7 @@ CASES = [
         "not_a_flag",
         ArgumentError,
         lambda: checkpoint_sequential([torch.sin, torch.exp], 2, vector(), vector()),  # type: ignore[arg-type]
-        "use_reentrant is Tensor one of shape (3,), where False, or nothing, is expected. (checkpoint_sequential takes "
+        "use_reentrant is Tensor of shape (3,), where False, or nothing, is expected. (checkpoint_sequential takes "
         "one input: put several into a tuple that the functions take and return.)",
     ),
     Case(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import os
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -304,7 +305,7 @@ def say_stack(stack: Any, last: int = 12) -> list[str]:
     """A captured stack as lines, the innermost calls last, without this library's and torch's own frames."""
     lines: list[str] = "".join(stack.format()).splitlines()
     frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
-    inside = ("/torch/", "/torch_recompute/")
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
     return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
 
 

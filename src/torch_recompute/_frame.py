@@ -11,22 +11,23 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from . import _compat, _tree, errors, state
-from ._compat import is_parameter, parameter_of, storage_id
+from ._compat import parameter_of, storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
+from ._inputs import Inputs
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
 from ._slots import Packed, Slot, unpack
 from ._trace import OpTrace
 from ._tree import meta
-from .stores import Hooks, Kept, Store
+from .stores import Hooks, Store
 from .values import Key, Run, Trace, thread
 
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
@@ -52,16 +53,12 @@ class Frame(Run):
     __slots__ = (
         "__weakref__",
         "_aliases",
-        "_call",
-        "_changed",
         "_contexts",
-        "_given",
+        "_ids",
         "_lock",
+        "_nested",
         "_parameters",
-        "_storages",
         "_template",
-        "_tensors",
-        "_versions",
         "_world",
         "complete",
         "fingerprints",
@@ -83,24 +80,24 @@ class Frame(Run):
         self.options = options
         self.transient = self.complete = False
         self._aliases: dict[int, torch.Tensor] = {}
-        self._changed: tuple[int, int] | None = None
-        self._storages: set[int] | None = None
+        self._nested: list[weakref.ref[Frame] | None] = []
         self.store = options.store or _ambient_store(outer)
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
         self._parameters: list[torch.Tensor] = []
         self._contexts: contextlib.AbstractContextManager[Any] | None = None
         self._lock = threading.RLock()
-        call = self._call = _tree.Call(args, kwargs)
+        call = _tree.Call(args, kwargs)
         found = reach(fn, self._look_at(call) if call.others else ())
         if found is None:
-            self._template, self._tensors = fn, ()
+            self._template: Any = fn
         else:
-            self._template, self._tensors = found.template, found.tensors
+            self._template = found.template
             if found.generators and options.rng:
                 self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
         self._world = state.World(found, self.ambients, cells=self.store is None)
-        self._keep_inputs(call.tensors)
+        self.inputs = Inputs(call, () if found is None else found.tensors, self.store, self.name)
+        self._ids = self.inputs.ids
 
     def _look_at(self, call: _tree.Call) -> list[torch.nn.Module]:
         """The modules among the arguments; takes generators, refuses iterators."""
@@ -116,39 +113,19 @@ class Frame(Run):
                 raise errors.ArgumentError(errors.iterator_argument(self.name, call.label(i), leaf))
         return modules
 
-    def _keep_inputs(self, tensors: Sequence[int]) -> None:
-        store, leaves = self.store, self._call.leaves
-        self.inputs: dict[int, int]
-        inputs = self._given = [*[leaves[i] for i in tensors], *self._tensors]
-        self._versions = [tensor._version for tensor in inputs]
-        if store is None:
-            self.inputs = {id(tensor): tensor._version for tensor in inputs}
-        else:
-            self.inputs = {}
-            for i in tensors:
-                leaves[i] = self._put(store, leaves[i])
-            self._tensors = [self._put(store, tensor) for tensor in self._tensors]
-
-    def _put(self, store: Store, tensor: torch.Tensor) -> Any:
-        return tensor if is_parameter(tensor) else Kept(store, tensor, self.name)
-
     @property
     def restored(self) -> frozenset[int]:
         """The storages of tensors that hold other contents outside of the replay."""
         return self._world.restored()
 
-    @property
-    def storages(self) -> set[int]:
-        """The storages of the region's inputs, where the frame holds these themselves."""
-        if self._storages is None:
-            held = [self._call.leaves[i] for i in self._call.tensors] if self.store is None else []
-            self._storages = {*map(storage_id, held), *(map(storage_id, self._tensors) if held else ())} - {0}
-        return self._storages
-
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly."""
         if self.store is None:
             self._aliases.update((storage_id(tensor), tensor) for tensor in tensors)
+
+    def nested(self, frame: weakref.ref[Frame] | None) -> None:
+        """Notes a region that ended inside this one."""
+        self._nested.append(frame)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -158,7 +135,7 @@ class Frame(Run):
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """The pack hook of the forward."""
-        version = self.inputs.get(id(tensor))
+        version = self._ids.get(id(tensor))
         if version is not None:
             now = tensor._version  # once changed here, its history leads to the very node that saves it
             return (tensor if now == version else tensor.detach()), now
@@ -168,7 +145,7 @@ class Frame(Run):
                 self._parameters.append(parameter)
                 return (tensor if tensor is parameter else tensor.detach()), tensor._version
             storage = storage_id(tensor)
-            if storage in self.storages or storage in self._aliases:
+            if storage in self.inputs.storages or storage in self._aliases:
                 return tensor.detach(), tensor._version
         slot = Slot(self, meta(tensor))
         self.slots.append(weakref.ref(slot))
@@ -193,44 +170,18 @@ class Frame(Run):
         if self.fingerprints is not None:
             self.fingerprints.flush()
         self._world.settle()
-        self._settle_inputs()
+        self.inputs.settle()
         if not self.replaying:
             self._settle(outer)
         return result
 
-    def _settle_inputs(self) -> None:
-        """After the forward: lets go of the tensors that a store keeps, and of those that the region has changed."""
-        leaves, given = self._call.leaves, self._given
-        self._given = ()
-        changed = [n for n, (t, version) in enumerate(zip(given, self._versions, strict=True)) if t._version != version]
-        if self.store is not None:
-            self._changed = next(((n, given[n]._version) for n in changed if n < len(self._call.tensors)), None)
-            return
-        for n in changed:  # there will be no replay with it, and its history now leads here
-            if n < len(self._call.tensors):
-                i = self._call.tensors[n]
-                leaves[i] = leaves[i].detach()
-            else:
-                n -= len(self._call.tensors)
-                self._tensors = [*self._tensors[:n], self._tensors[n].detach(), *self._tensors[n + 1 :]]
-
-    def _check_inputs(self) -> None:
-        """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
-        found = self._changed
-        if self.store is None:
-            for n, i in enumerate(self._call.tensors):
-                if self._call.leaves[i]._version != self._versions[n]:
-                    found = n, self._call.leaves[i]._version
-                    break
-        if found is not None:
-            n, now = found
-            label = self._call.label(self._call.tensors[n])
-            raise errors.ChangedError(errors.changed_input(self.name, label, self._versions[n], now))
-
     def _settle(self, outer: Run | None) -> None:
         if self.trace is not None:
             mark_spare(self.trace, self._need() if self.options.early_stop else _END)
-        hand_over(self.trace, outer)
+            if self.trace.values:
+                alive = [ref() is not None for ref in self.slots]
+                self.trace.live = alive, [ref is not None and ref() is not None for ref in self._nested]
+        hand_over(self.trace, outer, weakref.ref(self))
 
     def _need(self) -> Key:
         """The last moment of the forward that backward still waits for; `NEVER` if none."""
@@ -275,17 +226,12 @@ class Frame(Run):
 
     def _replay(self) -> int:
         self._world.check(self.name)
-        self._check_inputs()
-        leaves = self._call.leaves
-        tensors = self._tensors
-        if self.store is not None:
-            leaves = [leaf.open() if type(leaf) is Kept else leaf for leaf in leaves]
-            tensors = [t.open() if type(t) is Kept else t for t in tensors]
-        args, kwargs = self._call.arguments(leaves)
-        fn = rebuild(self._template, tensors)
+        self.inputs.check(self.name)
+        args, kwargs, cells, ids = self.inputs.open()
+        fn = rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
-        run = Replay(self, self._need() if self.options.early_stop else None)
+        run = Replay(self, ids, self._need() if self.options.early_stop else None)
         grad, outer = torch.is_grad_enabled(), thread.run
         _compat.set_grad_enabled(True)
         thread.run = run
@@ -339,10 +285,12 @@ def _ambient_store(outer: Run | None) -> Store | None:
     return Hooks(*hooks)
 
 
-def hand_over(trace: Trace | None, outer: Run | None) -> None:
+def hand_over(trace: Trace | None, outer: Run | None, frame: weakref.ref[Frame] | None) -> None:
     """Gives a finished region's trace to the region around it, or drops what no replay will ever need."""
     if outer is not None:
         outer.writing().children.append((outer.key(), trace))
+        if isinstance(outer, Frame):
+            outer.nested(frame)
     elif trace is not None:
         _drop_spare(trace)
 

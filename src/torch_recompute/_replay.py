@@ -37,7 +37,7 @@ class Replay(Run):
         "_done",
         "_fingerprints",
         "_frame",
-        "_inputs",
+        "_ids",
         "_last",
         "_restored",
         "_slots",
@@ -46,7 +46,7 @@ class Replay(Run):
         "filled",
     )
 
-    def __init__(self, frame: Frame, stop: Key | None) -> None:
+    def __init__(self, frame: Frame, ids: dict[int, int], stop: Key | None) -> None:
         super().__init__(frame.name, frame.trace, True, frame.ambients)
         self._frame = frame
         self._stop = stop
@@ -57,7 +57,7 @@ class Replay(Run):
         self._check = frame.options.check != "none"
         self._done = False
         self.filled = 0
-        self._inputs = frame.inputs
+        self._ids = ids
         self._restored = frame.restored
         self._aliases: dict[int, torch.Tensor] = {}
 
@@ -71,7 +71,7 @@ class Replay(Run):
         if parameter_of(tensor) is not None:
             return True
         storage = storage_id(tensor)
-        return storage in self._frame.storages or storage in self._aliases
+        return storage in self._frame.inputs.storages or storage in self._aliases
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
@@ -94,17 +94,20 @@ class Replay(Run):
         """How many slots have been passed."""
         return self.filled
 
-    def skip(self, saved: int, records: int) -> None:
-        """Goes on at slot `saved` if all before it are dead.
+    def skip(self, saved: int, records: int, children: int) -> bool:
+        """Goes on at the moment at which a value was saved.
 
         The function might do the work all the same and fill the wrong slots, so from here on the replay does not stop
-        early: it runs to its end, where the number of slots must come out exactly.
+        early: it runs to its end, and the number of slots must come out exactly.
         """
-        super().skip(saved, records)
-        if saved > self.filled and all(ref() is None for ref in self._slots[self.filled : saved]):
+        if (saved, records, children) == (self.filled, self._record, self._child):
+            return True
+        skipped = super().skip(saved, records, children)
+        if skipped:
             self.filled = saved
             self._last = -1
             self._stop = None
+        return skipped
 
     def event(self) -> None:
         """Ends the replay if every open slot has been filled."""
@@ -113,7 +116,7 @@ class Replay(Run):
 
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """The pack hook of the replay: fills the next slot."""
-        if id(tensor) in self._inputs:
+        if id(tensor) in self._ids:
             return tensor, tensor._version
         if (type(tensor) is not torch.Tensor or self._aliases or tensor._is_view()) and self._is_kept(tensor):
             return tensor, tensor._version

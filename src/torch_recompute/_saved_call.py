@@ -102,8 +102,7 @@ class SavedCall:
             if slot is not None:
                 view = geometry.of(inputs[index])
                 if view is None:
-                    then = _tree.say(self._metas[index])
-                    now = _tree.say(_tree.meta(inputs[index]))
+                    then, now = self._sides(index, inputs[index])
                     raise errors.MismatchError(errors.other_inputs(region, self.name, index, then, now))
                 if storage_id(view) in restored:  # its contents will not outlive the replay
                     view = view.clone()
@@ -148,10 +147,15 @@ class SavedCall:
                 return base
             view = output.geometry.of(base)
             if view is None:
-                then, now = _tree.say(self._metas[output.source]), _tree.say(_tree.meta(base))
+                then, now = self._sides(output.source, base)
                 raise errors.MismatchError(errors.other_inputs(region, self.name, output.source, then, now))
             return view.requires_grad_() if output.grad else view
         return output
+
+    def _sides(self, index: int, now: torch.Tensor) -> tuple[str, str]:
+        then = next((g.base_stride for _, i, g in self._views if i == index), "other")
+        meta = _tree.say(_tree.meta(now))
+        return f"{_tree.say(self._metas[index])}, stride {then}", f"{meta}, stride {_tree.layout(now)}"
 
     def _open(self, region: str, stored: Stored) -> torch.Tensor:
         packed = stored.packed

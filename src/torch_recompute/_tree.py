@@ -99,12 +99,23 @@ class Geometry(NamedTuple):
     stride: tuple[int, ...]
     shift: int
     base_stride: tuple[int, ...]
+    whole: bool
 
     def of(self, base: torch.Tensor) -> torch.Tensor | None:
-        """The view, over the memory of a new `base`; None where `base` is laid out otherwise than the old one."""
+        """The view, over the memory of a new `base`; None where that cannot be had."""
+        if self.whole:
+            return base.detach()
         if base.stride() != self.base_stride:
-            return None
+            return self._laid_out(base)
         return base.detach().as_strided(self.size, self.stride, base.storage_offset() + self.shift)
+
+    def _laid_out(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The view, over a copy of `base` with the strides that it had (a store may have returned it without gaps)."""
+        try:
+            copy = base.new_empty_strided(base.shape, self.base_stride).copy_(base.detach())
+            return copy.as_strided(self.size, self.stride, self.shift)
+        except RuntimeError:  # the elements of the old one overlapped, or the view reached beyond it
+            return None
 
 
 def geometry(view: torch.Tensor, base: torch.Tensor) -> Geometry | None:
@@ -115,7 +126,8 @@ def geometry(view: torch.Tensor, base: torch.Tensor) -> Geometry | None:
     if _subclass(view) or _subclass(base):
         return None
     shift = int(view.storage_offset() - base.storage_offset())
-    return Geometry(tuple(view.shape), view.stride(), shift, base.stride())
+    whole = shift == 0 and view.shape == base.shape and view.stride() == base.stride()
+    return Geometry(tuple(view.shape), view.stride(), shift, base.stride(), whole)
 
 
 def _subclass(tensor: torch.Tensor) -> bool:

@@ -49,21 +49,21 @@ def _type(value: object) -> str:
     return type(value).__name__
 
 
-def _short(value: object) -> str:
+def _what(value: object) -> str:
     shape = getattr(value, "shape", None)
-    return repr(value)[:80] if shape is None else f"one of shape {tuple(shape)}"
+    return f"{_type(value)}: {repr(value)[:80]}" if shape is None else f"{_type(value)} of shape {tuple(shape)}"
 
 
 def not_callable(what: str, value: object) -> str:
     """Text for a `fn` that cannot be called."""
     if what == "checkpoint":
         return (
-            f"checkpoint(function, *args) needs a callable, but got {_type(value)}: {_short(value)}\n"
+            f"checkpoint(function, *args) needs a callable, but got {_what(value)}\n"
             "  Pass the function itself, then its arguments:\n"
             "      y = checkpoint(layer, x)     # not checkpoint(layer(x))"
         )
     return (
-        f"{what}(fn) needs a callable, but got {_type(value)}: {_short(value)}\n"
+        f"{what}(fn) needs a callable, but got {_what(value)}\n"
         f"  It returns a callable; pass the function itself, and the arguments to the result:\n"
         f"      y = {what}(layer)(x)     # not {what}(layer(x))"
     )
@@ -150,9 +150,8 @@ def bad_segments(segments: object, functions: int) -> str:
 
 def not_a_flag(value: object) -> str:
     """Text for a `use_reentrant` that is not a bool."""
-    got = _short(value) if hasattr(value, "shape") else repr(value)[:80]
     return (
-        f"use_reentrant is {_type(value)} {got}, where False, or nothing, is expected. (checkpoint_sequential takes "
+        f"use_reentrant is {_what(value)}, where False, or nothing, is expected. (checkpoint_sequential takes "
         "one input: put several into a tuple that the functions take and return.)"
     )
 

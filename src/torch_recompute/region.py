@@ -66,7 +66,7 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     if not outer.replaying:
         if run.trace is not None:
             mark_spare(run.trace, NEVER)
-        hand_over(run.trace, outer)
+        hand_over(run.trace, outer, None)
     return result
 
 
@@ -172,7 +172,7 @@ def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | 
         if run.replaying:
             return _pass_by(run, label, fn, args, kwargs)
         frame = run if isinstance(run, Frame) else None
-        scope = (frame, frame.storages) if frame is not None else (None, frozenset[int]())
+        scope = (frame, frame.inputs.storages) if frame is not None else (None, frozenset[int]())
         result, kept = record_call(run, scope, store, label, fn, args, kwargs)
         if frame is not None:
             frame.alias(kept)

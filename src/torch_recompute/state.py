@@ -207,9 +207,10 @@ def _is_waited_for(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and leads_to(tensor)
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; without its history if it has one, which may by now lead back to the region that holds it."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
+def _apart(seen: Seen) -> Seen:
+    """`seen`, holding the tensor's memory and version but not a history that may come to lead back to the region."""
+    tensor = seen.tensor
+    return seen if tensor.requires_grad and tensor.is_leaf else seen._replace(tensor=tensor.detach())
 
 
 def _small(tensor: torch.Tensor) -> bool:
@@ -233,14 +234,14 @@ class _Reached:
             if seen.training and (_small(seen.tensor) or seen.tensor not in _quiet):
                 copied.append(seen.tensor)
             self._watched.append((seen, version_of(seen.tensor)))
-        self._watched.extend((seen, version_of(seen.tensor)) for seen in reach.parameters(cells))
+        self._watched.extend((_apart(seen), version_of(seen.tensor)) for seen in reach.parameters(cells))
         self._state = TensorState(*copied)
         self._copies = self._state.capture()
 
     def settle(self) -> None:
         if self._copies:
             self._settle_copies()
-        self._watched = [(seen._replace(tensor=_apart(seen.tensor)), version) for seen, version in self._watched]
+        self._watched = [(_apart(seen), version) for seen, version in self._watched]
 
     def _settle_copies(self) -> None:
         changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
@@ -248,7 +249,7 @@ class _Reached:
         restored: set[int] = set()
         for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
             if _small(tensor) or id(tensor) in changed:
-                kept.append((_apart(tensor), copy))
+                kept.append((tensor.detach(), copy))
                 restored.add(id(tensor))
             else:
                 _quiet[tensor] = None

@@ -42,15 +42,18 @@ class Trace:
         records: What `replay` and `no_recompute` left, in order of their calls.
         children: The traces of nested regions in order, each with the moment at which the region ended.
         spare: Set once no replay of the enclosing region gets as far as this one.
+        live: For each tensor saved, and each nested region, whether the graph still held it when the forward ended;
+            noted only where there are values. What was dead is the work by which a value was found.
     """
 
-    __slots__ = ("children", "records", "spare", "values")
+    __slots__ = ("children", "live", "records", "spare", "values")
 
     def __init__(self) -> None:
         self.values: dict[Hashable, Values] = {}
         self.records: list[Any] = []
         self.children: list[tuple[Key, Trace | None]] = []
         self.spare = False
+        self.live: tuple[Sequence[bool], Sequence[bool]] = ((), ())
 
 
 class Run:
@@ -63,7 +66,7 @@ class Run:
         ambients: The generators and states that a saved call in it may advance.
     """
 
-    __slots__ = ("_child", "_record", "_skippable", "ambients", "name", "replaying", "trace")
+    __slots__ = ("_child", "_record", "ambients", "name", "replaying", "trace")
 
     def __init__(self, name: str, trace: Trace | None, replaying: bool, ambients: Sequence[Ambient] = ()) -> None:
         self.name = name
@@ -72,7 +75,6 @@ class Run:
         self.ambients = ambients
         self._record = 0
         self._child = 0
-        self._skippable = 0
 
     def saved(self) -> int:
         """How many tensors of its own the run has saved by now."""
@@ -101,20 +103,30 @@ class Run:
         self.event()
         records = () if self.trace is None else self.trace.records
         record: Any = records[self._record] if self._record < len(records) else None
-        while self._record < self._skippable and (type(record) is not kind or record.name != name):
-            self._record += 1
-            record = records[self._record] if self._record < len(records) else None
         if record is None or type(record) is not kind or record.name != name:
             raise errors.MismatchError(errors.other_calls(self.name, name, None if record is None else record.name))
         self._record += 1
         return record
 
-    def skip(self, saved: int, records: int) -> None:
-        """Allows for the forward having made `records` calls, and saved tensors, that the replay leaves out.
+    def moment(self) -> tuple[int, int, int]:
+        """How many tensors have been saved, saved calls and choices made, nested regions entered."""
+        trace = self.trace
+        if trace is None:
+            return self.saved(), 0, 0
+        return self.saved(), len(trace.records), len(trace.children)
 
-        A value that the forward computed and the replay reads costs the replay the work in between.
+    def skip(self, saved: int, records: int, children: int) -> bool:
+        """Goes on at the moment at which a value was saved, where the replay leaves out the work before it.
+
+        It does so if nothing in between was part of the graph; else the value is read early and the work redone.
         """
-        self._skippable = max(self._skippable, records)
+        assert self.trace is not None
+        slots, regions = self.trace.live
+        behind = self.saved() > saved or self._record > records or self._child > children
+        if behind or any(slots[self.saved() : saved]) or any(regions[self._child : children]):
+            return False
+        self._record, self._child = records, children
+        return True
 
     def next_child(self) -> Trace | None:
         """The trace that the forward's nested region left at this point."""
@@ -137,7 +149,7 @@ class Values:
 
     __slots__ = ("_leaves", "_spec", "_versions", "moment")
 
-    def __init__(self, tree: Any, moment: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, tree: Any, moment: tuple[int, int, int] = (0, 0, 0)) -> None:
         self.moment = moment
         self._leaves, self._spec = _compat.tree_flatten(tree)
         self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
@@ -181,7 +193,7 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     trace = run.writing()
     if key in trace.values:
         raise errors.SaveError(errors.saved_twice(run.name, key))
-    trace.values[key] = Values(data, (run.saved(), len(trace.records)))
+    trace.values[key] = Values(data, run.moment())
 
 
 def doing_recompute() -> bool:

@@ -176,6 +176,26 @@ def test_a_dead_branch_is_not_replayed_to():
     assert seen.counts["mm"] == 0
 
 
+@pytest.mark.parametrize("after", ["a save", "a region", "a saved call"])
+def test_after_an_unfinished_tensor_the_next_event_is_the_end(after):
+    """Where the last tensor is yet to be filled by its kernel, the replay ends at the next save, region or call."""
+    count = Counted()
+    branch = count("branch", lambda y: (y @ y).exp())
+    if after != "a save":
+        branch = (recompute if after == "a region" else no_recompute)(branch)
+
+    def body(x):
+        y = F.rrelu(x.exp() - 2, training=True)
+        return y, branch(y)
+
+    kept, dropped = recompute(body)(ones(4, 4))
+    del dropped
+    with Operations() as seen:
+        kept.sum().backward()
+    assert count.calls["branch"] == (2 if after == "a save" else 1)
+    assert seen.counts["mm"] == 0
+
+
 def test_tensors_of_a_dead_branch_are_not_kept():
     """A branch in the middle whose graph is gone runs again, but its tensors die at once."""
     weight = torch.ones(64, 64, requires_grad=True)

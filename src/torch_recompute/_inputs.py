@@ -1,0 +1,111 @@
+"""The tensors that a region was given, between its forward and its replays.
+
+Without a store they are kept where they are, with their versions, so that a change in place is noticed. What is held
+is detached, unless it is a leaf that requires grad: the tensor itself may get a history later that leads back to the
+region (`h += recompute(block)(h)`), and a cycle through the graph is never collected. A replay gets fresh leaves over
+the same memory; two arguments that were one tensor are one tensor again, because code asks (`k is v` in attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import errors
+from ._compat import is_parameter, storage_id
+from ._tree import Call
+from .stores import Kept, Store
+
+
+class _Detached:
+    """An input that is part of a graph, held without it."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def open(self) -> torch.Tensor:
+        return self.tensor.detach().requires_grad_()
+
+
+class Inputs:
+    """The tensors among a call's arguments, then those in the cells of its function's closure.
+
+    Attributes:
+        ids: Identity and version of each while the forward runs; empty where a store keeps copies.
+    """
+
+    __slots__ = ("_call", "_given", "_held", "_spoiled", "_storages", "_store", "_versions", "ids")
+
+    def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
+        self._call = call
+        self._store = store
+        self._spoiled: tuple[int, int] | None = None
+        self._storages: set[int] | None = None
+        self._given: Sequence[torch.Tensor] = [*[call.leaves[i] for i in call.tensors], *cells]
+        self._versions = [tensor._version for tensor in self._given]
+        self.ids: dict[int, int] = {}
+        if store is None:
+            self.ids = dict(zip(map(id, self._given), self._versions, strict=True))
+        held: dict[int, Any] = {}
+        for tensor in self._given:
+            if id(tensor) not in held:
+                held[id(tensor)] = self._hold(tensor, region)
+        self._held = [held[id(tensor)] for tensor in self._given]
+        for i in call.tensors:
+            call.leaves[i] = None
+
+    def _hold(self, tensor: torch.Tensor, region: str) -> Any:
+        if self._store is not None:
+            return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
+        if not tensor.requires_grad:
+            return tensor.detach()
+        return tensor if tensor.is_leaf else _Detached(tensor.detach())
+
+    @property
+    def storages(self) -> set[int]:
+        """The storages of the inputs, where there is no store."""
+        if self._storages is None:
+            held = self._held if self._store is None else ()
+            self._storages = {storage_id(h.tensor if type(h) is _Detached else h) for h in held} - {0}
+        return self._storages
+
+    def settle(self) -> None:
+        """After the forward: lets go of the tensors themselves."""
+        if self._store is not None:
+            for n, tensor in enumerate(self._given[: len(self._call.tensors)]):
+                if tensor._version != self._versions[n]:
+                    self._spoiled = n, tensor._version
+        self._given = ()
+
+    def check(self, region: str) -> None:
+        """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
+        found = self._spoiled
+        if self._store is None:
+            for n in range(len(self._call.tensors)):
+                held = self._held[n]
+                version = (held.tensor if type(held) is _Detached else held)._version
+                if version != self._versions[n]:
+                    found = n, version
+                    break
+        if found is not None:
+            n, now = found
+            label = self._call.label(self._call.tensors[n])
+            raise errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
+
+    def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], dict[int, int]]:
+        """For a replay: arguments, keyword arguments, closure tensors, and `ids` as for the forward."""
+        opened: dict[int, torch.Tensor] = {}
+        for held in self._held:
+            if id(held) not in opened:
+                opened[id(held)] = held.open() if type(held) in (_Detached, Kept) else held
+        tensors = [opened[id(held)] for held in self._held]
+        leaves = list(self._call.leaves)
+        for i, tensor in zip(self._call.tensors, tensors, strict=False):
+            leaves[i] = tensor
+        args, kwargs = self._call.arguments(leaves)
+        ids = {id(tensor): tensor._version for tensor in tensors} if self._store is None else {}
+        return args, kwargs, tensors[len(self._call.tensors) :], ids
