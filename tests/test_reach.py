@@ -151,7 +151,7 @@ def test_tensors_are_found_and_named(fn: Any, tensor: torch.Tensor, name: str) -
     """A tensor that may change is found with words that say where."""
     found = reach(fn)
     assert found is not None
-    assert any(t is tensor and n == name for n, t, *_ in found.mutable(cells=True))
+    assert any(seen.tensor is tensor and seen.label() == name for seen in found.mutable(cells=True))
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def storage_id(tensor: torch.Tensor) -> int:
         return 0
 
 
-_bytes_at: Callable[[int, int], bytes] = cast("Any", ctypes)._string_at
+_bytes_at: Callable[[int, int], bytes] = getattr(ctypes, "_string_at", ctypes.string_at)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,10 +7,10 @@ its slots; the graph holds the slots, and they the frame. When the last slot die
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ._inputs import Inputs
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
-from ._slots import Packed, Slot, unpack
+from ._slots import Packed, Slot, unpack, without_history
 from ._trace import OpTrace
 from ._tree import meta
 from .stores import Hooks, Store
@@ -32,6 +32,7 @@ from .values import Key, Run, Trace, thread
 
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
 NEVER: Key = (-1, 0)
+_NONE: dict[int, torch.Tensor] = {}
 _END: Key = (math.inf, math.inf)
 
 
@@ -79,14 +80,14 @@ class Frame(Run):
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
         self.transient = self.complete = False
-        self._aliases: dict[int, torch.Tensor] = {}
-        self._nested: list[weakref.ref[Frame] | None] = []
+        self._aliases: dict[int, torch.Tensor] = _NONE
+        self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
         self.store = options.store or _ambient_store(outer)
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
         self._parameters: list[torch.Tensor] = []
         self._contexts: contextlib.AbstractContextManager[Any] | None = None
-        self._lock = threading.RLock()
+        self._lock = RLock()
         call = _tree.Call(args, kwargs)
         found = reach(fn, self._look_at(call) if call.others else ())
         if found is None:
@@ -121,11 +122,11 @@ class Frame(Run):
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly."""
         if self.store is None:
-            self._aliases.update((storage_id(tensor), tensor) for tensor in tensors)
+            self._aliases = {**self._aliases, **{storage_id(tensor): tensor for tensor in tensors}}
 
     def nested(self, frame: weakref.ref[Frame] | None) -> None:
         """Notes a region that ended inside this one."""
-        self._nested.append(frame)
+        self._nested = (*self._nested, frame)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -153,6 +154,10 @@ class Frame(Run):
             self.fingerprints.add(len(self.slots) - 1, tensor)
         return slot
 
+    def put(self, tensor: torch.Tensor) -> Packed:
+        """Keeps an input of a region inside this one."""
+        return without_history(self.pack(tensor))
+
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function under the hooks."""
         if self.options.contexts is not None:
@@ -165,7 +170,7 @@ class Frame(Run):
         finally:
             thread.run = outer
             _compat.pop_hooks()
-            self._aliases = {}  # an identity means something only while what it identifies is alive
+            self._aliases = _NONE  # an identity means something only while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()
@@ -280,8 +285,8 @@ def _ambient_store(outer: Run | None) -> Store | None:
     hooks = _compat.ambient_hooks()
     if hooks is None:
         return None
-    if isinstance(outer, Replay) and getattr(hooks[0], "__self__", None) is outer:
-        return Hooks(functools.partial(outer.pack, finished=True), unpack)
+    if isinstance(outer, (Frame, Replay)) and getattr(hooks[0], "__self__", None) is outer:
+        return Hooks(outer.put, unpack)
     return Hooks(*hooks)
 
 

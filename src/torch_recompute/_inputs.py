@@ -15,7 +15,7 @@ import torch
 
 from . import errors
 from ._compat import is_parameter, storage_id
-from ._tree import Call
+from ._tree import Call, apart
 from .stores import Kept, Store
 
 
@@ -31,6 +31,10 @@ class _Detached:
         return self.tensor.detach().requires_grad_()
 
 
+def _open(held: Any) -> torch.Tensor:
+    return held.open() if type(held) is _Detached or type(held) is Kept else held
+
+
 class Inputs:
     """The tensors among a call's arguments, then those in the cells of its function's closure.
 
@@ -38,32 +42,33 @@ class Inputs:
         ids: Identity and version of each while the forward runs; empty where a store keeps copies.
     """
 
-    __slots__ = ("_call", "_given", "_held", "_spoiled", "_storages", "_store", "_versions", "ids")
+    __slots__ = ("_call", "_given", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions", "ids")
 
     def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
         self._call = call
         self._store = store
         self._spoiled: tuple[int, int] | None = None
         self._storages: set[int] | None = None
-        self._given: Sequence[torch.Tensor] = [*[call.leaves[i] for i in call.tensors], *cells]
-        self._versions = [tensor._version for tensor in self._given]
-        self.ids: dict[int, int] = {}
-        if store is None:
-            self.ids = dict(zip(map(id, self._given), self._versions, strict=True))
-        held: dict[int, Any] = {}
-        for tensor in self._given:
-            if id(tensor) not in held:
-                held[id(tensor)] = self._hold(tensor, region)
-        self._held = [held[id(tensor)] for tensor in self._given]
+        leaves = call.leaves
+        given = self._given = [leaves[i] for i in call.tensors]
+        given += cells
+        versions = self._versions = [tensor._version for tensor in given]
+        ids = dict(zip(map(id, given), versions, strict=True))
+        if len(ids) == len(given):
+            self._held = [self._hold(tensor, region) for tensor in given]
+        else:
+            held = {id(tensor): self._hold(tensor, region) for tensor in given}
+            self._held = [held[id(tensor)] for tensor in given]
+        self._shared = len(ids) != len(given)
+        self.ids: dict[int, int] = ids if store is None else {}
         for i in call.tensors:
-            call.leaves[i] = None
+            leaves[i] = None
 
     def _hold(self, tensor: torch.Tensor, region: str) -> Any:
         if self._store is not None:
             return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
-        if not tensor.requires_grad:
-            return tensor.detach()
-        return tensor if tensor.is_leaf else _Detached(tensor.detach())
+        held = apart(tensor)
+        return _Detached(held) if held is not tensor and tensor.requires_grad else held
 
     @property
     def storages(self) -> set[int]:
@@ -76,10 +81,10 @@ class Inputs:
     def settle(self) -> None:
         """After the forward: lets go of the tensors themselves."""
         if self._store is not None:
-            for n, tensor in enumerate(self._given[: len(self._call.tensors)]):
+            for n, tensor in enumerate(self._given):
                 if tensor._version != self._versions[n]:
                     self._spoiled = n, tensor._version
-        self._given = ()
+        self._given = []
 
     def check(self, region: str) -> None:
         """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
@@ -93,16 +98,17 @@ class Inputs:
                     break
         if found is not None:
             n, now = found
-            label = self._call.label(self._call.tensors[n])
+            places = self._call.tensors
+            label = self._call.label(places[n]) if n < len(places) else "a closure variable"
             raise errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
 
     def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], dict[int, int]]:
         """For a replay: arguments, keyword arguments, closure tensors, and `ids` as for the forward."""
-        opened: dict[int, torch.Tensor] = {}
-        for held in self._held:
-            if id(held) not in opened:
-                opened[id(held)] = held.open() if type(held) in (_Detached, Kept) else held
-        tensors = [opened[id(held)] for held in self._held]
+        if self._shared:
+            opened = {id(held): _open(held) for held in self._held}
+            tensors = [opened[id(held)] for held in self._held]
+        else:
+            tensors = [_open(held) for held in self._held]
         leaves = list(self._call.leaves)
         for i, tensor in zip(self._call.tensors, tensors, strict=False):
             leaves[i] = tensor

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._tree import wants_grad
+
 
 class _Code(NamedTuple):
     """What is asked of a code object, found once: the globals it names and the cells it writes."""
@@ -113,17 +115,25 @@ class Seen(NamedTuple):
     """A tensor that a function reaches.
 
     Attributes:
-        name: How errors call it.
+        kind: "parameter" or "buffer" of `owner`; "" for a tensor whose `name` says all.
+        name: Its name there.
+        owner: The module it belongs to.
         tensor: The tensor.
         surely: Whether the function is known to read it; not so for what else belongs to a module in a closure,
             which may be the whole model.
         training: Whether its owner is in training mode.
     """
 
+    kind: str
     name: str
+    owner: type
     tensor: torch.Tensor
     surely: bool
     training: bool
+
+    def label(self) -> str:
+        """How errors call it."""
+        return f"{self.kind} '{self.name}' of {self.owner.__name__}" if self.kind else self.name
 
 
 class Reach:
@@ -170,27 +180,24 @@ class Reach:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
                     if buffer is not None and not buffer.requires_grad:
-                        label = f"buffer '{name}' of {type(module).__name__}"
-                        yield Seen(label, buffer, i < self._whole, module.training)
+                        yield Seen("buffer", name, type(module), buffer, i < self._whole, module.training)
         for name, tensor in self._named(cells):
-            if not tensor.requires_grad:
-                yield Seen(name, tensor, True, True)
+            if not wants_grad(tensor):
+                yield Seen("", name, type(None), tensor, True, True)
 
     def parameters(self, cells: bool) -> Iterator[Seen]:
-        """Parameters, and tensors with grad in closures (`cells`)."""
+        """Parameters, and other tensors that require grad: in buffers, in closures (`cells`)."""
         for i, module in enumerate(self.modules):
+            for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+                if parameter is not None:
+                    yield Seen("parameter", name, type(module), parameter, i < self._whole, module.training)
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
                     if buffer is not None and buffer.requires_grad:
-                        label = f"buffer '{name}' of {type(module).__name__}"
-                        yield Seen(label, buffer, i < self._whole, module.training)
-            for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
-                if parameter is not None:
-                    label = f"parameter '{name}' of {type(module).__name__}"
-                    yield Seen(label, parameter, i < self._whole, module.training)
+                        yield Seen("buffer", name, type(module), buffer, i < self._whole, module.training)
         for name, tensor in self._named(cells):
-            if tensor.requires_grad:
-                yield Seen(name, tensor, True, True)
+            if wants_grad(tensor):
+                yield Seen("", name, type(None), tensor, True, True)
 
     def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
         if cells:

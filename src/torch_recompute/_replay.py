@@ -20,7 +20,7 @@ from ._compat import parameter_of, storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
 from ._saved_call import SavedCall
-from ._slots import Packed, Slot, Stop, unpack
+from ._slots import Packed, Slot, Stop, unpack, without_history
 from ._tree import meta
 from .values import Key, Run
 
@@ -59,19 +59,19 @@ class Replay(Run):
         self.filled = 0
         self._ids = ids
         self._restored = frame.restored
-        self._aliases: dict[int, torch.Tensor] = {}
+        self._aliases: dict[int, torch.Tensor] | None = None
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls, as the forward did."""
         if self._frame.store is None:
-            self._aliases.update((storage_id(tensor), tensor) for tensor in tensors)
+            self._aliases = {**(self._aliases or {}), **{storage_id(tensor): tensor for tensor in tensors}}
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether the forward left this tensor in the graph: a view of a parameter, an input, a saved call's output."""
         if parameter_of(tensor) is not None:
             return True
         storage = storage_id(tensor)
-        return storage in self._frame.inputs.storages or storage in self._aliases
+        return storage in self._frame.inputs.storages or (self._aliases is not None and storage in self._aliases)
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
@@ -145,6 +145,10 @@ class Replay(Run):
             if finished or (tensor.requires_grad and self._unfinished != _compat.sequence_number()):
                 raise Stop(self)
         return rebuilt
+
+    def put(self, tensor: torch.Tensor) -> Packed:
+        """Keeps an input of a region inside this one; it is finished, whether it requires grad or not."""
+        return without_history(self.pack(tensor, finished=True))
 
     def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
         then, now = _tree.say(slot.meta), _tree.say(meta(tensor))

@@ -19,7 +19,7 @@ import torch
 
 from . import errors
 from ._compat import in_backward
-from ._tree import Meta
+from ._tree import Meta, apart
 from .stores import Kept
 
 
@@ -57,6 +57,11 @@ class Stop(BaseException):
 
 
 Packed = tuple[torch.Tensor, int] | Kept | Slot | torch.Tensor
+
+
+def without_history(packed: Packed) -> Packed:
+    """What a frame may hold: a tensor's later history could lead back to the frame, so it is left behind."""
+    return (apart(packed[0]), packed[1]) if type(packed) is tuple else packed
 
 
 def unpack(packed: Any) -> torch.Tensor:

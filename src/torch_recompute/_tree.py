@@ -134,6 +134,26 @@ def _subclass(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter
 
 
+def wants_grad(tensor: torch.Tensor) -> bool:
+    """Whether the tensor requires grad; so says a view too whose base was changed under it, which PyTorch refuses."""
+    try:
+        return tensor.requires_grad
+    except RuntimeError:
+        return True
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory and version without a history, which might come to lead back to who holds it.
+
+    A leaf that requires grad has none and is returned as it is, and so is a view that PyTorch refuses to detach
+    because its base was changed under it; nothing can be computed with that one anyway.
+    """
+    try:
+        return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+    except RuntimeError:
+        return tensor
+
+
 Meta = tuple[Any, ...]
 
 

@@ -35,6 +35,7 @@ from . import _compat, errors
 from ._compat import version_of
 from ._diagnose import leads_to
 from ._reach import Reach, Seen
+from ._tree import apart
 
 SMALL = 64 * 1024
 """Buffers up to this many bytes are copied on every call; see the module's note."""
@@ -174,10 +175,10 @@ DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _compat.ACCELERATOR is None else (C
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two captured states are the same, decided without a device sync; False where it cannot be told."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype is torch.uint8 and a.device.type == "cpu" and _compat.same_bytes(a, b)
-    return bool(a == b) if isinstance(a, list) else False
+    """Whether two captured states of a generator are the same, decided without a device sync."""
+    if type(a) is torch.Tensor:  # a generator's state: bytes, in host memory for every kind of device
+        return _compat.same_bytes(a, b)
+    return bool(a == b)
 
 
 @contextlib.contextmanager
@@ -207,12 +208,6 @@ def _is_waited_for(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf and leads_to(tensor)
 
 
-def _apart(seen: Seen) -> Seen:
-    """`seen`, holding the tensor's memory and version but not a history that may come to lead back to the region."""
-    tensor = seen.tensor
-    return seen if tensor.requires_grad and tensor.is_leaf else seen._replace(tensor=tensor.detach())
-
-
 def _small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= SMALL
 
@@ -234,14 +229,16 @@ class _Reached:
             if seen.training and (_small(seen.tensor) or seen.tensor not in _quiet):
                 copied.append(seen.tensor)
             self._watched.append((seen, version_of(seen.tensor)))
-        self._watched.extend((_apart(seen), version_of(seen.tensor)) for seen in reach.parameters(cells))
+        self._watched.extend(
+            (seen._replace(tensor=apart(seen.tensor)), version_of(seen.tensor)) for seen in reach.parameters(cells)
+        )
         self._state = TensorState(*copied)
         self._copies = self._state.capture()
 
     def settle(self) -> None:
         if self._copies:
             self._settle_copies()
-        self._watched = [(_apart(seen), version) for seen, version in self._watched]
+        self._watched = [(seen._replace(tensor=apart(seen.tensor)), version) for seen, version in self._watched]
 
     def _settle_copies(self) -> None:
         changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
@@ -260,7 +257,7 @@ class _Reached:
         for seen, version in self._watched:
             now = version_of(seen.tensor)
             if now != version and (seen.surely or _is_waited_for(seen.tensor)):
-                raise errors.ChangedError(errors.changed_state(region, seen.name, version, now))
+                raise errors.ChangedError(errors.changed_state(region, seen.label(), version, now))
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         for buffers, then in self._buffers:  # a buffer may be replaced rather than written to
@@ -298,16 +295,16 @@ class World:
     def __init__(self, reach: Reach | None, ambients: Sequence[Ambient], cells: bool) -> None:
         self._settings = _compat.settings()
         self._context = contextvars.copy_context()
-        self._consumed = [(ambient, ambient.capture()) for ambient in ambients]
+        self._consumed: Sequence[tuple[Ambient, Any]] = [(ambient, ambient.capture()) for ambient in ambients]
         self._reached = None if reach is None or reach.idle(cells) else _Reached(reach, cells)
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch."""
-        self._consumed = [
-            (ambient, before)
-            for ambient, before in self._consumed
-            if type(ambient) not in _GENERATORS or not _same(before, ambient.capture())
-        ]
+        kept: Sequence[tuple[Ambient, Any]] = ()
+        for ambient, before in self._consumed:
+            if type(ambient) not in _GENERATORS or not _same(before, ambient.capture()):
+                kept = (*kept, (ambient, before))
+        self._consumed = kept
         if self._reached is not None:
             self._reached.settle()
 
