@@ -30,7 +30,7 @@ def fn(x: torch.Tensor) -> torch.Tensor:
 
 
 def stock(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch's engine."""
+    """The engine of torch."""
     return torch.utils.checkpoint.checkpoint(*args, use_reentrant=False, **kwargs)
 
 

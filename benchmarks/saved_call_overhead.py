@@ -3,7 +3,7 @@
 A transformer block is recomputed but for its attention call, by `no_recompute` around that call, and by torch's
 `create_selective_checkpoint_contexts` with the attention operation in its list (a dispatch mode, which sees every
 operation of the block). What each adds is its step less the step of the same engine recomputing the whole block, plus
-the attention that the latter repeats and the former does not: measured with small tensors, so that nearly all is engine.
+the attention that the latter repeats and the former does not. The tensors are small, so that nearly all is engine.
 
     python benchmarks/saved_call_overhead.py
 """

@@ -24,7 +24,7 @@ from ._inputs import Inputs
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
-from ._slots import Packed, Slot, unpack, without_history
+from ._slots import Packed, Slot, lend, unpack, without_history
 from ._trace import OpTrace
 from ._tree import meta
 from .stores import Hooks, Store
@@ -53,6 +53,7 @@ class Frame(Run):
 
     __slots__ = (
         "__weakref__",
+        "_aliased",
         "_aliases",
         "_contexts",
         "_ids",
@@ -79,7 +80,7 @@ class Frame(Run):
             if outer.replaying:
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
-        self.transient = self.complete = False
+        self.transient = self.complete = self._aliased = False
         self._aliases: dict[int, torch.Tensor] = _NONE
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
         self.store = options.store or _ambient_store(outer)
@@ -120,7 +121,12 @@ class Frame(Run):
         return self._world.restored()
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly."""
+        """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly.
+
+        From here on a tensor is known by its storage alone: what a replay hands out has the storage of what the call
+        returned, but need not be a view where that was one.
+        """
+        self._aliased = True
         if self.store is None:
             self._aliases = {**self._aliases, **{storage_id(tensor): tensor for tensor in tensors}}
 
@@ -140,7 +146,7 @@ class Frame(Run):
         if version is not None:
             now = tensor._version  # once changed here, its history leads to the very node that saves it
             return (tensor if now == version else tensor.detach()), now
-        if type(tensor) is not torch.Tensor or self._aliases or tensor._is_view():
+        if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
             parameter = parameter_of(tensor)
             if parameter is not None:
                 self._parameters.append(parameter)
@@ -286,7 +292,7 @@ def _ambient_store(outer: Run | None) -> Store | None:
     if hooks is None:
         return None
     if isinstance(outer, (Frame, Replay)) and getattr(hooks[0], "__self__", None) is outer:
-        return Hooks(outer.put, unpack)
+        return Hooks(outer.put, lend)
     return Hooks(*hooks)
 
 

@@ -32,6 +32,7 @@ class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
     __slots__ = (
+        "_aliased",
         "_aliases",
         "_check",
         "_done",
@@ -59,10 +60,12 @@ class Replay(Run):
         self.filled = 0
         self._ids = ids
         self._restored = frame.restored
+        self._aliased = False
         self._aliases: dict[int, torch.Tensor] | None = None
 
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls, as the forward did."""
+        self._aliased = True
         if self._frame.store is None:
             self._aliases = {**(self._aliases or {}), **{storage_id(tensor): tensor for tensor in tensors}}
 
@@ -84,6 +87,8 @@ class Replay(Run):
             return
         finally:
             _compat.pop_hooks()
+            if self._fingerprints is not None:  # before the world is put back, and running statistics with it
+                self._fingerprints.flush()
         expected = len(self._frame.slots)
         if self.filled < expected and not self._done:
             waiting = [slot for ref in self._slots[self.filled :] if (slot := ref()) is not None]
@@ -118,7 +123,7 @@ class Replay(Run):
         """The pack hook of the replay: fills the next slot."""
         if id(tensor) in self._ids:
             return tensor, tensor._version
-        if (type(tensor) is not torch.Tensor or self._aliases or tensor._is_view()) and self._is_kept(tensor):
+        if (type(tensor) is not torch.Tensor or self._aliased or tensor._is_view()) and self._is_kept(tensor):
             return tensor, tensor._version
         if self._done:
             raise Stop(self)
@@ -159,7 +164,6 @@ class Replay(Run):
         then, now = self._frame.fingerprints, self._fingerprints
         if then is None or now is None:
             return
-        now.flush()
         found = then.difference(now)
         if found is not None:
             index, was, new = found

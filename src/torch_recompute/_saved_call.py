@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _compat, _tree, errors
-from ._compat import is_parameter, parameter_of, storage_id, version_of
+from ._compat import parameter_of, storage_id, version_of
 from ._slots import Owner, Packed, Slot, unpack
 from .state import Ambient, advanced
 from .stores import Kept, Store
@@ -187,7 +187,7 @@ class SavedCall:
             leaves, self._spec = _compat.tree_flatten(result)
         outputs: list[Any] = []
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or is_parameter(leaf):
+            if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
                 outputs.append(leaf)
                 continue
             outputs.append(_view(leaf, inputs) or self._keep(leaf, store))

@@ -64,6 +64,14 @@ def without_history(packed: Packed) -> Packed:
     return (apart(packed[0]), packed[1]) if type(packed) is tuple else packed
 
 
+def lend(packed: Any) -> torch.Tensor:
+    """Opens what holds an input of a nested region. A slot is not emptied: other regions inside may ask for it too."""
+    tensor = unpack(packed)
+    if type(packed) is Slot and in_backward():
+        packed.tensor = tensor
+    return tensor
+
+
 def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook of every region, replay and saved call."""
     kind = type(packed)
