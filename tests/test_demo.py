@@ -148,7 +148,7 @@ def test_default_text_is_real_and_bounded() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 30"),
+        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 24"),
         ({"d_model": -4}, r"--d-model is -4; expected a whole number of at least 1"),
         ({"d_model": 30}, r"--d-model is 30; expected a multiple of 4, .*Write --d-model 32$"),
     ],

@@ -11,7 +11,7 @@ import math
 import threading
 import weakref
 from _thread import RLock
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,15 +173,18 @@ class Frame(Run):
         thread.run = self
         try:
             result = fn(*args, **kwargs)
+        except BaseException:
+            self._world.forget()
+            raise
         finally:
             thread.run = outer
             _compat.pop_hooks()
+            self.inputs.settle()
             self._aliases = _NONE  # an identity means something only while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()
         self._world.settle()
-        self.inputs.settle()
         if not self.replaying:
             self._settle(outer)
         return result
@@ -205,9 +208,10 @@ class Frame(Run):
                 need = max(need, record.key)
         return need
 
-    def _saved_calls(self) -> list[SavedCall]:
-        records = () if self.trace is None else self.trace.records
-        return [record for record in records if isinstance(record, SavedCall)]
+    def _saved_calls(self) -> Sequence[SavedCall]:
+        if self.trace is None:
+            return ()
+        return [record for record in self.trace.records if isinstance(record, SavedCall)]
 
     # --- replay ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +252,8 @@ class Frame(Run):
         thread.run = run
         try:
             self._world.run(run.go, fn, args, kwargs)
-            run.compare_values()
+            if self.fingerprints is not None:
+                run.compare_values()
         finally:
             thread.run = outer
             _compat.set_grad_enabled(grad)
@@ -296,10 +301,13 @@ def _ambient_store(outer: Run | None) -> Store | None:
     return Hooks(*hooks)
 
 
-def hand_over(trace: Trace | None, outer: Run | None, frame: weakref.ref[Frame] | None) -> None:
-    """Gives a finished region's trace to the region around it, or drops what no replay will ever need."""
+def hand_over(trace: Trace | None, outer: Run | None, frame: weakref.ref[Frame] | None, key: Key | None = None) -> None:
+    """Gives a finished region's trace to the region around it, or drops what no replay will ever need.
+
+    `key` is the moment of the outer forward after which replays pass the region by: by default the present one.
+    """
     if outer is not None:
-        outer.writing().children.append((outer.key(), trace))
+        outer.writing().children.append((outer.key() if key is None else key, trace))
         if isinstance(outer, Frame):
             outer.nested(frame)
     elif trace is not None:

@@ -8,7 +8,7 @@ the same memory; two arguments that were one tensor are one tensor again, becaus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -102,8 +102,8 @@ class Inputs:
             label = self._call.label(places[n]) if n < len(places) else "a closure variable"
             raise errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
 
-    def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], dict[int, int]]:
-        """For a replay: arguments, keyword arguments, closure tensors, and `ids` as for the forward."""
+    def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
+        """For a replay: arguments, keyword arguments, closure tensors, and the identities that the graph may hold."""
         if self._shared:
             opened = {id(held): _open(held) for held in self._held}
             tensors = [opened[id(held)] for held in self._held]
@@ -113,5 +113,5 @@ class Inputs:
         for i, tensor in zip(self._call.tensors, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = self._call.arguments(leaves)
-        ids = {id(tensor): tensor._version for tensor in tensors} if self._store is None else {}
+        ids = set(map(id, tensors)) if self._store is None else ()
         return args, kwargs, tensors[len(self._call.tensors) :], ids

@@ -10,7 +10,7 @@ Where it ends is said in `region.py`. Ending means raising `Stop` through the us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class Replay(Run):
         "filled",
     )
 
-    def __init__(self, frame: Frame, ids: dict[int, int], stop: Key | None) -> None:
+    def __init__(self, frame: Frame, ids: Container[int], stop: Key | None) -> None:
         super().__init__(frame.name, frame.trace, True, frame.ambients)
         self._frame = frame
         self._stop = stop

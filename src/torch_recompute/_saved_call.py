@@ -286,6 +286,7 @@ def record_call(
         result = fn(*args, **kwargs)
     except BaseException:
         records.remove(record)
+        inputs.clear()
         raise
     finally:
         thread.run = run

@@ -58,6 +58,7 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     assert outer is not None
     trace = outer.next_child() if outer.replaying else None
     run = Run(name, trace, outer.replaying, outer.ambients)
+    entered = outer.key()
     thread.run = run
     try:
         result = fn(*args, **kwargs)
@@ -66,7 +67,7 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     if not outer.replaying:
         if run.trace is not None:
             mark_spare(run.trace, NEVER)
-        hand_over(run.trace, outer, None)
+        hand_over(run.trace, outer, None, entered)
     return result
 
 

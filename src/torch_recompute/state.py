@@ -308,9 +308,14 @@ class World:
         if self._reached is not None:
             self._reached.settle()
 
+    def forget(self) -> None:
+        """After a forward that has failed: lets go of everything."""
+        self._consumed = ()
+        self._reached = None
+
     def restored(self) -> frozenset[int]:
         """The storages of the tensors that have other contents during a replay than outside of it."""
-        return frozenset[int]() if self._reached is None else self._reached.restored()
+        return _NOTHING if self._reached is None else self._reached.restored()
 
     def check(self, region: str) -> None:
         """Before a replay: raises if a weight or buffer that the function reaches has been changed since."""
@@ -339,6 +344,7 @@ class World:
 _exclusive = threading.RLock()
 """Held by a replay that puts something back which all threads share: generators, buffers, `training` flags."""
 
+_NOTHING: frozenset[int] = frozenset()
 _GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
 
 

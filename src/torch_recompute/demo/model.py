@@ -57,7 +57,7 @@ SETTINGS = (
 class Config:
     """The size of the demonstration."""
 
-    steps: int = 30
+    steps: int = 24
     layers: int = 6
     d_model: int = 256
     seq: int = 256
