@@ -128,7 +128,8 @@ class Replay(Run):
         if self._done:
             raise Stop(self)
         rebuilt = tensor.detach()
-        if self._restored and storage_id(tensor) in self._restored:
+        restored = self._restored and storage_id(tensor) in self._restored
+        if restored:
             rebuilt = rebuilt.clone()
         index = self.filled
         self.filled = index + 1
@@ -141,7 +142,7 @@ class Replay(Run):
                 slot.tensor = rebuilt
         elif self._frame.complete:  # else replayed for a backward inside its own forward, which is not there yet
             raise errors.MismatchError(errors.more(self.name, len(self._slots)))
-        if self._fingerprints is not None:
+        if self._fingerprints is not None and not restored:
             self._fingerprints.add(index, tensor)
         if not tensor.requires_grad:
             self._unfinished = _compat.sequence_number()
