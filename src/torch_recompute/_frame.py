@@ -315,6 +315,7 @@ def hand_over(trace: Trace | None, outer: Run | None, frame: weakref.ref[Frame] 
 
 
 def mark_spare(trace: Trace, need: Key) -> None:
+    """Marks what lies at or after the last moment that backward waits for: replays of this region end before it."""
     for record in trace.records:
         if isinstance(record, SavedCall):
             record.spare = record.key >= need
