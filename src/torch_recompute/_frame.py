@@ -261,7 +261,8 @@ class Frame(Run):
 
     def _decide_lifetime(self) -> None:
         """Says how long the rebuilt tensors live: with their nodes, until they are read, or to the second half."""
-        if _compat.graph_task_id() == -1:
+        task = _compat.graph_task_id()
+        if task == -1:
             self.transient = True
             self.release()
             return
@@ -269,7 +270,7 @@ class Frame(Run):
         half = _compat.exec_group() is not None or (kept and not all(map(_compat.will_accumulate, self._parameters)))
         self.transient = kept and not half
         if not half:
-            _release_after_backward(self)
+            _release_after_backward(self, task)
 
     def release(self) -> None:
         """Empties every slot."""
@@ -343,8 +344,7 @@ class _Task(threading.local):
 _task = _Task()
 
 
-def _release_after_backward(frame: Frame) -> None:
-    task = _compat.graph_task_id()
+def _release_after_backward(frame: Frame, task: int) -> None:
     if _task.id != task:
         frames: list[weakref.ref[Frame]] = []
         _task.id, _task.frames = task, frames

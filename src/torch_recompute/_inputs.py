@@ -50,19 +50,27 @@ class Inputs:
         self._spoiled: tuple[int, int] | None = None
         self._storages: set[int] | None = None
         leaves = call.leaves
-        given = self._given = [leaves[i] for i in call.tensors]
+        given: list[torch.Tensor] = []
+        for i in call.tensors:
+            given.append(leaves[i])
+            leaves[i] = None
         given += cells
-        versions = self._versions = [tensor._version for tensor in given]
-        ids = dict(zip(map(id, given), versions, strict=True))
-        if len(ids) == len(given):
-            self._held = [self._hold(tensor, region) for tensor in given]
-        else:
-            held = {id(tensor): self._hold(tensor, region) for tensor in given}
-            self._held = [held[id(tensor)] for tensor in given]
+        versions: list[int] = []
+        held: list[Any] = []
+        ids: dict[int, int] = {}
+        for tensor in given:
+            version = tensor._version
+            versions.append(version)
+            if id(tensor) in ids:  # one tensor twice stays one
+                held.append(next(kept for other, kept in zip(given, held, strict=False) if other is tensor))
+            else:
+                ids[id(tensor)] = version
+                held.append(self._hold(tensor, region))
+        self._given = given
+        self._versions = versions
+        self._held = held
         self._shared = len(ids) != len(given)
         self.ids: dict[int, int] = ids if store is None else {}
-        for i in call.tensors:
-            leaves[i] = None
 
     def _hold(self, tensor: torch.Tensor, region: str) -> Any:
         if self._store is not None:

@@ -170,6 +170,7 @@ class TensorState:
 
 
 CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()
+_cpu_state = torch.default_generator.get_state
 DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _compat.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)
 """The generators that every region looks after."""
 
@@ -290,26 +291,36 @@ class World:
         cells: Whether to watch the tensors in closure cells; not where a store keeps copies of them.
     """
 
-    __slots__ = ("_consumed", "_context", "_reached", "_settings")
+    __slots__ = ("_consumed", "_context", "_cpu", "_reached", "_settings")
 
     def __init__(self, reach: Reach | None, ambients: Sequence[Ambient], cells: bool) -> None:
         self._settings = _compat.settings()
         self._context = contextvars.copy_context()
-        self._consumed: Sequence[tuple[Ambient, Any]] = [(ambient, ambient.capture()) for ambient in ambients]
+        self._cpu: torch.Tensor | None = None  # every region's first ambient, taken without the detour
+        if ambients and ambients[0] is CPU_RNG:
+            self._cpu = _cpu_state()
+            ambients = ambients[1:]
+        self._consumed: Sequence[tuple[Ambient, Any]] = ()
+        if ambients:
+            self._consumed = [(ambient, ambient.capture()) for ambient in ambients]
         self._reached = None if reach is None or reach.idle(cells) else _Reached(reach, cells)
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch."""
-        kept: Sequence[tuple[Ambient, Any]] = ()
-        for ambient, before in self._consumed:
-            if type(ambient) not in _GENERATORS or not _same(before, ambient.capture()):
-                kept = (*kept, (ambient, before))
-        self._consumed = kept
+        if self._cpu is not None and _compat.same_bytes(self._cpu, _cpu_state()):
+            self._cpu = None
+        if self._consumed:
+            self._consumed = [
+                (ambient, before)
+                for ambient, before in self._consumed
+                if type(ambient) not in _GENERATORS or not _same(before, ambient.capture())
+            ]
         if self._reached is not None:
             self._reached.settle()
 
     def forget(self) -> None:
         """After a forward that has failed: lets go of everything."""
+        self._cpu = None
         self._consumed = ()
         self._reached = None
 
@@ -327,11 +338,12 @@ class World:
         present = _compat.settings()
         reached = self._reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
-        if not self._consumed and present == self._settings and (reached is None or not reached.differs):
+        consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]
+        if not consumed and present == self._settings and (reached is None or not reached.differs):
             context.run(fn, *args)
             return
         with _exclusive, contextlib.ExitStack() as stack:
-            for ambient, before in self._consumed:
+            for ambient, before in consumed:
                 stack.callback(ambient.restore, ambient.capture())
                 ambient.restore(before)
             if reached is not None:
