@@ -15,7 +15,7 @@ import torch
 
 from . import errors
 from ._compat import is_parameter, storage_id
-from ._tree import Call, apart
+from ._tree import Call, apart, wants_grad
 from .stores import Kept, Store
 
 
@@ -76,7 +76,7 @@ class Inputs:
         if self._store is not None:
             return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
         held = apart(tensor)
-        return _Detached(held) if held is not tensor and tensor.requires_grad else held
+        return _Detached(held) if held is not tensor and wants_grad(tensor) else held
 
     @property
     def storages(self) -> set[int]:

@@ -21,6 +21,7 @@ import torch
 from . import _compat, _tree, errors
 from ._compat import parameter_of, storage_id, version_of
 from ._slots import Owner, Packed, Slot, unpack
+from ._tree import wants_grad
 from .state import Ambient, advanced
 from .stores import Kept, Store
 from .values import Key, Run, thread
@@ -139,8 +140,13 @@ class SavedCall:
 
     def _hand_out(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
         if isinstance(output, Stored):
-            tensor = self._open(region, output)
-            return tensor.detach().requires_grad_() if output.grad else tensor.detach()
+            tensor = self._open(region, output).detach()
+            if output.grad:
+                tensor.requires_grad_()
+            if isinstance(output.packed, Kept):  # the function may change it in place, and the store's must not change
+                with torch.enable_grad():
+                    return tensor.clone()
+            return tensor
         if isinstance(output, View):
             base = inputs[output.source]
             if output.geometry is None:
@@ -197,8 +203,8 @@ class SavedCall:
 
     def _keep(self, tensor: torch.Tensor, store: Store | None) -> Stored:
         if store is None:
-            return Stored((tensor.detach(), version_of(tensor)), tensor.requires_grad)
-        return Stored(Kept(store, tensor.detach(), self.name), tensor.requires_grad)
+            return Stored((tensor.detach(), version_of(tensor)), wants_grad(tensor))
+        return Stored(Kept(store, tensor.detach(), self.name), wants_grad(tensor))
 
     def pack(
         self,
@@ -231,13 +237,13 @@ class SavedCall:
 def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
     for i, base in enumerate(inputs):
         if tensor is base:
-            return View(i, None, tensor.requires_grad)
+            return View(i, None, wants_grad(tensor))
     storage = storage_id(tensor)
     for i, base in enumerate(inputs):
         if storage and storage_id(base) == storage:
             geometry = _tree.geometry(tensor, base)
             if geometry is not None:
-                return View(i, geometry, tensor.requires_grad)
+                return View(i, geometry, wants_grad(tensor))
     return None
 
 

@@ -135,9 +135,16 @@ def _subclass(tensor: torch.Tensor) -> bool:
 
 
 def wants_grad(tensor: torch.Tensor) -> bool:
-    """Whether the tensor requires grad; so says a view too whose base was changed under it, which PyTorch refuses."""
+    """Whether operations on the tensor are recorded.
+
+    `requires_grad` says so too, but also of a view made under `no_grad` of something that requires grad, which is a
+    constant; and it raises for a view whose base was changed under it, which counts as requiring grad here.
+    """
     try:
-        return tensor.requires_grad
+        if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
+            return tensor.requires_grad
+        base: Any = tensor._base
+        return base is None or not base.requires_grad
     except RuntimeError:
         return True
 
@@ -149,7 +156,7 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     because its base was changed under it; nothing can be computed with that one anyway.
     """
     try:
-        return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+        return tensor if tensor.is_leaf and wants_grad(tensor) else tensor.detach()
     except RuntimeError:
         return tensor
 

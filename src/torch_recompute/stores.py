@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from . import errors
+from ._tree import wants_grad
 
 
 @runtime_checkable
@@ -104,7 +105,7 @@ class Kept:
         self._store = store
         self._region = region
         self._meta = (tensor.shape, tensor.dtype, tensor.device)
-        self._grad = tensor.requires_grad
+        self._grad = wants_grad(tensor)
         self._handle = store.put(tensor)
 
     def open(self) -> torch.Tensor:
