@@ -32,7 +32,9 @@ class _Detached:
 
 
 def _open(held: Any) -> torch.Tensor:
-    return held.open() if type(held) is _Detached or type(held) is Kept else held
+    if type(held) is _Detached or type(held) is Kept:
+        return held.open()
+    return held if held.requires_grad else held.detach()  # what the replay does to it must not stay
 
 
 class Inputs:

@@ -117,4 +117,4 @@ class Kept:
         tensor: Any = self._store.get(self._handle)
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
             raise errors.StoreError(errors.store_returned(self._region, self._store, self._meta, tensor))
-        return tensor.detach().requires_grad_() if self._grad else tensor
+        return tensor.detach().requires_grad_() if self._grad else tensor.detach()
