@@ -97,7 +97,7 @@ AT_LEAST = {  # percent of the programs
     "no_grad": 8,
     "enable_grad": 0.2,
     "autocast": 5,
-    "hooks around": 1,
+    "hooks around": 0.3,
     "replay": 20,
     "save_for_recompute": 8,
     "decided value used": 3,
