@@ -56,6 +56,7 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     """A region called under `no_grad` inside another: the plain call, with values and records of its own."""
     outer = thread.run
     assert outer is not None
+    outer.event()
     trace = outer.next_child() if outer.replaying else None
     run = Run(name, trace, outer.replaying, outer.ambients)
     entered = outer.key()
