@@ -97,7 +97,7 @@ AT_LEAST = {  # percent of the programs
     "no_grad": 8,
     "enable_grad": 0.2,
     "autocast": 5,
-    "hooks around": 0.3,
+    "hooks around": 1,
     "replay": 20,
     "save_for_recompute": 8,
     "decided value used": 3,
@@ -120,7 +120,9 @@ def test_every_feature_is_drawn_often_enough() -> None:
     """A change of the generator cannot quietly stop it from drawing nested regions, saved calls, in-place changes."""
     having: Counter[str] = Counter()
 
-    @drawn(FEATURES_FROM, 0, phases=[Phase.generate], database=None)
+    # The same programs under every profile: this is about the generator, and rare features sit close to their bound.
+    @seed(0)
+    @settings(max_examples=FEATURES_FROM, suppress_health_check=SLOW, phases=[Phase.generate], database=None)
     @given(programs())
     def look(program: Program) -> None:
         having.update(program.features().keys() | {"programs"})

@@ -6,8 +6,8 @@ hooks that fill the slots in order. From then on the rebuilt tensors live in the
 autograd would have kept them, and die when their node is done: no table of recomputed tensors, no key per backward
 call, and the order in which memory is freed is autograd's own.
 
-What is never a slot: a parameter, and any view of an input of the region. These are alive anyway; the graph holds
-them directly, with their version, and a region that saves nothing else is never replayed.
+What is never a slot: a parameter or an input of the region, and any view of one. These are alive anyway; the graph
+holds them directly, with their version, and a region that saves nothing else is never replayed.
 
 `no_recompute(fn)` in a region is a saved call. What autograd saves inside it is sorted by storage: parameters and
 region inputs cost nothing; views of the call's own inputs become slots too, filled from the replayed input; the rest
