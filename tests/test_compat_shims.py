@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +200,88 @@ def test_packed_of() -> None:
     token = object()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: token, lambda t: torch.ones(3)):
         y = vector().exp()
+    assert isinstance(y.grad_fn._raw_saved_result, _compat.SavedTensor)
     assert _compat.packed_of(y.grad_fn._raw_saved_result) is token
     assert _compat.packed_of(object()) is None
+
+
+def test_unpack_hook_of() -> None:
+    """The unpack hook that a tensor was saved under is found again on the node; None where there was none."""
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
+        y = vector().exp()
+    assert _compat.unpack_hook_of(y.grad_fn._raw_saved_result) is unpack
+    assert _compat.unpack_hook_of(vector().exp().grad_fn._raw_saved_result) is None
+    assert _compat.unpack_hook_of(object()) is None
+
+
+class Older:
+    """A saved tensor as torch 2.11 shows it: hooks can be put on it, but not what lies there."""
+
+    def __init__(self, saved: Any) -> None:
+        self.register_hooks = saved.register_hooks
+
+
+class OlderNode:
+    """A node with such saved tensors."""
+
+    def __init__(self, node: Any) -> None:
+        self._raw_saved_self = Older(node._raw_saved_self)
+        self._raw_saved_other = Older(node._raw_saved_other)
+
+
+@pytest.mark.parametrize("view", [lambda node: node, OlderNode], ids=["2.13", "2.11"])
+def test_replace_saved(view: Callable[[Any], Any]) -> None:
+    """What `choose` picks is replaced and comes out of `unpack`; the rest, and what has hooks, stays as it is."""
+    x, y = vector(), vector() + 1
+    z = x * y
+    opened: list[Any] = []
+
+    def choosing(packed: str) -> Callable[[torch.Tensor], Any]:
+        return lambda tensor: packed if tensor.data_ptr() == x.data_ptr() else None
+
+    def unpack(packed: Any) -> torch.Tensor:
+        opened.append(packed)
+        return torch.full((3,), 3.0) if packed == "three" else packed[0]
+
+    _compat.replace_saved(view(z.grad_fn), choosing("three"), unpack)
+    _compat.replace_saved(view(z.grad_fn), choosing("other"), unpack)  # one pair of hooks, the first
+    (of_x, of_y) = torch.autograd.grad(z.sum(), [x, y])
+    assert torch.equal(of_x, y)
+    assert torch.equal(of_y, torch.full((3,), 3.0))
+    assert "three" in opened
+    assert "other" not in opened
+
+
+def test_replace_saved_in_a_custom_function() -> None:
+    """A custom Function's saved tensors are looked at too, and a node without any is no harm."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0] * ctx.saved_tensors[0]
+
+    y = Square.apply(vector())
+    _compat.replace_saved(y.grad_fn, lambda _: "five", lambda _: torch.full((3,), 5.0))
+    _compat.replace_saved((vector() + 1).grad_fn, lambda _: "five", lambda _: torch.ones(3))
+    assert torch.equal(y.grad_fn.saved_tensors[0], torch.full((3,), 5.0))
+
+
+def test_sequence_of() -> None:
+    """Later nodes have larger numbers, and leaves the largest."""
+    x = vector()
+    y = x.sin()
+    z = y.sin()
+    leaf = z.grad_fn.next_functions[0][0].next_functions[0][0]
+    assert _compat.sequence_of(y.grad_fn) < _compat.sequence_of(z.grad_fn) < _compat.sequence_of(leaf)
 
 
 def test_set_grad_enabled() -> None:

@@ -20,6 +20,7 @@ from torch_recompute import (
     ChangedError,
     MismatchError,
     NotRecomputingError,
+    OutputDiscardCheckpoint,
     RecomputeError,
     SaveError,
     StoreError,
@@ -32,6 +33,7 @@ from torch_recompute import (
     recompute,
     replay,
     save_for_recompute,
+    saved_activations,
 )
 
 REASONS = (
@@ -287,6 +289,24 @@ def chooses_what_requires_grad(x: torch.Tensor) -> torch.Tensor:
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
+def discards(*consumers: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Discards the output of a sine once for each consumer."""
+    odc = OutputDiscardCheckpoint()
+    h = odc.checkpoint(torch.sin, vector())
+    for consumer in consumers:
+        odc.discard_output_and_register_recompute(consumer(h))
+
+
+def returns_something_else() -> None:
+    """A replay whose result has another shape, and whose forward's was discarded."""
+    odc = OutputDiscardCheckpoint()
+    turns = Turns(lambda x: x * 2, lambda x: torch.cat([x, x]))
+    turns.__qualname__ = "<turns>"
+    y = odc.checkpoint(turns, vector()).sin()
+    odc.discard_output_and_register_recompute(y)
+    y.sum().backward()
+
+
 @dataclass(frozen=True)
 class Case:
     """A misuse and what it is answered: `of` is the function of `errors.py` that makes the text."""
@@ -427,6 +447,136 @@ CASES = [
         ArgumentError,
         lambda: checkpoint_sequential([torch.sin, torch.exp, torch.sin], 0, vector()),
         "checkpoint_sequential: segments=0, but 3 functions make 1 to 3 segments.",
+    ),
+    # tiles
+    Case(
+        "bad_tiles",
+        ArgumentError,
+        lambda: recompute(torch.sin, tiles=0),
+        "tiles=0, tile_dim=1: tiles is how many parts to cut the tokens into, 1 or more; tile_dim is the dimension "
+        "that holds them.\n"
+        "  Write recompute(mlp, tiles=8) for [batch, tokens, width], with tile_dim=0 for [tokens, width].",
+    ),
+    Case(
+        "tile_dim_alone",
+        ArgumentError,
+        lambda: recompute(torch.sin, tile_dim=0),
+        "tile_dim=0 has no effect without tiles=: the region is not cut.\n"
+        "  Write recompute(fn, tiles=8, tile_dim=0), or leave it out.",
+    ),
+    Case(
+        "nothing_to_tile",
+        ArgumentError,
+        lambda: recompute(torch.sin, tiles=2)(3.0),
+        "sin is cut into tiles along its first argument, a tensor, but got float: 3.0.\n"
+        "  Pass the tensor that holds the tokens first and by position. What every tile needs whole goes by keyword.",
+    ),
+    Case(
+        "nothing_to_tile",
+        ArgumentError,
+        lambda: recompute(torch.sin, tiles=2)(input=vector()),
+        "sin is cut into tiles along its first argument, a tensor, but was called without positional arguments.\n"
+        "  Pass the tensor that holds the tokens first and by position. What every tile needs whole goes by keyword.",
+    ),
+    Case(
+        "no_such_dim",
+        ArgumentError,
+        lambda: recompute(torch.sin, tiles=2)(vector()),
+        "sin: tile_dim=1, but its first argument has shape (3,), dimensions -1 to 0.\n"
+        "  tile_dim is the dimension that holds the tokens: 1 in [batch, tokens, width], 0 in [tokens, width].",
+    ),
+    Case(
+        "cannot_cut",
+        ArgumentError,
+        lambda: recompute(torch.add, tiles=2, tile_dim=0)(vector(), torch.ones(2, 3)),
+        "add cuts every positional tensor along dimension 0: argument 1 has shape (2, 3), argument 0 has (3,).\n"
+        "  Pass what every tile needs whole by keyword: it is not cut.",
+    ),
+    Case(
+        "tile_not_a_tensor",
+        ArgumentError,
+        lambda: recompute(lambda x: (x.sin(), 1.5), name="layer 3", tiles=2, tile_dim=0)(vector()),
+        "layer 3 is called once per tile, and what it returns is put together along the token dimension; it returned "
+        "float: 1.5, which cannot be.\n"
+        "  Return tensors that hold one entry per token. What is not per token (a loss, a count) belongs outside, or "
+        "in a region without tiles=.",
+    ),
+    Case(
+        "tile_of_other_length",
+        ArgumentError,
+        lambda: recompute(lambda x: x.sin().sum(0, keepdim=True), name="layer 3", tiles=1, tile_dim=0)(vector()),
+        "layer 3 returned a tensor of shape (1,) for a tile of 3 tokens, whose dimension 0 should be 3.\n"
+        "  tiles= is for functions that act on each token on its own and return one entry per token; a function that "
+        "mixes, drops or sums tokens needs a region without tiles=.",
+    ),
+    # a discarded output
+    Case(
+        "nothing_to_discard",
+        RecomputeError,
+        lambda: OutputDiscardCheckpoint().discard_output_and_register_recompute(vector()),
+        "discard_output_and_register_recompute() was called, but there is no output to discard: checkpoint() has not "
+        "been called since the last discard.\n"
+        "  Call them in turns:  h = odc.checkpoint(norm, x);  y = consumer(h);  "
+        "odc.discard_output_and_register_recompute(y)",
+    ),
+    Case(
+        "nothing_to_discard",
+        RecomputeError,
+        lambda: discards(lambda h: h.cos(), lambda h: h.cos()),
+        "discard_output_and_register_recompute() was called, but there is no output to discard: checkpoint() has not "
+        "been called since the last discard.\n"
+        "  Call them in turns:  h = odc.checkpoint(norm, x);  y = consumer(h);  "
+        "odc.discard_output_and_register_recompute(y)",
+    ),
+    Case(
+        "not_a_consumer",
+        ArgumentError,
+        lambda: discards(lambda h: vector() * 2),
+        "discard_output_and_register_recompute: the tensor given for sin is Tensor of shape (3,), which was not "
+        "computed from the output, so there is no operation that could let go of it.\n"
+        "  Pass the result of what consumes the output:  y = consumer(h);  "
+        "odc.discard_output_and_register_recompute(y)",
+    ),
+    Case(
+        "not_a_consumer",
+        ArgumentError,
+        lambda: discards(lambda h: h),
+        "discard_output_and_register_recompute: the tensor given for sin is the output itself, so there is no "
+        "operation that could let go of it.\n"
+        "  Pass the result of what consumes the output:  y = consumer(h);  "
+        "odc.discard_output_and_register_recompute(y)",
+    ),
+    Case(
+        "changed_result",
+        ChangedError,
+        lambda: discards(lambda h: h.mul_(2).cos()),
+        "the output of sin has been changed in place since (version 0 then, 1 now), so what would be rebuilt is not "
+        "what its consumers saved.\n"
+        "  Change a copy (h = h * 2, not h.mul_(2)), or do it inside the function that is recomputed.",
+    ),
+    Case(
+        "other_results",
+        MismatchError,
+        returns_something_else,
+        "the replay of <turns> returned other tensors than its forward, and its output was discarded:\n"
+        "      forward: float32[3] on cpu\n"
+        f"      replay:  float32[6] on cpu{WHY}",
+    ),
+    Case(
+        "no_fp8",
+        ArgumentError,
+        lambda: OutputDiscardCheckpoint(fp8="e4m3"),
+        "OutputDiscardCheckpoint(fp8='e4m3'): Transformer Engine's recompute contexts are not entered here.\n"
+        "  Leave fp8 out, and let the function enter the contexts that it needs itself: they are entered again in the "
+        "replay.",
+    ),
+    Case(
+        "no_manager",
+        ArgumentError,
+        lambda: OutputDiscardCheckpoint(ckpt_manager=Opaque()),
+        "OutputDiscardCheckpoint(ckpt_manager=...): no manager is needed. Regions whose outputs feed one another find "
+        "each other, in whatever order they are discarded.\n"
+        "  Leave it out, and call discard_output_and_register_recompute(hook_tensor) on each of them.",
     ),
     # what is changed between forward and backward
     Case(
@@ -593,6 +743,32 @@ CASES = [
         "      forward: float32[3] on cpu\n"
         f"      replay:  float32[2] on cpu{WHY}",
     ),
+    # the lens
+    Case(
+        "not_a_model",
+        ArgumentError,
+        lambda: saved_activations(vector(), ()),  # type: ignore[arg-type]
+        "saved_activations(model, args) needs a module or another callable, but got Tensor of shape (3,)\n"
+        "  It makes the call itself; pass the model, and the arguments as a tuple:\n"
+        "      saved_activations(model, (x,))     # not saved_activations(model(x))",
+    ),
+    Case(
+        "args_not_a_tuple",
+        ArgumentError,
+        lambda: saved_activations(torch.exp, vector()),  # type: ignore[arg-type]
+        "saved_activations(model, args) takes the positional arguments of one call as a tuple, but args is Tensor of "
+        "shape (3,)\n"
+        "  Write saved_activations(model, (x,)) for the call model(x), saved_activations(model, (x, y)) for "
+        "model(x, y).",
+    ),
+    Case(
+        "kwargs_not_a_dict",
+        ArgumentError,
+        lambda: saved_activations(torch.exp, (), [("input", 1)]),  # type: ignore[arg-type]
+        "saved_activations(model, args, kwargs) takes the keyword arguments of one call as a dict of names to values, "
+        "but kwargs is list: [('input', 1)]\n"
+        '  Write saved_activations(model, (x,), {"mask": mask}) for the call model(x, mask=mask).',
+    ),
     # values
     Case(
         "value_requires_grad",
@@ -662,7 +838,7 @@ def functions_of_errors() -> set[str]:
     return {
         name
         for name, function in vars(errors).items()
-        if inspect.isfunction(function) and function.__module__ == errors.__name__ and not name.startswith("_")
+        if inspect.isfunction(function) and function.__module__.startswith(errors.__name__) and not name.startswith("_")
     }
 
 

@@ -10,7 +10,7 @@ that `recompute(state=...)` takes.
 """
 
 from . import state as state
-from .compat import checkpoint, checkpoint_sequential
+from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
 from .errors import (
     ArgumentError,
     ChangedError,
@@ -20,7 +20,7 @@ from .errors import (
     SaveError,
     StoreError,
 )
-from .memory import Measurement, measure
+from .memory import Measurement, SavedActivations, measure, saved_activations
 from .region import no_recompute, recompute
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
@@ -35,8 +35,10 @@ __all__ = [
     "NotRecomputingError",
     "OnDevice",
     "OnHost",
+    "OutputDiscardCheckpoint",
     "RecomputeError",
     "SaveError",
+    "SavedActivations",
     "Store",
     "StoreError",
     "checkpoint",
@@ -49,5 +51,6 @@ __all__ = [
     "recompute",
     "replay",
     "save_for_recompute",
+    "saved_activations",
     "state",
 ]

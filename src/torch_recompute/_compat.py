@@ -13,9 +13,11 @@ that state and nothing else.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
 import os
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -90,9 +92,57 @@ sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 """The number that the next autograd node of this thread will get: equal for all tensors saved by one operation."""
 
 
+SavedTensor: type = _autograd.SavedTensor
+"""What a `_raw_saved_*` attribute of a node is made of."""
+
+
 def packed_of(saved: Any) -> Any:
     """What a pack hook returned for a `_raw_saved_*` attribute of a node; None where torch cannot tell."""
     return getattr(saved, "data", None)
+
+
+def unpack_hook_of(saved: Any) -> Any:
+    """The unpack hook of a `_raw_saved_*` attribute of a node; None where there is none, or torch cannot tell."""
+    return getattr(saved, "unpack_hook", None)
+
+
+def replace_saved(node: Any, choose: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Puts what `choose` makes of it in the place of each tensor that a node has saved.
+
+    Left alone is a tensor for which `choose` returns None, and one that was saved under hooks: torch takes one pair.
+    """
+    kind = type(node)
+    names = _saved_names.get(kind)
+    if names is None:
+        names = _saved_names[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in names:
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if hasattr(one, "data"):
+                bare = isinstance(one.data, torch.Tensor) and unpack_hook_of(one) is None
+                packed = choose(one.data) if bare else None
+                if packed is not None:
+                    one.register_hooks(partial(_swap, packed), unpack)
+            else:  # torch 2.11 does not say what lies there, so everything is looked at from within a hook
+                with contextlib.suppress(RuntimeError):
+                    one.register_hooks(partial(_swap_if, choose), unpack)
+
+
+def _swap(packed: Any, tensor: torch.Tensor) -> Any:
+    return packed
+
+
+def _swap_if(choose: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    packed = choose(tensor)
+    return (tensor, tensor._version) if packed is None else packed
+
+
+_saved_names: Any = weakref.WeakKeyDictionary()  # by class of node
+
+
+def sequence_of(node: Any) -> int:
+    """When an autograd node was made, as `sequence_number` counts on its thread; larger than all for leaves."""
+    return node._sequence_nr()
 
 
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled

@@ -21,6 +21,7 @@ from ._compat import parameter_of, storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
 from ._inputs import Inputs
+from ._late import store_for, waiting
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
@@ -49,7 +50,11 @@ class Options(NamedTuple):
 
 
 class Frame(Run):
-    """One call of a region: its forward run, and what its replays need."""
+    """One call of a region: its forward run, and what its replays need.
+
+    Attributes:
+        later: Slots outside of the region that are views of its results (`_discard.py`), filled by its replays.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -65,6 +70,7 @@ class Frame(Run):
         "complete",
         "fingerprints",
         "inputs",
+        "later",
         "options",
         "slots",
         "store",
@@ -84,6 +90,7 @@ class Frame(Run):
         self._aliases: dict[int, torch.Tensor] = _NONE
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
         self.store = options.store or _ambient_store(outer)
+        self.later: SavedCall | None = None
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
         self._parameters: list[torch.Tensor] = []
@@ -97,6 +104,9 @@ class Frame(Run):
             self._template = found.template
             if found.generators and options.rng:
                 self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
+        if self.store is None and waiting.results:
+            captured = () if found is None else found.tensors
+            self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
         self._world = state.World(found, self.ambients, cells=self.store is None)
         self.inputs = Inputs(call, () if found is None else found.tensors, self.store, self.name)
         self._ids = self.inputs.ids
@@ -209,9 +219,10 @@ class Frame(Run):
         return need
 
     def _saved_calls(self) -> Sequence[SavedCall]:
+        later = () if self.later is None else (self.later,)
         if self.trace is None:
-            return ()
-        return [record for record in self.trace.records if isinstance(record, SavedCall)]
+            return later
+        return [*later, *(record for record in self.trace.records if isinstance(record, SavedCall))]
 
     # --- replay ---------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Replay(Run):
         """Runs the function under the hooks, as far as it is needed."""
         _compat.push_hooks(self.pack, unpack)
         try:
-            fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
         except Stop as stop:
             if stop.args[0] is not self:
                 raise
@@ -94,6 +94,10 @@ class Replay(Run):
             waiting = [slot for ref in self._slots[self.filled :] if (slot := ref()) is not None]
             op = reader_of(waiting[0]) if waiting else ""
             raise errors.MismatchError(errors.fewer(self.name, expected, self.filled, op))
+        if self._frame.later is not None:
+            results = [leaf for leaf in _compat.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._frame.later.check(self.name, results)
+            self._frame.later.fill(self.name, results, self._restored)
 
     def saved(self) -> int:
         """How many slots have been passed."""

@@ -96,6 +96,15 @@ class SavedCall:
             if slot is not None:
                 slot.tensor = None
 
+    def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
+        """A slot for a view of input number `index`; None where strides cannot say how it lies in that."""
+        geometry = _tree.geometry(tensor, base)
+        if geometry is None:
+            return None
+        slot = Slot(owner, _tree.meta(tensor))
+        self._views.append((weakref.ref(slot), index, geometry))
+        return slot
+
     def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: Container[int]) -> None:
         """Fills the slots that are views of the call's inputs."""
         for ref, index, geometry in self._views:
@@ -224,10 +233,8 @@ class SavedCall:
         if owner is not None and storage:
             for i, base in enumerate(inputs):
                 if storage_id(base) == storage and version_of(base) == versions[i]:
-                    geometry = _tree.geometry(tensor, base)
-                    if geometry is not None:
-                        slot = Slot(owner, _tree.meta(tensor))
-                        self._views.append((weakref.ref(slot), i, geometry))
+                    slot = self.slot(owner, tensor, i, base)
+                    if slot is not None:
                         return slot
         if store is None:
             return tensor.detach(), version_of(tensor)

@@ -33,7 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
-from . import errors
+from . import _tiles, errors
 from ._frame import NEVER, Frame, Options, hand_over, mark_spare
 from ._replay import Replay
 from ._saved_call import SavedCall, record_call, tensors_of
@@ -80,6 +80,8 @@ def recompute(
     state: Sequence[Ambient] = (),
     check: str = "metadata",
     early_stop: bool = True,
+    tiles: int | None = None,
+    tile_dim: int = 1,
 ) -> Callable[P, R]:
     """Wraps `fn` as a region: what autograd saves in it is dropped in forward and rebuilt, once, in backward.
 
@@ -99,12 +101,19 @@ def recompute(
         check: What a replay is compared with: "metadata" (shape, dtype and device of each saved
             tensor), "values" (stride and bits too: one pass over each, for debugging), or "none" (their number only).
         early_stop: End the replay at the last tensor that backward still needs.
+        tiles: Cut the positional tensors into this many parts of equal length (or one more), at most one per token,
+            and make a region of each: what is fat inside `fn` exists for one tile at a time, in forward and backward.
+            For functions that act on each token on its own and return one entry per token. Keyword arguments and
+            closures are used whole by every tile. Gradients equal the plain call's up to the order in which a
+            weight's gradient is summed; dropout draws other numbers than without tiles.
+        tile_dim: Which dimension of the positional tensors and of the results holds the tokens.
 
     Returns:
         A callable with `fn`'s signature.
 
     Raises:
-        ArgumentError: An argument here is none of the above, or the region is called with an iterator.
+        ArgumentError: An argument here is none of the above, or the region is called with an iterator or with
+            arguments that cannot be cut into tiles.
         MismatchError: In backward, the replay saved other tensors than the forward.
         ChangedError: In backward, an input or weight has been changed in place since the forward.
 
@@ -115,6 +124,7 @@ def recompute(
     if check not in ("metadata", "values", "none"):
         raise errors.ArgumentError(errors.unknown_check(check))
     inputs = _checked_store("inputs", inputs)
+    _tiles.check(tiles, tile_dim)
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(errors.not_an_ambient(ambient))
@@ -123,9 +133,10 @@ def recompute(
     @functools.wraps(fn, updated=())
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_grad_enabled():
-            if torch.compiler.is_compiling():
-                return _traced(fn, args, kwargs)
-            return call(options, fn, args, kwargs)
+            one = _traced if torch.compiler.is_compiling() else call
+            if tiles is not None:
+                return _tiles.run(functools.partial(one, options, fn), options.name, tiles, tile_dim, args, kwargs)
+            return one(options, fn, args, kwargs)
         if thread.run is None:
             return fn(*args, **kwargs)
         return _without_grad(options.name, fn, args, kwargs)
@@ -133,7 +144,7 @@ def recompute(
     return region
 
 
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _traced(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 

@@ -6,6 +6,7 @@ view as if it were memory; saved tensors live in C++ where no Python list of ten
 
 Idea. Memory belongs to a *storage*, so storages are what is counted (`ledger.py`), each once, whoever views it.
 A dispatch mode sees the result of every operation (`measurement.py`); autograd carries it to its own threads.
+What of it a forward keeps for backward, and who keeps it, is `saved.py`.
 
 What each category means. A storage has one category for its whole life: the first of this list that it ever was.
 
@@ -22,6 +23,17 @@ tests), and patching `UntypedStorage.resize_` for the whole process to hear of s
 """
 
 from .ledger import CATEGORIES, Sample
+from .listing import Row, SavedActivations
 from .measurement import Measurement, Reading, measure
+from .saved import saved_activations
 
-__all__ = ["CATEGORIES", "Measurement", "Reading", "Sample", "measure"]
+__all__ = [
+    "CATEGORIES",
+    "Measurement",
+    "Reading",
+    "Row",
+    "Sample",
+    "SavedActivations",
+    "measure",
+    "saved_activations",
+]

@@ -1,0 +1,266 @@
+"""Who keeps memory alive after a forward: the nodes of the graph, regions, a custom Function's `ctx`, Python objects.
+
+Problem. Saved tensors live in C++. The public way to see them, saved-tensor hooks, must be in place before they are
+saved, and a region takes the hooks around it for its store: watching that way changes what is kept. Reading
+`node.saved_tensors` or `node._saved_*` afterwards opens them: that replays regions.
+
+Idea. `_raw_saved_*` gives the place without opening it, and what lies there: the tensor, or what a pack hook made of
+it. From that, Python's own garbage-collector interface leads on: a slot to its frame, the frame to the region's inputs
+and stored outputs, the closure of a foreign hook to what it holds. Nothing here knows the fields of any of them, only
+that a `Frame` is a region and a `SavedCall` a saved call, so a new way of holding a tensor is found too.
+
+The reverse direction is for memory that no node saved: of all Python tensors, those over that memory, and then who
+refers to them, up to something with a name: an attribute, a global, a closure variable, a `ctx`.
+
+Rejected: `torch.autograd.graph.saved_tensors_hooks` around the forward (above); anomaly mode.
+
+Invariants. Nothing is opened, nothing is run. Modules, types, and the globals of functions are not searched: that is
+where the whole program would be found. What lies in a C++ node without `_raw_saved_*` (extensions) has no finder.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from .. import _slots
+from .._compat import SavedTensor, TorchDispatchMode, packed_of, unpack_hook_of
+from .._frame import Frame
+from .._saved_call import SavedCall
+from .ledger import storages
+
+_CLOSED = (nn.Module, type, types.ModuleType, types.CodeType, types.FrameType, TorchDispatchMode)
+_LIMIT = 20_000  # objects to look at from one saved tensor
+_DEPTH = 6  # referrers to go up from a tensor that escaped
+_TORCH_CHECKPOINT = "torch.utils.checkpoint"
+_CHECKPOINT_NODES = ("CheckpointFunctionBackward", "_NoopSaveInputsBackward")
+
+
+class Hold:
+    """Everything found that keeps one storage alive.
+
+    Attributes:
+        savers: Nodes that saved it, as `GeluBackward0 (self)`.
+        regions: Regions that hold it, as `layer 3`, or `layer 3 / attention` for a saved call.
+        stashes: Places outside of what autograd saves, as `ctx.y of FnBackward` or `encoder.cache`.
+        plain: Whether a node saved it outside of every region.
+        in_region: Whether a node saved it inside of one, whose name may not be known from there.
+        about: Shape, type and device of the first tensor found over it.
+    """
+
+    __slots__ = ("about", "in_region", "plain", "regions", "savers", "stashes")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.savers: list[str] = []
+        self.regions: list[str] = []
+        self.stashes: list[str] = []
+        self.plain = self.in_region = False
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.about = tuple(map(int, tensor.shape)), dtype, str(tensor.device)
+
+
+class Holders:
+    """What is known of who keeps which storage; `of` is by `id` of the storage's Python object.
+
+    It holds the graph that it has been led to.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, Hold] = {}
+        self._nodes: set[Node] = set()
+        self._queue: deque[Node] = deque()
+        self._searched: set[Any] = set()  # frames and foreign hooks
+
+    def start(self, value: object) -> list[torch.Tensor]:
+        """Remembers the nodes that an object's tensors come from, for `walk`; returns these tensors."""
+        return [tensor for tensor, _ in self._search(value)]
+
+    def walk(self) -> None:
+        """Looks at every node that can be reached from where it was told to start and that it has not seen."""
+        while self._queue:
+            node = self._queue.popleft()
+            label = node.name().removeprefix("torch::autograd::")
+            for attribute in dir(node):
+                if attribute.startswith("_raw_saved_"):
+                    field = attribute.removeprefix("_raw_saved_")
+                    self._saved(node, attribute, label if field == "tensors" else f"{label} ({field})")
+            variable = getattr(node, "variable", None)  # the leaf that a gradient is accumulated into
+            if isinstance(variable, torch.Tensor):
+                self._note(variable, "savers", label).plain = True
+            for name, value in getattr(node, "__dict__", {}).items():
+                for tensor, _ in self._search(value):
+                    self._note(tensor, "stashes", f"ctx.{name} of {label}")
+            self._enqueue(following for following, _ in node.next_functions if following is not None)
+
+    def stash(self, tensor: torch.Tensor, place: str) -> None:
+        """Notes a place outside of the graph that holds a tensor."""
+        self._note(tensor, "stashes", place)
+
+    def _enqueue(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node not in self._nodes:
+                self._nodes.add(node)
+                self._queue.append(node)
+
+    def _saved(self, node: Node, attribute: str, label: str) -> None:
+        try:
+            saved = getattr(node, attribute)
+        except RuntimeError:  # freed, by a backward inside the forward
+            return
+        torchs = label in _CHECKPOINT_NODES
+        for place in cast("Iterable[Any]", saved) if isinstance(saved, (tuple, list)) else (saved,):
+            packed, hook = packed_of(place), unpack_hook_of(place)
+            if packed is None:
+                continue
+            if hook is None and torchs:
+                self._note(packed, "regions", _TORCH_CHECKPOINT)
+            elif hook is None:
+                self._note(packed, "savers", label).plain = True
+            elif type(packed) is _slots.Slot:
+                if isinstance(packed.tensor, torch.Tensor):  # filled already
+                    self._note(packed.tensor, "savers", label)
+                    self._note(packed.tensor, "regions", packed.owner.name)
+                self._region(packed.owner, packed.owner.name)
+            elif hook is _slots.unpack:
+                for tensor, _ in self._search(packed):
+                    self._note(tensor, "savers", label).in_region = True
+            else:  # a foreign hook; torch's checkpoint keeps its arguments in the closure of its own
+                for tensor, _ in self._search(packed):
+                    self._note(tensor, "savers", label).plain = True
+                self._region(hook, getattr(hook, "__module__", None) or type(hook).__name__)
+
+    def _region(self, owner: Any, name: str) -> None:
+        if owner not in self._searched:
+            self._searched.add(owner)
+            for tensor, region in self._search(owner, name):
+                self._note(tensor, "regions", region)
+
+    def _note(self, tensor: torch.Tensor, where: str, label: str) -> Hold:
+        hold = Hold(tensor)
+        for _, storage in storages(tensor):
+            hold = self.of.setdefault(id(storage), hold)
+            labels: list[str] = getattr(hold, where)
+            if label not in labels:
+                labels.append(label)
+        return hold
+
+    def _search(self, start: object, name: str = "") -> Iterator[tuple[torch.Tensor, str]]:
+        """The tensors that an object leads to, nearest first, each with the region on the way; nodes are queued."""
+        seen: dict[int, object] = {}  # holds what it has seen, so that no identity is used twice
+        queue: deque[tuple[object, str]] = deque([(start, name)])
+        while queue and len(seen) < _LIMIT:
+            value, region = queue.popleft()
+            if id(value) in seen or isinstance(value, _CLOSED):
+                continue
+            seen[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                if value.grad_fn is not None:
+                    self._enqueue([value.grad_fn])
+                yield value, region
+                continue
+            if isinstance(value, Node):
+                self._enqueue([value])
+                continue
+            if isinstance(value, Frame):
+                region = value.name
+            elif isinstance(value, SavedCall):
+                region = f"{region} / {value.name}"
+            if isinstance(value, types.FunctionType):
+                inner: Iterable[Any] = (value.__closure__, value.__defaults__, value.__kwdefaults__)
+            elif isinstance(value, SavedTensor):
+                inner = (packed_of(value), unpack_hook_of(value))
+            else:
+                inner = gc.get_referents(value)
+            queue.extend((item, region) for item in inner if gc.is_tracked(item) or isinstance(item, SavedTensor))
+
+
+# --- the other direction: from memory to who refers to it -------------------------------------------------------------
+
+
+def python_tensors(wanted: Collection[int]) -> list[torch.Tensor]:
+    """All Python tensors over the storages with these identities."""
+    found: list[torch.Tensor] = []
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor):
+            try:
+                if any(id(storage) in wanted for _, storage in storages(value)):
+                    found.append(value)
+            except RuntimeError:  # a tensor of functorch, or one that is only half made
+                continue
+    return found
+
+
+def name_referrers(
+    tensors: list[torch.Tensor], names: Callable[[nn.Module], str]
+) -> Iterator[tuple[torch.Tensor, str]]:
+    """For each tensor, the named things that refer to it, nearest first."""
+    level: list[Any] = list(tensors)
+    paths: dict[int, list[tuple[int, str]]] = {id(tensor): [(i, "")] for i, tensor in enumerate(tensors)}
+    mine: set[int] = {id(tensors), id(paths)}
+    for _ in range(_DEPTH):
+        mine.add(id(level))
+        above: list[Any] = []
+        mine.add(id(above))
+        found: dict[int, list[tuple[int, str]]] = {}
+        for holder in gc.get_referrers(*level):
+            if id(holder) in mine or id(holder) in found or isinstance(holder, types.FrameType):
+                continue
+            ways: list[tuple[int, str]] = []
+            for child in gc.get_referents(holder):
+                for index, path in paths.get(id(child), ()):
+                    name, done = _name(holder, child, path, names)
+                    if name is None:
+                        continue
+                    if done:
+                        yield tensors[index], name
+                    else:
+                        ways.append((index, name))
+            if ways:
+                found[id(holder)] = ways
+                above.append(holder)
+        if not above:
+            return
+        level, paths = above, found
+        mine.add(id(paths))
+
+
+def _name(holder: Any, child: Any, path: str, names: Callable[[nn.Module], str]) -> tuple[str | None, bool]:
+    """What to call `path` seen from `holder`, and whether that is a name one can look for; None to give up."""
+    if isinstance(holder, dict):
+        key = next((key for key, value in cast("dict[Any, Any]", holder).items() if value is child), None)
+        return f"[{key!r}]{path}", False
+    if isinstance(holder, types.FunctionType):
+        cells = holder.__closure__ or ()
+        if cells is not child:
+            return None, False
+        index, _, rest = path.removeprefix("[").partition("]")
+        return f"closure variable '{holder.__code__.co_freevars[int(index)]}' of {holder.__qualname__}{rest}", True
+    if isinstance(holder, (list, tuple)):
+        index = next((i for i, value in enumerate(cast("list[Any]", holder)) if value is child), 0)
+        return f"[{index}]{path}", False
+    if isinstance(holder, types.CellType) or type(holder) in (set, frozenset, deque):
+        return path, False
+    try:
+        attributes: Any = vars(holder)
+    except TypeError:
+        attributes = {}
+    if attributes is child:  # `path` begins with the key in the instance's dict
+        key, _, rest = path.removeprefix("['").partition("']")
+    else:
+        key, rest = next((str(key) for key, value in attributes.items() if value is child), ""), path
+    if not key or isinstance(holder, type):
+        return None, False
+    if isinstance(holder, nn.Module):
+        return f"{names(holder)}.{key}{rest}".removeprefix("."), True
+    if isinstance(holder, types.ModuleType):
+        return f"global '{key}' of {holder.__name__}{rest}", True
+    if isinstance(holder, Node):
+        return f"ctx.{key} of {holder.name()}{rest}", True
+    return f"{type(holder).__qualname__}.{key}{rest}", True
