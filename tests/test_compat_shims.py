@@ -275,6 +275,30 @@ def test_replace_saved_in_a_custom_function() -> None:
     assert torch.equal(y.grad_fn.saved_tensors[0], torch.full((3,), 5.0))
 
 
+def test_is_plain() -> None:
+    """Tensors, parameters and fake tensors are plain; a wrapper of another tensor is not, nor is anything else."""
+
+    class Wrapper(torch.Tensor):
+        pass
+
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(3)
+    assert _compat.is_plain(vector())
+    assert _compat.is_plain(nn.Parameter(torch.ones(3)))
+    assert _compat.is_plain(fake)
+    assert not _compat.is_plain(torch.ones(3).as_subclass(Wrapper))
+    assert not _compat.is_plain(3.0)
+
+
+def test_autocast_on() -> None:
+    """Says what autocast says, and False for a device that has none."""
+    assert not _compat.autocast_on("cpu")
+    assert not _compat.autocast_on("meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _compat.autocast_on("cpu")
+        assert not _compat.autocast_on("meta")
+
+
 def test_sequence_of() -> None:
     """Later nodes have larger numbers, and leaves the largest."""
     x = vector()

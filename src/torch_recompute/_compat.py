@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 import torch.overrides as _overrides
 import torch.utils.checkpoint as _checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
@@ -207,6 +208,11 @@ def _autocast(device: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]
     ]
 
 
+def autocast_on(device: str) -> bool:
+    """Whether autocast is on for a type of device; False where it knows no autocast, such as "meta"."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     *_autocast("cpu"),
     *(_autocast(ACCELERATOR) if ACCELERATOR is not None else ()),
@@ -322,6 +328,14 @@ def parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
         base: Any = tensor._base
         return base if base is not None and is_parameter(base) else None
     return None
+
+
+_PLAIN: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor whose strides say where its elements lie: no subclass, but a fake one may be."""
+    return type(value) in _PLAIN
 
 
 def storage_id(tensor: torch.Tensor) -> int:

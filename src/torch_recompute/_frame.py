@@ -194,7 +194,11 @@ class Frame(Run):
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()
-        self._world.settle()
+        if self.slots or self.trace is not None or not self.options.early_stop:
+            self._world.settle()
+        else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this frame
+            self._world.forget()
+            self.inputs.forget()
         if not self.replaying:
             self._settle(outer)
         return result

@@ -96,6 +96,10 @@ class Inputs:
                     self._spoiled = n, tensor._version
         self._given = []
 
+    def forget(self) -> None:
+        """Lets go of everything: there will be no replay."""
+        self._held, self._call.leaves = [], []
+
     def check(self, region: str) -> None:
         """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
         found = self._spoiled

@@ -188,21 +188,22 @@ class SummedProducts(TorchFunctionMode):
         total = self._sums.get(id(weight))  # its edge keeps the weight alive
         if total is None:
             total = self._sums[id(weight)] = Sum(weight)
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        if _compat.autocast_on(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         return cast("torch.Tensor", _Product.apply(x, total.edge, bias, _Held.apply(x), total.buffers, turned))
 
 
 def _is_ours(x: Any, weight: Any, bias: Any) -> bool:
-    if type(weight) is not torch.nn.Parameter or not weight.requires_grad or weight.dim() != 2:
+    if not isinstance(weight, torch.nn.Parameter) or not _compat.is_plain(weight):
         return False
-    if type(x) is not torch.Tensor or x.dim() < 2 or x.device != weight.device or not x.is_floating_point():
+    if not weight.requires_grad or not weight.is_leaf or weight.dim() != 2:
+        return False
+    if not _compat.is_plain(x) or x.dim() < 2 or x.device != weight.device or not x.is_floating_point():
         return False
     if bias is not None and (not isinstance(bias, torch.Tensor) or bias.shape != weight.shape[:1]):
         return False
     wide = torch.float64 in (x.dtype, weight.dtype)
-    return not wide if torch.is_autocast_enabled(x.device.type) else x.dtype == weight.dtype
+    return not wide if _compat.autocast_on(x.device.type) else x.dtype == weight.dtype
 
 
 Product = tuple[Any, Any, Any, bool]

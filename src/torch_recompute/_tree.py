@@ -123,15 +123,11 @@ def geometry(view: torch.Tensor, base: torch.Tensor) -> Geometry | None:
     plain = view.layout is torch.strided and base.layout is torch.strided
     if not plain or view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
         return None
-    if _subclass(view) or _subclass(base):
+    if not _compat.is_plain(view) or not _compat.is_plain(base):
         return None
     shift = int(view.storage_offset() - base.storage_offset())
     whole = shift == 0 and view.shape == base.shape and view.stride() == base.stride()
     return Geometry(tuple(view.shape), view.stride(), shift, base.stride(), whole)
-
-
-def _subclass(tensor: torch.Tensor) -> bool:
-    return type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter
 
 
 def wants_grad(tensor: torch.Tensor) -> bool:

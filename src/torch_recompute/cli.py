@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, demo
+from . import __version__, bench, demo
 from .errors import ArgumentError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_command(commands)
+    bench.add_command(commands)
     return parser
 
 

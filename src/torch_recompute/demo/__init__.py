@@ -28,6 +28,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+from .._progress import progress_shown
 from .model import HEADS, SETTINGS, Config, Setting
 from .text import read_text
 from .training import Outcome, Result, run, ticks
@@ -66,7 +67,7 @@ def command(args: argparse.Namespace) -> int:
     else:
         from . import view
 
-        with nullcontext() if args.quiet else view.progress_shown(ticks(config)) as progress:
+        with nullcontext() if args.quiet else progress_shown(ticks(config)) as progress:
             result = run(config, args.text, progress=progress)
         if not args.json:
             view.show(result)

@@ -1,4 +1,4 @@
-"""What the demonstration looks like: progress on stderr while it runs, one table on stdout at its end.
+"""What the demonstration looks like at its end: one table on stdout.
 
 rich decides about colours (`NO_COLOR`, a pipe, an old terminal); this file decides only what stands in the table. It
 is imported late, so that everything else works without rich.
@@ -6,14 +6,11 @@ is imported late, so that everything else works without rich.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from textwrap import wrap
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,32 +18,6 @@ from .training import Outcome, Result
 
 MIB = 2**20
 COLUMN = len("recomputation")
-
-
-@contextmanager
-def progress_shown(total: int) -> Generator[Callable[[str], None]]:
-    """A bar on a terminal, a line at every tenth elsewhere."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("reading", total=total)
-
-            def advance(word: str) -> None:
-                bar.update(task, advance=1, description=word)
-
-            yield advance
-        return
-    done = 0
-
-    def line(word: str) -> None:
-        nonlocal done
-        done += 1
-        if done * 10 // total != (done - 1) * 10 // total:
-            sys.stderr.write(f"{100 * done // total:3d}%  {word}\n")
-            sys.stderr.flush()
-
-    yield line
 
 
 def show(result: Result) -> None:

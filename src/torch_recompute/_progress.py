@@ -1,0 +1,40 @@
+"""How the commands show that they are at work: a bar on a terminal, a line at every tenth elsewhere, all on stderr.
+
+stdout belongs to the result, so that `--json` can be piped. rich is imported late, so that everything else works
+without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_shown(total: int) -> Generator[Callable[[str], None]]:
+    """Show progress; what is yielded is to be called after each of `total` pieces of work, with a word on it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=total)
+
+            def advance(word: str) -> None:
+                bar.update(task, advance=1, description=word)
+
+            yield advance
+        return
+    done = 0
+
+    def line(word: str) -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // total != (done - 1) * 10 // total:
+            sys.stderr.write(f"{100 * done // total:3d}%  {word}\n")
+            sys.stderr.flush()
+
+    yield line

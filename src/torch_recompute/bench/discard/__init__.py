@@ -1,0 +1,141 @@
+"""`torch-recompute bench discard`: the published table of output-discarding checkpointing, and regions beside it.
+
+Problem. A region frees what lies inside it; its own output stays, because the consumer saves it. The methods that free
+that too were published with one table of six blocks. Whoever chooses between them and this library wants that table,
+line by line, on his own machine, with the new columns beside the old ones.
+
+Idea. The same blocks, loss and lifetimes (`blocks.py`); the columns as a table of ways to run a block (`forms.py`); the
+published figures as data (`published.py`); and for each figure the way in which it was obtained, said in the output
+(`measuring.py`). Nothing in this room knows how a region works: the forms are what a user would write.
+
+`--check` compares values instead of bytes (`parity.py`). Progress goes to stderr and the result to stdout, so `--json`
+can be piped; `--plot` draws the peaks as well (`plot.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ... import __version__
+from ..._progress import progress_shown
+from ...errors import ArgumentError
+from . import parity, plot, result
+from .blocks import BLOCKS, DTYPES
+from .config import ITERS, SCALE, Config
+from .forms import FORMS
+from .parity import Comparison, compare
+from .result import Result, Row, run
+
+__all__ = ["BLOCKS", "FORMS", "Comparison", "Config", "Result", "Row", "add_command", "command", "compare", "run"]
+
+SIZES = (
+    ("d_model", "width of the blocks' input"),
+    ("d_ff", "width of the MLPs inside"),
+    ("batch", "sequences"),
+    ("seq", "tokens in a sequence"),
+)
+
+
+def add_command(benchmarks: Any) -> None:
+    """Describe `torch-recompute bench discard` to the command line."""
+    about = "the published table of output-discarding checkpointing, with regions beside it"
+    parser = cast("argparse.ArgumentParser", benchmarks.add_parser("discard", help=about, description=about))
+    default = ", ".join(map(str, Config.n_layers))
+    parser.add_argument(
+        "--n-layers", type=int, nargs="+", metavar="N", help=f"blocks in a stack, one table each (default {default})"
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", metavar="TYPE", help=f"of weights and input: {', '.join(DTYPES)} (default fp32)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="BLOCK", help=f"blocks (default all: {', '.join(BLOCKS)})")
+    parser.add_argument(
+        "--iters", type=int, metavar="N", help=f"timed steps (default {ITERS}); with --check {parity.ITERS}"
+    )
+    for index, (name, about) in enumerate(SIZES):
+        full, small = getattr(Config, name), parity.SIZE[index]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{about} (default {full}; with --check {small})"
+        )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default cuda where there is one)")
+    parser.add_argument(
+        "--scale",
+        type=int,
+        metavar="N",
+        help=f"without CUDA, time a copy whose d_model, d_ff and seq are N times smaller (default {SCALE})",
+    )
+    parser.add_argument("--check", action="store_true", help="compare outputs and gradients with the plain stack's")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the peaks: a .png, .svg or .pdf file")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run `torch-recompute bench discard`; 0 if it is done, and with `--check` 1 if anything differs."""
+    given: dict[str, Any] = {
+        "n_layers": args.n_layers and tuple(dict.fromkeys(args.n_layers)),
+        "dtypes": args.dtype and tuple(dict.fromkeys(args.dtype)),
+        "blocks": args.only and tuple(dict.fromkeys(args.only)),
+        "device": args.device,
+        **{name: getattr(args, name) for name in ("iters", "scale", *(name for name, _ in SIZES))},
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.check:
+        return _check(given, args)
+    config = Config(**given)
+    config.check()
+    if args.plot is not None:
+        plot.check(args.plot)
+    view = None
+    if not args.json:
+        from . import view
+    with nullcontext() if args.quiet else progress_shown(result.ticks(config)) as progress:
+        seen = run(config, progress)
+    if args.plot is not None:
+        plot.draw(seen, args.plot)
+    if view is None:
+        sys.stdout.write(seen.to_json() + "\n")
+    else:
+        view.show(seen)
+    return 0
+
+
+def _check(given: dict[str, Any], args: argparse.Namespace) -> int:
+    for option, value in (("--scale", args.scale), ("--plot", args.plot)):
+        if value is not None:
+            raise ArgumentError(f"{option} is {value}, but --check neither times nor draws. Leave one of the two out.")
+    small = dict(zip((name for name, _ in SIZES), parity.SIZE, strict=True))
+    config = Config(**cast("dict[str, Any]", {"iters": parity.ITERS, **small, **given}))
+    config.check()
+    view = None
+    if not args.json:
+        from . import view
+    with nullcontext() if args.quiet else progress_shown(parity.ticks(config)) as progress:
+        comparisons = compare(config, progress)
+    passed = all(entry.passed for entry in comparisons)
+    if view is None:
+        document = {
+            "schema_version": result.SCHEMA_VERSION,
+            "command": "bench discard --check",
+            "torch_recompute": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "device": str(config.on),
+            "config": asdict(config),
+            "passed": passed,
+            "comparisons": [asdict(entry) for entry in comparisons],
+        }
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    else:
+        view.show_parity(comparisons)
+    return 0 if passed else 1

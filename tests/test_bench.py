@@ -1,0 +1,229 @@
+"""The command `torch-recompute bench discard`: stdout and stderr, exit codes, the plot, and what is refused."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from torch_recompute import __version__, bench, cli
+from torch_recompute.bench.discard import BLOCKS, FORMS, Config, Result, parity, plot, run
+from torch_recompute.bench.discard.forms import Form
+
+BENCH = ["bench", "discard"]
+TINY = [*BENCH, *["--d-model", "8", "--d-ff", "32", "--seq", "20", "--iters", "1", "--device", "cpu"]]
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in, the output is 80 columns wide and without colour."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return re.split("  +| (?=[-+~–0-9])", line.strip())
+
+
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "frobnicate"], [*BENCH, "--n-layers"], [*BENCH, "--iters", "x"]])
+def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A command line that cannot be parsed ends with 2 and the usage on stderr."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == cli.USAGE
+    assert capsys.readouterr().err.startswith("usage: torch-recompute bench")
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has a line per form under each block, fits into 80 columns, and progress goes to stderr."""
+    pytest.importorskip("rich")
+    options = ["--d-model", "16", "--only", "swiglu", "rms_norm", "--n-layers", "2", "1", "--scale", "1"]
+    assert cli.main([*TINY, *options]) == cli.OK
+    output = capsys.readouterr()
+    assert output.err.splitlines()[-1] == "100%  rms_norm, 1 layer, fp32: timing"
+    assert "\x1b" not in output.out + output.err
+    assert "…" not in output.out
+    lines = output.out.splitlines()
+    assert [line for line in lines if line.startswith("Discarding")] == [
+        "Discarding outputs: 2 layers, fp32",
+        "Discarding outputs: 1 layer, fp32",
+    ]
+    titles = [form.title for form in FORMS]
+    forms = [title for line in lines for title in titles if re.match(f"   {title}  ", line)]
+    assert forms == [*titles, *(title for title in titles if title != "ours, no extra GEMM")] * 2
+    baseline = next(cells(line) for line in lines if line.strip().startswith("baseline"))
+    assert (baseline[3:5], baseline[8]) == (["0.0", "0.0"], "+0.0")
+    assert "computed on fake tensors (device meta, no data) at d_model 16" in " ".join(lines)
+
+
+def test_table_of_the_published_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """At the published size the table fits into 80 columns too, and shows what was published beside the peaks."""
+    pytest.importorskip("rich")
+    assert (
+        cli.main([*BENCH, *["--only", "up_proj", "--iters", "1", "--scale", "128", "--device", "cpu", "--quiet"]])
+        == cli.OK
+    )
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert "…" not in output.out
+    rows = [cells(line) for line in output.out.splitlines()]
+    peaks = [row[:3] for row in rows if row[0] in ("baseline", "ODC, C++")]
+    assert peaks == [
+        ["baseline", "544.0", "–"],
+        ["ODC, C++", "–", "~608.0"],
+        ["baseline", "2560.0", "2560.3"],
+        ["ODC, C++", "–", "2400.3"],
+    ]
+    assert "OLMo-core, src/scripts/benchmark_odc.py" in output.out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints one document: versions, configuration, how figures were obtained, and every figure."""
+    options = [
+        "--only",
+        "silu_up",
+        "silu_up",
+        "--n-layers",
+        "1",
+        "--dtype",
+        "bf16",
+        "--scale",
+        "2",
+        "--json",
+        "--quiet",
+    ]
+    assert cli.main([*TINY, *options, "--json", "--quiet"]) == cli.OK
+    output = capsys.readouterr()
+    document = json.loads(output.out)
+    assert output.err == ""
+    assert (document["command"], document["torch_recompute"], document["device"]) == (
+        "bench discard",
+        __version__,
+        "cpu",
+    )
+    assert (document["config"]["blocks"], document["config"]["dtypes"]) == (["silu_up"], ["bf16"])
+    assert document["timed_size"] == {"d_model": 4, "d_ff": 16, "batch": 2, "seq": 10}
+    assert set(document["how"]) == {"peak", "flops", "times", "published", "by_arithmetic"}
+    assert [row["form"] for row in document["rows"]] == [form.name for form in FORMS]
+    for row in document["rows"]:
+        assert type(row["computed_peak_bytes"]) is type(row["flops"]) is type(row["saved_bytes"]) is int
+        assert type(row["forward_ms"]) is type(row["backward_ms"]) is type(row["total_ms"]) is float
+        assert row["measured_peak_bytes"] is row["published"] is None
+
+
+def test_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--check` ends with 0, a line per form, and no difference."""
+    pytest.importorskip("rich")
+    assert cli.main([*TINY, "--check", "--n-layers", "2", "--quiet"]) == cli.OK
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert len(re.findall(r" yes\s*$", out, re.MULTILINE)) == 2 * len(BLOCKS) + 2 + 4 + 4
+    assert "22 comparisons, 0 with a difference" in " ".join(out.split())
+
+
+def test_check_finds_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A form that computes something else ends with 1 and is named, in the table and in JSON."""
+    pytest.importorskip("rich")
+
+    def wrong(block, x):
+        return block(x) * 1.001
+
+    monkeypatch.setattr(parity, "FORMS", (FORMS[0], Form("wrong", "wrong form", wrong, lambda block: True)))
+    argv = [*TINY, "--check", "--n-layers", "1", "--only", "up_proj", "--quiet"]
+    assert cli.main(argv) == cli.FAILED
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DIFFERENT: up_proj, 1 layer, fp32, wrong form: " in out
+    assert "1 comparisons, 1 with a difference" in out
+    assert cli.main([*argv, "--json"]) == cli.FAILED
+    document = json.loads(capsys.readouterr().out)
+    assert (document["command"], document["passed"]) == ("bench discard --check", False)
+    assert [entry["passed"] for entry in document["comparisons"]] == [False]
+
+
+@pytest.fixture(scope="module")
+def published_size() -> Result:
+    """One block at the published size, once for all pictures."""
+    return run(Config(n_layers=(1, 8), blocks=("up_proj",), iters=1, scale=256, device="cpu"))
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_plot(published_size: Result, suffix: str, start: bytes, tmp_path) -> None:
+    """The picture has a bar for every row, also for those of the published method."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"peaks{suffix}"
+    plot.check(path)
+    plot.draw(published_size, path)
+    data = path.read_bytes()
+    assert data.startswith(start)
+    if suffix == ".svg":
+        # Text is drawn as outlines, and each is preceded by a comment with its words: here the heights of the bars.
+        for height in ("2,560", "2,400", "2,464", "2,336", "2,188", "608", "544"):
+            assert f"<!-- {height} -->".encode() in data
+
+
+def test_plot_option(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--plot` writes the picture beside what is printed."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "peaks.png"
+    options = ["--only", "up_proj", "--n-layers", "1", "--json", "--quiet", "--plot", str(path)]
+    assert cli.main([*TINY, *options]) == cli.OK
+    assert json.loads(capsys.readouterr().out)["rows"]
+    assert path.stat().st_size > 1000
+
+
+def test_every_form_has_a_colour() -> None:
+    """The plot knows every column of the table."""
+    assert set(plot.ORDER) == set(plot.COLOURS) >= {form.name for form in FORMS}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n-layers", "1", "0"], "--n-layers is 0; expected a whole number of at least 1"),
+        (["--seq", "0"], "--seq is 0; expected a whole number of at least 1"),
+        (["--only", "gelu"], "--only names the block 'gelu', which is not known; expected one or more of fp32_cast"),
+        (["--dtype", "fp8"], "--dtype names the dtype 'fp8', which is not known"),
+        (["--device", "tpu"], "--device is tpu; expected cpu, cuda or cuda:N"),
+        (["--plot", "peaks.txt"], "--plot is peaks.txt; expected a file name that ends in .png, .svg, .pdf. Write "),
+        (["--plot", "no/such/peaks.png"], "--plot is no/such/peaks.png, but there is no folder no/such"),
+        (["--check", "--plot", "a.png"], "--plot is a.png, but --check neither times nor draws"),
+        (["--check", "--scale", "4"], "--scale is 4, but --check neither times nor draws"),
+        (["--check", "--iters", "0"], "--iters is 0; expected a whole number of at least 1"),
+    ],
+)
+def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong value ends with 2 and one message on stderr, before anything is computed."""
+    assert cli.main([*TINY, *options]) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"torch-recompute: error: {message}")
+    assert "Traceback" not in output.err
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without matplotlib the plot is refused, with what to install, before anything is computed."""
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert cli.main([*TINY, "--plot", "peaks.png"]) == cli.USAGE
+    assert "pip install torch-recompute[plot]" in capsys.readouterr().err
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without rich the table is refused with what to install; the quiet JSON form needs no rich."""
+    monkeypatch.delitem(sys.modules, "torch_recompute.bench.discard.view", raising=False)
+    monkeypatch.delattr(bench.discard, "view", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(TINY) == cli.USAGE
+    assert "pip install torch-recompute[cli]" in capsys.readouterr().err
+    assert cli.main([*TINY, "--only", "up_proj", "--n-layers", "1", "--json", "--quiet"]) == cli.OK
+    assert json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_matplotlib_is_imported_late() -> None:
+    """The command line starts without the packages that only draw and print."""
+    text = "import sys, torch_recompute.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,326 @@
+"""The blocks and forms of `bench discard`: peaks and FLOPs at the published size, and equal gradients.
+
+Peaks are computed on tensors without data, so the full size takes seconds and no memory.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torch_recompute.bench.discard import BLOCKS, FORMS, Config, compare, parity, run
+from torch_recompute.bench.discard.blocks import DTYPES, Stack
+from torch_recompute.bench.discard.forms import TILES, Form
+from torch_recompute.bench.discard.measuring import Computed, clock, compute, rounds
+from torch_recompute.bench.discard.published import BY_ARITHMETIC, SIZE, TABLE, published
+from torch_recompute.bench.discard.result import MIB, ticks
+from torch_recompute.errors import ArgumentError
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+TINY = Config(n_layers=(1, 2), d_model=8, d_ff=32, batch=2, seq=20, iters=2, scale=1, device="cpu")
+SMALL = replace(TINY, d_model=16, d_ff=64, scale=None)
+
+Peaks = dict[tuple[str, str, int], Computed]
+
+
+@pytest.fixture(scope="module")
+def computed() -> Peaks:
+    """Every block and form at the published size in fp32, by block, form and number of layers."""
+    found: Peaks = {}
+    for n_layers in (1, 8):
+        for block in BLOCKS:
+            stack = Stack(block, n_layers, SIZE, torch.float32, META)
+            for form in FORMS:
+                if form.fits(stack.first):
+                    found[block, form.name, n_layers] = compute(stack, form.run)
+    return found
+
+
+@pytest.mark.parametrize("form", ["baseline", "torch"])
+@pytest.mark.parametrize("block", [name for name in TABLE if name != "rms_norm"])
+def test_published_peaks_are_reproduced(computed: Peaks, block: str, form: str) -> None:
+    """What is computed on tensors without data is what was measured on a GPU, to the third of a MiB."""
+    theirs = TABLE[block][form].peak_mib
+    assert theirs - 0.35 < computed[block, form, 8].peak_bytes / MIB <= theirs
+
+
+@pytest.mark.parametrize(
+    ("block", "form", "n_layers", "most"),
+    [
+        ("up_proj", "saved_call", 8, 2336),
+        ("silu_up", "saved_call", 8, 2464),
+        ("silu_up", "no_extra_gemm", 8, 2690),
+        ("swiglu", "saved_call", 8, 3776),
+        ("swiglu", "no_extra_gemm", 8, 4450),
+        ("rms_norm", "saved_call", 8, 593),  # a norm of several operations, as on the CPU; with one it would be 544
+        ("fp32_softmax", "saved_call", 8, 545),
+        ("fp32_cast", "saved_call", 8, 544.1),
+        ("up_proj", "one_tile", 8, 2272),
+        ("silu_up", "one_tile", 8, 2432),
+        ("swiglu", "one_tile", 8, 3776),
+        ("rms_norm", "tiled", 8, 544.2),
+        ("up_proj", "one_tile", 1, 480),
+        ("silu_up", "one_tile", 1, 640),
+        ("up_proj", "tiled", 8, 2200),
+        ("silu_up", "tiled", 8, 2240),
+        ("swiglu", "tiled", 8, 3280),
+        ("up_proj", "saved_call", 1, 544),
+        ("silu_up", "saved_call", 1, 672),
+        ("swiglu", "saved_call", 1, 1088),
+    ],
+)
+def test_peaks(computed: Peaks, block: str, form: str, n_layers: int, most: float) -> None:
+    """Each form reaches its peak, in MiB, weights and gradients included."""
+    loss = 3 * 4  # and its gradient: the sums behind these figures leave them out
+    assert computed[block, form, n_layers].peak_bytes <= most * MIB + loss
+
+
+def test_one_layer_is_never_above_the_baseline(computed: Peaks) -> None:
+    """A single block, where the published method costs memory, costs none here."""
+    ours = [key for key in computed if key[2] == 1 and key[1] not in ("baseline", "torch")]
+    assert len(ours) == len(BLOCKS) + 2 + 4 + 4
+    for block, form, n_layers in ours:
+        assert computed[block, form, n_layers].peak_bytes <= computed[block, "baseline", n_layers].peak_bytes
+
+
+def test_never_above_the_published_method(computed: Peaks) -> None:
+    """Ours needs no more than output-discarding checkpointing was published with, nor than its sums for one layer."""
+    for n_layers, table in ((8, TABLE), (1, BY_ARITHMETIC)):
+        for block, columns in table.items():
+            # A norm is one operation on CUDA and several here, which tiles make up for.
+            forms = ["tiled"] if block == "rms_norm" else ["saved_call", "one_tile", "tiled"]
+            for form in forms if (block, "tiled", n_layers) in computed else ["saved_call"]:
+                peak = computed[block, form, n_layers].peak_bytes / MIB
+                assert peak <= min(columns[name].peak_mib for name in columns if name.startswith("odc"))
+
+
+@pytest.mark.parametrize("n_layers", [1, 8])
+@pytest.mark.parametrize(
+    ("block", "repeated", "products"),
+    [
+        ("fp32_cast", 0, 1),
+        ("up_proj", 1, 2),
+        ("silu_up", 1, 2),
+        ("swiglu", 2, 3),
+        ("rms_norm", 0, 1),
+        ("fp32_softmax", 0, 1),
+    ],
+)
+def test_flops(computed: Peaks, block: str, repeated: int, products: int, n_layers: int) -> None:
+    """A step makes each matrix product three times; a form repeats those of `inner` once more, or none."""
+    d_model, d_ff, batch, seq = SIZE
+    product = 2 * batch * seq * d_model * (d_ff if products > 1 else d_model) * n_layers
+    assert computed[block, "baseline", n_layers].flops == 3 * products * product
+    for form in FORMS[1:]:
+        if (block, form.name, n_layers) in computed:
+            again = 0 if form.name == "no_extra_gemm" or (form.name, block) == ("torch", "up_proj") else repeated
+            assert computed[block, form.name, n_layers].flops == (3 * products + again) * product, form.name
+
+
+def test_a_cast_before_the_consumer_is_not_kept() -> None:
+    """In bf16 the softmax's fp32 result and its bf16 copy are both rebuilt, not only the former."""
+    stack = Stack("fp32_softmax", 8, SIZE, torch.bfloat16, META)
+    peaks = {form.name: compute(stack, form.run).peak_bytes for form in FORMS if form.fits(stack.first)}
+    one = 2 * 2048 * 2048 * 2
+    # Eight copies of the fp32 and of the bf16 result are the baseline's; the peak at the loss is the same for all.
+    assert peaks["saved_call"] <= peaks["torch"] - 7 * one
+    assert peaks["saved_call"] <= peaks["baseline"] - 14 * one
+
+
+def test_published_figures_belong_to_one_configuration() -> None:
+    """Published figures appear at exactly their configuration, and sums never pass for published."""
+    assert published("swiglu", 8, "fp32", SIZE) is TABLE["swiglu"]
+    assert published("swiglu", 8, "bf16", SIZE) == published("swiglu", 2, "fp32", SIZE) == {}
+    assert published("swiglu", 8, "fp32", (2048, 8192, 1, 2048)) == published("rms_norm", 1, "fp32", SIZE) == {}
+    assert all(figure.by_arithmetic for columns in BY_ARITHMETIC.values() for figure in columns.values())
+    assert not any(figure.by_arithmetic for columns in TABLE.values() for figure in columns.values())
+    assert list(TABLE) == list(BLOCKS)
+
+
+def test_stack_has_a_seed_of_its_own() -> None:
+    """Weights and input are the same each time, and the caller's random numbers are left alone."""
+    before = torch.get_rng_state()
+    one, two = (Stack("swiglu", 2, (8, 16, 2, 4), torch.float32, CPU) for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    for (name, leaf), (_, other) in zip(one.leaves, two.leaves, strict=True):
+        assert torch.equal(leaf, other), name
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_stack_keeps_in_range(block: str) -> None:
+    """Eight blocks make outputs and gradients that are neither zero nor subnormal nor infinite."""
+    stack = Stack(block, 8, (64, 256, 2, 48), torch.float32, CPU)
+    for name, tensor in parity._outcome(stack, FORMS[0]).items():
+        assert 1e-30 < tensor.abs().max().item() < 1e3, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parity(dtype: str) -> None:
+    """Every form has the plain stack's outputs and gradients, tiles up to the order of sums."""
+    comparisons = compare(replace(SMALL, dtypes=(dtype,)))
+    assert len(comparisons) == 2 * (2 * len(BLOCKS) + 2 + 4 + 4)
+    for entry in comparisons:
+        assert entry.passed, entry
+        assert entry.tensors == 2 * (
+            2 + len(list(Stack(entry.block, entry.n_layers, (2, 2, 1, 1), torch.float32, META).parameters()))
+        )
+        if "tile" not in entry.form:
+            assert (entry.difference, entry.allowed, entry.dtype) == (0, "0", dtype)
+        else:
+            assert (entry.allowed, entry.dtype) == ("1e-10", "fp64")
+            assert entry.difference < 1e-13
+
+
+def _forgets_a_gradient(block, x):
+    return block(x.detach()) + 0 * x
+
+
+def _nearly(block, x):
+    return block(x) * (1 + 1e-5)
+
+
+def _not_a_number(block, x):
+    return block(x) * math.nan
+
+
+@pytest.mark.parametrize("wrong", [_forgets_a_gradient, _nearly, _not_a_number])
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_parity_notices(wrong, same_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that computes something else has not passed, and the tensor is named."""
+    form = Form("wrong", "wrong", wrong, lambda block: True, same_bits)
+    monkeypatch.setattr(parity, "FORMS", (FORMS[0], form))
+    (entry,) = compare(replace(SMALL, n_layers=(2,), blocks=("silu_up",)))
+    assert not entry.passed
+    assert entry.difference > 1e-6
+    assert "in iteration" in entry.worst
+
+
+def test_parity_notices_a_missing_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight without a gradient is an infinite difference."""
+
+    def frozen(block, x):
+        return block.outer(torch.nn.functional.silu(x @ block.up.weight.detach().T), x)
+
+    monkeypatch.setattr(parity, "FORMS", (FORMS[0], Form("frozen", "frozen", frozen, lambda block: True)))
+    (entry,) = compare(replace(SMALL, n_layers=(1,), blocks=("silu_up",)))
+    assert not entry.passed
+    assert (entry.difference, entry.worst) == (math.inf, "the gradient of blocks.0.up.weight in iteration 1")
+
+
+def test_parity_of_nothing_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plain stack has only zeros to show, the comparison has failed."""
+
+    def nothing(block, x):
+        return 0 * block(x)
+
+    zero = Form("baseline", "baseline", nothing, lambda block: True)
+    monkeypatch.setattr(parity, "FORMS", (zero, replace(zero, name="same")))
+    (entry,) = compare(replace(SMALL, n_layers=(1,), blocks=("up_proj",)))
+    assert not entry.passed
+    assert "zero or not finite without regions" in entry.worst
+
+
+def test_clock() -> None:
+    """Every form is timed, forward and backward add up, and no gradient is left."""
+    stack = Stack("silu_up", 2, (8, 16, 2, 40), torch.float32, CPU)
+    words: list[str] = []
+    times = clock(stack, FORMS, 3, words.append)
+    assert len(words) == rounds(3)
+    assert list(times) == [form.name for form in FORMS]
+    for of_form in times.values():
+        assert 0 < max(of_form.forward, of_form.backward) < of_form.total
+        assert of_form.peak_bytes is None
+    assert all(leaf.grad is None for _, leaf in stack.leaves)
+
+
+def test_rows() -> None:
+    """Each block, form and number of layers has a row, compared with its own baseline, and progress is as promised."""
+    words: list[str] = []
+    result = run(TINY, words.append)
+    assert len(words) == ticks(TINY)
+    assert len(result.rows) == 2 * (3 * len(BLOCKS) + 2 + 4 + 4)
+    for row in result.rows:
+        assert row.published is None  # nothing was published at this size
+        assert row.peak_bytes == row.computed_peak_bytes
+        assert row.peak_bytes is not None
+        if row.form == "baseline":
+            baseline = row.peak_bytes
+            assert (row.saved_bytes, row.extra_flops_percent, row.time_delta_percent) == (0, 0, 0)
+        assert row.saved_bytes == baseline - row.peak_bytes
+
+
+def test_published_rows() -> None:
+    """At the published configuration the published method has rows, without any figure of ours."""
+    result = run(Config(n_layers=(1, 8), blocks=("up_proj",), iters=1, scale=128, device="cpu"))
+    seen = {(row.form, row.n_layers): row for row in result.rows}
+    for column, n_layers, peak in (("odc_cpp", 1, 608.0), ("odc_cpp", 8, 2400.3), ("odc_python", 8, 2464.3)):
+        row = seen[column, n_layers]
+        assert row.published is not None
+        assert (row.published.peak_mib, row.peak_bytes, row.flops, row.total_ms) == (peak, None, None, None)
+    assert ("odc_python", 1) not in seen
+    assert seen["baseline", 8].published == TABLE["up_proj"]["baseline"]
+    assert seen["saved_call", 8].published is None
+    assert result.config.timed_size == (16, 64, 2, 16)
+
+
+def test_what_the_figures_are() -> None:
+    """Without CUDA the result says that peaks are computed and at which size times are taken."""
+    how = run(replace(TINY, n_layers=(1,), blocks=("up_proj",), scale=4)).how
+    assert how["peak"] == "computed on fake tensors (device meta, no data) at d_model 8, d_ff 32, batch 2, sequence 20"
+    assert "d_model 2, d_ff 8, batch 2, sequence 5, a scaled-down copy; median of 2 steps" in how["times"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"n_layers": (8, 0)},
+            r"--n-layers is 0; expected a whole number of at least 1. Write for example --n-layers 8",
+        ),
+        ({"d_ff": -1}, r"--d-ff is -1; expected"),
+        ({"iters": 0}, r"--iters is 0; expected"),
+        ({"scale": 0}, r"--scale is 0; expected"),
+        ({"blocks": ("swiglu", "gelu")}, r"--only names the block 'gelu', .* one or more of fp32_cast, up_proj, "),
+        ({"dtypes": ("fp8",)}, r"--dtype names the dtype 'fp8', .* fp32, bf16. Write for example --dtype fp32"),
+        ({"device": "tpu"}, r"--device is tpu; expected cpu, cuda or cuda:N"),
+        ({"device": "meta"}, r"--device is meta; expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_cannot_run(change: dict, message: str) -> None:
+    """What cannot run is refused with what was passed, what was expected and what to write."""
+    with pytest.raises(ArgumentError, match=message):
+        run(replace(TINY, **change))
+
+
+def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for CUDA where there is none says what happens without it; asking for a device too many says how many."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match=r"--device is cuda, but .* sees no CUDA device.*--device cpu"):
+        replace(TINY, device="cuda", scale=None).check()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ArgumentError, match=r"--device is cuda:1, but there are 1 CUDA devices"):
+        replace(TINY, device="cuda:1", scale=None).check()
+    with pytest.raises(ArgumentError, match=r"--scale is 4, but on CUDA .* no effect"):
+        replace(TINY, device=None, scale=4).check()
+
+
+@pytest.mark.gpu
+def test_on_cuda() -> None:
+    """On CUDA the allocator's peak is shown, at the full size, and no form's is above the baseline's."""
+    config = Config(n_layers=(4,), blocks=("silu_up", "swiglu"), d_model=512, d_ff=2048, seq=1024, iters=2)
+    result = run(config)
+    peaks = {(row.block, row.form): row.measured_peak_bytes for row in result.rows}
+    for block in config.blocks:
+        baseline = peaks[block, "baseline"]
+        assert baseline is not None
+        assert all(peak is not None and peak <= baseline for (of, _), peak in peaks.items() if of == block)
+    assert config.timed_size == config.size
+    assert all(entry.passed for entry in compare(replace(SMALL, device="cuda")))
+
+
+def test_tiles_of_uneven_length() -> None:
+    """The sequence of the comparison is no multiple of the number of tiles, so uneven tiles are compared too."""
+    assert SMALL.seq % TILES
