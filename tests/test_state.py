@@ -456,3 +456,38 @@ def test_state_in_the_documentation_of_the_error() -> None:
         region(x).sum().backward()
         results.append((x.grad, deep.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.expand(2, 4),
+        lambda t: t.unfold(0, 2, 1),
+        lambda t: t[None].expand(3, 4)[:, ::2],
+        lambda t: t.view(2, 2).t(),
+        lambda t: t[1:1],
+    ],
+    ids=["expanded", "overlapping", "expanded and strided", "transposed", "empty"],
+)
+def test_tensor_state_of_a_view(view):
+    """A tensor whose elements lie on one another is put back like any other, also as a closure of a region."""
+    base = torch.arange(4.0)
+    state = TensorState(view(base))
+    then = state.capture()
+    base += 5
+    state.restore(then)
+    assert torch.equal(view(base), view(torch.arange(4.0)))
+
+    grads = []
+    for wrap in (recompute, lambda fn: fn):
+        base, weight = torch.arange(4.0), torch.ones((), requires_grad=True)
+        seen = view(base)
+
+        def body(weight, base=base, seen=seen):
+            base.mul_(2)
+            return (seen * weight).sin().exp()
+
+        wrap(body)(weight).sum().backward()
+        grads.append(weight.grad)
+        assert torch.equal(base, 2 * torch.arange(4.0))
+    assert torch.equal(*grads)

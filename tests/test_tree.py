@@ -340,3 +340,10 @@ def test_other_layouts_have_fingerprints() -> None:
     nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
     assert torch.equal(digest(nested), digest(nested.clone()))
     assert not torch.equal(digest(nested), digest(nested * 2))
+
+
+def test_digest_of_one_element_with_a_stride():
+    """A single element has a digest whatever its stride is, the same one."""
+    base = torch.arange(4.0)
+    assert torch.equal(digest(base[1:2]), digest(base[1::3]))
+    assert not torch.equal(digest(base[1:2]), digest(base[2:3]))

@@ -228,6 +228,5 @@ _PRODUCTS: dict[Any, Callable[..., Product]] = {
     torch.mm: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.mm: _matmul,
-    torch.Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
 }

@@ -182,6 +182,29 @@ def say(value: Meta) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its expanded dimensions narrowed to one."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same memory in which no element lies twice.
+
+    Unexpanded; where elements overlap in another way (`unfold`), all memory from the first to the last of them.
+    """
+    tensor = unexpanded(tensor)
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            whole = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            return tensor.as_strided((whole,), (1,), tensor.storage_offset())
+        reach += (size - 1) * stride
+    return tensor
+
+
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A fingerprint of a tensor's bits (two int64, on its device; no host sync), for `check="values"`.
 
@@ -192,7 +215,10 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         data = tensor.detach()
         if data.layout is not torch.strided:
             data = data.to_dense() if not data.is_nested else data.values()
-        bits = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        flat = data.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.stride(0) != 1:  # one element, whose stride says nothing to anybody but `view`
+            flat = flat.as_strided((flat.numel(),), (1,))
+        bits = flat.view(torch.uint8)
         pad = -bits.numel() % 1024
         rows = torch.nn.functional.pad(bits, (0, pad)).view(-1, 1024)
         across, down = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)

@@ -35,7 +35,7 @@ from . import _compat, errors
 from ._compat import version_of
 from ._diagnose import leads_to
 from ._reach import Reach, Seen
-from ._tree import apart
+from ._tree import apart, each_once
 
 SMALL = 64 * 1024
 """Buffers up to this many bytes are copied on every call; see the module's note."""
@@ -161,12 +161,16 @@ class TensorState:
 
     def capture(self) -> list[torch.Tensor]:
         """A copy of each tensor."""
-        return [tensor.detach().clone() for tensor in self.tensors]
+        return [_writable(tensor.detach()).clone() for tensor in self.tensors]
 
     def restore(self, value: list[torch.Tensor]) -> None:
         """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
         for tensor, old in zip(self.tensors, value, strict=True):
-            tensor.data.copy_(old)
+            _writable(tensor.data).copy_(old)
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    return each_once(tensor) if tensor.layout is torch.strided else tensor
 
 
 CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()

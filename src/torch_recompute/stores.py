@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from . import errors
-from ._tree import wants_grad
+from ._tree import unexpanded, wants_grad
 
 
 @runtime_checkable
@@ -59,10 +59,8 @@ class OnHost:
     def put(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size, torch.device]:
         """Copies the tensor to the host."""
         source = tensor.detach()
-        if source.layout is torch.strided:
-            for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
-                if stride == 0 and size > 1:
-                    source = source.narrow(dim, 0, 1)
+        if source.layout is torch.strided and 0 in source.stride():
+            source = unexpanded(source)
         host = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
         return host.copy_(source), tensor.shape, tensor.device
 
