@@ -6,8 +6,11 @@ function without a row fails the test below the table, so a new text cannot go u
 
 import contextlib
 import inspect
+import sys
+import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +21,16 @@ import torch_recompute
 from torch_recompute import (
     ArgumentError,
     ChangedError,
+    Choice,
     MismatchError,
     NotRecomputingError,
     OutputDiscardCheckpoint,
+    Plan,
+    RecomputeConfig,
     RecomputeError,
     SaveError,
     StoreError,
+    apply,
     checkpoint,
     checkpoint_sequential,
     doing_recompute,
@@ -34,7 +41,10 @@ from torch_recompute import (
     replay,
     save_for_recompute,
     saved_activations,
+    show,
 )
+from torch_recompute.compat import deepspeed, megatron, paddle
+from torch_recompute.plan.units import find_units, register
 
 REASONS = (
     "\n  The function must do the same work each time it is called with the same arguments. Common reasons that it "
@@ -46,6 +56,40 @@ WHY = f'{REASONS}\n  To see the first place where they differ: recompute(fn, che
 FEWER = "(A different number of tensors was saved during the original forward and recomputation.)"
 MORE = "(trying to save more tensors during recomputation than during the original forward pass)"
 CAUSE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+COUNT = (
+    ", where a whole number of layers is expected, 1 or more.\n"
+    "  Write recompute_num_layers=1, without quotes; leave it out, or write None (null in a file), for no number."
+)
+NO_SHARDS = (
+    "distribute_saved_activations=True is not available yet: it needs a store that spreads the inputs of regions over "
+    "the ranks of a tensor parallel group, and this version has stores for one process only.\n"
+    "  Leave it out; recompute(layer, inputs=OnHost()) keeps a region's inputs in host memory instead."
+)
+NO_OFFLOAD = (
+    " is not available yet: a plan says what is recomputed, not yet what is moved to host memory. (Nothing forbids the "
+    "two together, as Megatron-LM does.)\n"
+    "  Leave it out, and place stores by hand: recompute(layer, inputs=OnHost()) for the inputs of a region, "
+    "no_recompute(fn, store=OnHost()) for what a saved call keeps."
+)
+PATHS = (
+    '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
+    "ModuleList does not, since it is never called."
+)
+FIELDS = (
+    "\n  The fields are Megatron-LM's, written out: recompute_granularity, recompute_method, recompute_num_layers, "
+    "recompute_modules."
+)
+FLAGS = (
+    "\n  For example: --recompute_granularity selective --recompute_modules core_attn layernorm\n"
+    "           or: --recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+)
 
 
 class Turns:
@@ -114,6 +158,16 @@ def step(fn: Callable[..., Any], **options: Any) -> None:
 
 
 # --- misuses --------------------------------------------------------------------------------------------------------
+
+
+def shows_a_configuration(text: str) -> None:
+    """`show` of a file with this text, on a machine without transformers."""
+    with (
+        unittest.mock.patch.object(Path, "is_file", return_value=True),
+        unittest.mock.patch.object(Path, "read_text", return_value=text),
+        unittest.mock.patch.dict(sys.modules, {"transformers": None}),
+    ):
+        show.load("config.json")
 
 
 def saves_more_at_first() -> None:
@@ -307,6 +361,17 @@ def returns_something_else() -> None:
     y.sum().backward()
 
 
+def encoder() -> torch.nn.Module:
+    """Three layers, under the path `layers`."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 3)
+
+
+def reads_yaml_without_pyyaml() -> None:
+    with unittest.mock.patch.dict(sys.modules, {"yaml": None}):
+        RecomputeConfig.from_file("train.yaml")
+
+
 @dataclass(frozen=True)
 class Case:
     """A misuse and what it is answered: `of` is the function of `errors.py` that makes the text."""
@@ -448,6 +513,232 @@ CASES = [
         lambda: checkpoint_sequential([torch.sin, torch.exp, torch.sin], 0, vector()),
         "checkpoint_sequential: segments=0, but 3 functions make 1 to 3 segments.",
     ),
+    # the calls of other systems
+    Case(
+        "not_callable",
+        ArgumentError,
+        lambda: paddle.recompute(Opaque(), vector()),  # type: ignore[arg-type]
+        "recompute(function, *args) needs a callable, but got Opaque: Opaque()\n"
+        "  Pass the function itself, then its arguments:\n"
+        "      y = recompute(layer, x)     # not recompute(layer(x))",
+    ),
+    Case(
+        "reentrant",
+        ArgumentError,
+        lambda: paddle.recompute(torch.exp, vector(), use_reentrant=True),
+        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
+        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
+        "requires grad.\n"
+        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster.",
+    ),
+    Case(
+        "not_on_or_off",
+        ArgumentError,
+        lambda: paddle.recompute(torch.exp, vector(), preserve_rng_state="no"),  # type: ignore[arg-type]
+        "recompute: preserve_rng_state is str: 'no', where True or False is expected.\n"
+        "  Write preserve_rng_state=False, or leave it out.",
+    ),
+    Case(
+        "not_indices",
+        ArgumentError,
+        lambda: paddle.recompute(torch.exp, vector(), offload_indices=0),  # type: ignore[arg-type]
+        "recompute: offload_indices is int: 0, where a list of numbers is expected.\n"
+        "  Write offload_indices=[0] for the first positional argument.",
+    ),
+    Case(
+        "bad_offload_index",
+        ArgumentError,
+        lambda: paddle.recompute(torch.add, vector(), vector(), offload_indices=[0, 2]),
+        "offload_indices holds 2, but the positional arguments of add have numbers 0 to 1.\n"
+        "  Write numbers of positional arguments, or leave offload_indices out.",
+    ),
+    Case(
+        "bad_offload_index",
+        ArgumentError,
+        lambda: paddle.recompute(torch.add, vector(), other=vector(), offload_indices=[1]),
+        "offload_indices holds 1, but the one positional argument of add has number 0.\n"
+        "  Pass the tensor by position, or leave offload_indices out.",
+    ),
+    Case(
+        "bad_offload_index",
+        ArgumentError,
+        lambda: paddle.recompute(torch.exp, input=vector(), offload_indices=[0]),
+        "offload_indices holds 0, but exp was called without positional arguments.\n"
+        "  Pass the tensor by position, or leave offload_indices out.",
+    ),
+    Case(
+        "nothing_to_offload",
+        ArgumentError,
+        lambda: paddle.recompute(torch.sum, vector(), 0, offload_indices=[1]),
+        "offload_indices holds 1, but argument 1 of sum is int: 0, in which there is no tensor to offload.\n"
+        "  Leave the number out. Numbers count all positional arguments, not only tensors; parameters stay where they "
+        "are.",
+    ),
+    Case(
+        "nothing_to_offload",
+        ArgumentError,
+        lambda: paddle.recompute(torch.mul, vector(), Scale().weight, offload_indices=[1]),
+        "offload_indices holds 1, but argument 1 of mul is Parameter of shape (3,), in which there is no tensor to "
+        "offload.\n"
+        "  Leave the number out. Numbers count all positional arguments, not only tensors; parameters stay where they "
+        "are.",
+    ),
+    Case(
+        "bad_ctx",
+        ArgumentError,
+        lambda: paddle.recompute_sequential({"segments": 1, "offload": True}, [torch.sin], vector()),
+        "recompute_sequential(ctx, functions, *args): ctx is dict: {'segments': 1, 'offload': True}, where a dict is "
+        'expected, with no other keys than "segments" and "preserve_rng_state".\n'
+        '  Write {"segments": 2}. Where inputs are kept is said by offload_indices=[0].',
+    ),
+    Case(
+        "bad_ctx",
+        ArgumentError,
+        lambda: paddle.recompute_sequential(2, [torch.sin, torch.exp], vector()),  # type: ignore[arg-type]
+        "recompute_sequential(ctx, functions, *args): ctx is int: 2, where a dict is expected, with no other keys than "
+        '"segments" and "preserve_rng_state".\n'
+        '  Write {"segments": 2}. Where inputs are kept is said by offload_indices=[0].',
+    ),
+    Case(
+        "not_one_input",
+        ArgumentError,
+        lambda: paddle.recompute_sequential({}, [torch.sin], vector(), vector()),
+        "recompute_sequential(ctx, functions, *args): the functions are called with one argument, but got 2.\n"
+        "  Put several values into a tuple that the functions take and return.",
+    ),
+    Case(
+        "not_one_input",
+        ArgumentError,
+        lambda: paddle.recompute_sequential({}, [torch.sin], vector(), mask=vector()),
+        "recompute_sequential(ctx, functions, *args): the functions are not called with keywords, but got mask.\n"
+        "  Put several values into a tuple that the functions take and return.",
+    ),
+    Case(
+        "bad_segments",
+        ArgumentError,
+        lambda: paddle.recompute_sequential({"segments": 3}, [torch.sin, torch.exp], vector()),
+        "recompute_sequential: segments=3, but 2 functions make 1 to 2 segments.",
+    ),
+    Case(
+        "not_on_or_off",
+        ArgumentError,
+        lambda: megatron.checkpoint(torch.exp, vector()),  # type: ignore[arg-type]
+        "checkpoint: distribute_saved_activations is Tensor of shape (3,), where True or False is expected.\n"
+        "  Write checkpoint(function, False, *args): in Megatron's call the arguments come after this one.",
+    ),
+    Case(
+        "no_sharded_inputs",
+        ArgumentError,
+        lambda: megatron.checkpoint(torch.exp, True, vector()),
+        "distribute_saved_activations=True is not available yet: it needs a store that spreads the inputs of regions "
+        "over the ranks of a tensor parallel group, and this version has stores for one process only.\n"
+        "  Write checkpoint(function, False, *args).",
+    ),
+    Case(
+        "not_on_or_off",
+        ArgumentError,
+        lambda: megatron.CheckpointWithoutOutput(retain_input_tensors=None),  # type: ignore[arg-type]
+        "CheckpointWithoutOutput: retain_input_tensors is NoneType: None, where True or False is expected.\n"
+        "  Leave it out: outputs that lie in the memory of an input are always left alone.",
+    ),
+    Case(
+        "no_fp8",
+        ArgumentError,
+        lambda: megatron.CheckpointWithoutOutput("hybrid"),
+        "CheckpointWithoutOutput(fp8='hybrid'): Transformer Engine's recompute contexts are not entered here.\n"
+        "  Leave fp8 out, and let the function enter the contexts that it needs itself: they are entered again in the "
+        "replay.",
+    ),
+    Case(
+        "no_manager",
+        ArgumentError,
+        lambda: megatron.CheckpointWithoutOutput(ckpt_manager=Opaque()),
+        "CheckpointWithoutOutput(ckpt_manager=...): no manager is needed. Regions whose outputs feed one another find "
+        "each other, in whatever order they are discarded.\n"
+        "  Leave it out, and call discard_output_and_register_recompute(hook_tensor) on each of them.",
+    ),
+    Case(
+        "not_on_or_off",
+        ArgumentError,
+        lambda: deepspeed.configure(None, {"activation_checkpointing": {"cpu_checkpointing": "auto"}}),
+        "configure: cpu_checkpointing is str: 'auto', where True or False is expected.\n"
+        "  Write cpu_checkpointing=False (false in JSON), or leave it out.",
+    ),
+    Case(
+        "no_sharded_inputs",
+        ArgumentError,
+        lambda: deepspeed.configure(None, partition_activations=True, checkpoint_in_cpu=True),
+        "partition_activations=True is not available yet: it needs a store that spreads the inputs of regions over the "
+        "ranks of a tensor parallel group, and this version has stores for one process only.\n"
+        "  Write checkpoint_in_cpu=True (cpu_checkpointing in JSON) to keep them in host memory.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: deepspeed.configure(None, {"activation_checkpointing": {"contiguous_memory_optimization": True}}),
+        "contiguous_memory_optimization=True would have no effect: it lays out what partition_activations leaves on a "
+        "rank in one buffer, and that is not available yet.\n"
+        "  Against fragmentation, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or leave "
+        "contiguous_memory_optimization out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: deepspeed.configure(None, num_checkpoints=4),
+        "num_checkpoints=4 would have no effect: it is the size of the buffer of contiguous_checkpointing, and there "
+        "is none.\n"
+        "  Write None (null in JSON), or leave num_checkpoints out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: deepspeed.configure(None, synchronize=True),
+        "synchronize=True would have no effect: no region waits for the device, and none has to.\n"
+        "  To time regions, call torch.accelerator.synchronize() in the function, or leave synchronize out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: deepspeed.configure(None, profile=True),
+        "profile=True would have no effect: regions keep no timers.\n"
+        "  Time them with torch.profiler, or leave profile out.",
+    ),
+    Case(
+        "no_deepspeed_config",
+        ArgumentError,
+        lambda: deepspeed.configure(None, "no/such/ds.json"),
+        "no/such/ds.json cannot be read as a DeepSpeed configuration: No such file or directory.\n"
+        "  Pass the path of a JSON file, or the dict that it holds.",
+    ),
+    Case(
+        "not_a_deepspeed_config",
+        ArgumentError,
+        lambda: deepspeed.configure(None, {"activation_checkpointing": True}),
+        "configure: the section activation_checkpointing is bool: True, where keys and values are expected.\n"
+        '  Write {"activation_checkpointing": {"cpu_checkpointing": True}}, with any other sections beside.',
+    ),
+    Case(
+        "not_a_deepspeed_config",
+        ArgumentError,
+        lambda: deepspeed.configure(None, Opaque()),  # type: ignore[arg-type]
+        "configure: deepspeed_config is Opaque: Opaque(), where keys and values are expected.\n"
+        '  Write {"activation_checkpointing": {"cpu_checkpointing": True}}, with any other sections beside.',
+    ),
+    Case(
+        "unknown_deepspeed_key",
+        ArgumentError,
+        lambda: deepspeed.configure(None, {"activation_checkpointing": {"checkpoint_in_cpu": True}}),
+        "'checkpoint_in_cpu' is not a key of activation_checkpointing, so it would have no effect.\n"
+        "  It is the argument of configure; the key in a configuration is cpu_checkpointing.",
+    ),
+    Case(
+        "unknown_deepspeed_key",
+        ArgumentError,
+        lambda: deepspeed.configure(None, {"activation_checkpointing": {"partitioned_activations": True}}),
+        "'partitioned_activations' is not a key of activation_checkpointing, so it would have no effect.\n"
+        "  The keys are partition_activations, contiguous_memory_optimization, number_checkpoints, cpu_checkpointing, "
+        "synchronize_checkpoint_boundary, profile.",
+    ),
     # tiles
     Case(
         "bad_tiles",
@@ -577,6 +868,44 @@ CASES = [
         "OutputDiscardCheckpoint(ckpt_manager=...): no manager is needed. Regions whose outputs feed one another find "
         "each other, in whatever order they are discarded.\n"
         "  Leave it out, and call discard_output_and_register_recompute(hook_tensor) on each of them.",
+    ),
+    # plans
+    Case(
+        "bad_plan",
+        ArgumentError,
+        lambda: Plan((Choice(("a",)), Choice(("a",)))),
+        "this is not a plan: 'a' is in two choices.\n"
+        "  A plan is made by RecomputeConfig(...).plan(model), by hand as Plan((Choice(('layers.0',)), ...)), or read "
+        "by Plan.from_json(text) from what plan.to_json() wrote.",
+    ),
+    Case(
+        "not_applicable",
+        ArgumentError,
+        lambda: apply(Scale(), "full"),
+        "apply(model, plan) needs a torch.nn.Module and a Plan, but got Scale: Scale() and str: 'full'.\n"
+        "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))",
+    ),
+    Case(
+        "applied_twice",
+        ArgumentError,
+        lambda: [apply(model, Plan((Choice(("",)),))) for model in [Scale()] * 2],
+        "Scale has a plan already: the model itself is placed. Two plans on one model would nest their regions.\n"
+        "  Take the first one out:  handle.remove()   (the handle is what apply returned)",
+    ),
+    Case(
+        "no_such_module",
+        ArgumentError,
+        lambda: apply(torch.nn.Sequential(Scale(), Scale()), Plan((Choice(("00",)),))),
+        "Sequential has no module '00'. Close to it: '0'.\n"
+        "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a plan made "
+        "for another model, or for the whole of which this is a part, has other paths.",
+    ),
+    Case(
+        "one_module_twice",
+        ArgumentError,
+        lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
+        "'1' and '0' are one and the same module, which can be placed only once.\n"
+        "  Leave one of the two paths out; the region is there whenever the module is called.",
     ),
     # what is changed between forward and backward
     Case(
@@ -769,6 +1098,306 @@ CASES = [
         "but kwargs is list: [('input', 1)]\n"
         '  Write saved_activations(model, (x,), {"mask": mask}) for the call model(x, mask=mask).',
     ),
+    # configurations
+    Case(
+        "unknown_granularity",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="none"),
+        "recompute_granularity='none' is not known. It says how much of a layer is recomputed:\n"
+        "      None          nothing (null in a file; leave the flag out)\n"
+        '      "full"        whole layers; recompute_method and recompute_num_layers say which\n'
+        '      "selective"   the parts that recompute_modules names',
+    ),
+    Case(
+        "unknown_method",
+        ArgumentError,
+        lambda: RecomputeConfig(**(FULL | {"recompute_method": "every"})),
+        "recompute_method='every' is not known. It says which layers are recomputed:\n"
+        '      "uniform"   all of them, recompute_num_layers at a time\n'
+        '      "block"     the first recompute_num_layers, one by one; the others keep their activations',
+    ),
+    Case(
+        "incomplete_full",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="full"),
+        'recompute_granularity="full" needs recompute_method and recompute_num_layers: without, there is no saying '
+        "which layers.\n"
+        '  For every layer by itself, write recompute_method="uniform", recompute_num_layers=1.',
+    ),
+    Case(
+        "incomplete_full",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="full", recompute_method="block"),
+        'recompute_granularity="full" needs recompute_num_layers: without, there is no saying which layers.\n'
+        '  For every layer by itself, write recompute_method="uniform", recompute_num_layers=1.',
+    ),
+    Case(
+        "not_a_count",
+        ArgumentError,
+        lambda: RecomputeConfig(**(FULL | {"recompute_num_layers": True})),
+        f"recompute_num_layers is bool: True{COUNT}",
+    ),
+    Case(
+        "not_a_count",
+        ArgumentError,
+        lambda: RecomputeConfig(**(FULL | {"recompute_num_layers": "2"})),
+        f"recompute_num_layers is str: '2'{COUNT}",
+    ),
+    Case(
+        "not_a_count",
+        ArgumentError,
+        lambda: RecomputeConfig(**(FULL | {"recompute_num_layers": 0})),
+        f"recompute_num_layers is int: 0{COUNT}",
+    ),
+    Case(
+        "not_a_switch",
+        ArgumentError,
+        lambda: RecomputeConfig(sequence_parallel="yes"),  # type: ignore[arg-type]
+        "sequence_parallel is str: 'yes', where True or False is expected.\n"
+        "  Write sequence_parallel=True (sequence_parallel: true in a file, without quotes).",
+    ),
+    Case(
+        "not_labels",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules="core_attn"),
+        "recompute_modules is str: 'core_attn', where a list of strings is expected.\n"
+        "  Write recompute_modules=['core_attn']; [] recomputes nothing, which is the run to compare with.",
+    ),
+    Case(
+        "not_labels",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlp", 3]),  # type: ignore[list-item]
+        "recompute_modules is list: ['mlp', 3], where a list of strings is expected.\n"
+        '  Write recompute_modules=["core_attn", "layernorm"]; [] recomputes nothing, which is the run to compare '
+        "with.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", recompute_method="uniform"),
+        "recompute_method='uniform' would have no effect: recompute_granularity=\"selective\" recomputes parts of "
+        "every layer, whichever recompute_modules names.\n"
+        '  For a part of some layers, name it by paths: recompute_modules=["layers.0.mlp", "layers.1.mlp"], or leave '
+        "recompute_method out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig.from_args(["--recompute_num_layers", "4"]),
+        "recompute_num_layers=4 would have no effect: recompute_granularity is None, which recomputes nothing.\n"
+        '  Write recompute_granularity="full", recompute_method="block", recompute_num_layers=N for the first N layers '
+        '(what Megatron-Bridge means by --recompute_num_layers alone), or recompute_method="uniform" for all, N at a '
+        "time, or leave recompute_num_layers out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_modules=["mlp"]),
+        "recompute_modules=['mlp'] would have no effect: recompute_granularity is None, which recomputes nothing.\n"
+        '  Write recompute_granularity="selective" for these parts, or leave recompute_modules out.',
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL, recompute_modules=("mlp",)),
+        "recompute_modules=['mlp'] would have no effect: recompute_granularity=\"full\" recomputes whole layers.\n"
+        '  Write recompute_granularity="selective" for these parts, or leave recompute_modules out.',
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig.from_args(["--cpu-offloading-num-layers", "4"]),
+        "cpu_offloading_num_layers=4 would have no effect: cpu_offloading is False.\n"
+        "  Write cpu_offloading=True with it (which is not available yet), or leave cpu_offloading_num_layers out.",
+    ),
+    Case(
+        "sequence_parallel_shards_already",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL, distribute_saved_activations=True, sequence_parallel=True),
+        "distribute_saved_activations=True does not go with sequence_parallel=True: with the latter the input of a "
+        "layer is already split over the tensor parallel ranks, so each rank keeps its own part and there is nothing "
+        "to distribute.\n"
+        "  Leave distribute_saved_activations out.",
+    ),
+    Case(
+        "no_sharded_store",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL, distribute_saved_activations=True),
+        NO_SHARDS,
+    ),
+    Case(
+        "no_sharded_store",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", distribute_saved_activations=True),
+        f'{NO_SHARDS}\n  (Megatron-LM takes it with "selective" too, and then does nothing with it.)',
+    ),
+    Case(
+        "no_offload_plans",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL, cpu_offloading=True, cpu_offloading_num_layers=2),
+        f"cpu_offloading=True{NO_OFFLOAD}",
+    ),
+    Case(
+        "no_offload_plans",
+        ArgumentError,
+        lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
+        f"fine_grained_activation_offloading=True{NO_OFFLOAD}",
+    ),
+    Case(
+        "moe_layers_twice",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL, moe_layer_recompute=True),
+        'moe_layer_recompute=True asks for recompute_granularity="selective" with "moe" among recompute_modules, but '
+        'recompute_granularity is "full", which recomputes the layers that the experts are in.\n'
+        "  Leave moe_layer_recompute out.",
+    ),
+    Case(
+        "inside_the_layer",
+        ArgumentError,
+        lambda: RecomputeConfig.from_dict({"model": {**FULL, "mlp_chunks_for_training": 4}}),
+        "mlp_chunks_for_training=4 cannot be applied from outside of a layer: it changes how an MLP computes; write "
+        "recompute(mlp, tiles=N) where it is called.",
+    ),
+    Case(
+        "unknown_field",
+        ArgumentError,
+        lambda: RecomputeConfig.from_dict({"recompute": {"granularity": "full"}}),
+        "'granularity' in recompute is not a field of RecomputeConfig, so it would have no effect; the nearest is "
+        f"'recompute_granularity'.{FIELDS}",
+    ),
+    Case(
+        "unknown_field",
+        ArgumentError,
+        lambda: RecomputeConfig.from_args(["--lr", "1", "--recompute-layers=2"]),
+        "'--recompute-layers' is not a field of RecomputeConfig, so it would have no effect; the nearest is "
+        f"'--recompute_num_layers'.{FIELDS}",
+    ),
+    Case(
+        "said_twice",
+        ArgumentError,
+        lambda: RecomputeConfig.from_dict({**FULL, "teacher": {"recompute_num_layers": 4}}),
+        "recompute_num_layers has one value in the top level and another in teacher; which of the two is meant cannot "
+        "be told.\n"
+        "  Pass one section: RecomputeConfig.from_dict(data['model']).",
+    ),
+    Case(
+        "not_a_mapping",
+        ArgumentError,
+        lambda: RecomputeConfig.from_dict(["recompute_granularity", "full"]),  # type: ignore[arg-type]
+        "the configuration is list: ['recompute_granularity', 'full'], where keys and values are expected.\n"
+        '  Write {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, with any '
+        "other keys beside, or inside of a section.",
+    ),
+    Case(
+        "bad_file",
+        ArgumentError,
+        lambda: RecomputeConfig.from_file("train.toml"),
+        "train.toml is not a configuration: its name ends in '.toml'.\n"
+        "  from_file reads JSON from *.json and YAML from *.yaml and *.yml; pass what you read from another file to "
+        "RecomputeConfig.from_dict(data).",
+    ),
+    Case(
+        "no_yaml",
+        ArgumentError,
+        reads_yaml_without_pyyaml,
+        "reading train.yaml needs the package PyYAML, which is not installed.\n"
+        "  Write: pip install torch-recompute[config], or save the file as JSON.",
+    ),
+    Case(
+        "bad_flags",
+        ArgumentError,
+        lambda: RecomputeConfig.from_args(["-rl", "4", "--recompute-activations"]),
+        "these flags cannot be used: -rl 4 means recompute_granularity='full', but recompute_granularity is given as "
+        f"'selective'.{FLAGS}",
+    ),
+    Case(
+        "bad_flags",
+        ArgumentError,
+        lambda: RecomputeConfig.from_args(["--recompute-granularity"]),
+        "these flags cannot be used: argument --recompute_granularity/--recompute-granularity: expected one "
+        f"argument.{FLAGS}",
+    ),
+    Case(
+        "bad_flags",
+        ArgumentError,
+        lambda: RecomputeConfig.from_args("--recompute-activations"),
+        "these flags cannot be used: they are one string, '--recompute-activations'; pass a list of words, as "
+        f"shlex.split makes it.{FLAGS}",
+    ),
+    Case(
+        "not_plannable",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL).plan("gpt2"),
+        "RecomputeConfig.plan(model) needs a torch.nn.Module, but got str.",
+    ),
+    Case(
+        "not_plannable",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL).plan([Scale(), Scale()]),
+        "RecomputeConfig.plan(model) needs a torch.nn.Module, but got list.\n"
+        "  For the chunks of an interleaved pipeline, one plan each: [config.plan(chunk) for chunk in chunks].",
+    ),
+    Case(
+        "too_many_layers",
+        ArgumentError,
+        lambda: RecomputeConfig(**(FULL | {"recompute_num_layers": 4})).plan(encoder()),
+        "recompute_num_layers=4, but the longest stack of layers in this model, layers, has 3. (Under pipeline "
+        "parallelism a model is one stage, or one chunk of it; the number is per stage.)\n"
+        "  Write a number from 1 to 3.",
+    ),
+    Case(
+        "too_many_layers",
+        ArgumentError,
+        lambda: RecomputeConfig(**(FULL | {"recompute_num_layers": 2})).plan(encoder().layers[0]),
+        "recompute_num_layers=2, but this model is a single layer. (Under pipeline parallelism a model is one stage, "
+        "or one chunk of it; the number is per stage.)\n"
+        "  Write 1.",
+    ),
+    Case(
+        "matches_nothing",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlp", "moe"]).plan(encoder()),
+        "recompute_modules: 'moe' matches nothing in TransformerEncoder, so nothing would be recomputed for it.\n"
+        "  These labels match:\n"
+        "      core_attn   3 places\n"
+        "      mlp         3 places\n"
+        "      layernorm   3 places\n"
+        f"{PATHS}",
+    ),
+    Case(
+        "matches_nothing",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["layer"]).plan(
+            encoder().layers[0]
+        ),
+        "recompute_modules: 'layer' matches nothing in TransformerEncoderLayer, so nothing would be recomputed for "
+        "it.\n"
+        "  These labels match:\n"
+        "      core_attn   1 place\n"
+        "      mlp         1 place\n"
+        "      layernorm   1 place\n"
+        f"{PATHS}",
+    ),
+    Case(
+        "matches_nothing",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective").plan(Scale()),
+        "recompute_modules: 'core_attn' matches nothing in Scale, so nothing would be recomputed for it.\n"
+        "  No label does.\n"
+        f"{PATHS}",
+    ),
+    Case(
+        "no_layers",
+        ArgumentError,
+        lambda: RecomputeConfig(**FULL).plan(Scale()),
+        "no layers were found in Scale. Looked for: a ModuleList, Sequential or ModuleDict of alike modules, each with "
+        "at least two products (linear layers, convolutions, stacked experts) inside.\n"
+        "  Say which class is a layer, before the plan is made:\n"
+        "      from torch_recompute.plan.units import register\n"
+        '      register("layer", MyLayer)\n'
+        "  or name modules by their paths, as named_modules() gives them:\n"
+        '      RecomputeConfig(recompute_granularity="selective", recompute_modules=["blocks.*"])',
+    ),
     # values
     Case(
         "value_requires_grad",
@@ -829,6 +1458,72 @@ CASES = [
         lambda: step(reads_a_key_where_nothing_is),
         "get_recompute_data(key='router'): the forward of layer 3 saved nothing under this key; it saved nothing.\n"
         "  Call save_for_recompute(..., key=...) in the forward of the same region.",
+    ),
+    # what a model is made of
+    Case(
+        "not_made_of_modules",
+        ArgumentError,
+        lambda: find_units("gpt2"),  # type: ignore[arg-type]
+        "find_units(model) needs a torch.nn.Module, but got str: 'gpt2'.",
+    ),
+    Case(
+        "unknown_role",
+        ArgumentError,
+        lambda: register("core_attn", Scale),
+        "register: 'core_attn' is not a role of a module.\n"
+        "  Write one of layer, attention, mlp, router, experts, norm, product, activation, embedding.",
+    ),
+    Case(
+        "bad_match",
+        ArgumentError,
+        lambda: register("norm", 3),  # type: ignore[arg-type]
+        "register: int: 3 says nothing about a module.\n"
+        '  Pass a class (MyNorm), a glob over class names ("My*Norm"), or a function from a module to a bool.',
+    ),
+    # torch-recompute show
+    Case(
+        "no_such_model",
+        ArgumentError,
+        lambda: show.load("llama-8b"),
+        f"MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name. {MODEL}",
+    ),
+    Case(
+        "not_importable",
+        ArgumentError,
+        lambda: show.load("no_such_package:model"),
+        f"MODEL is 'no_such_package:model': No module named 'no_such_package'. {MODEL}",
+    ),
+    Case(
+        "makes_no_module",
+        ArgumentError,
+        lambda: show.load("math:pi"),
+        "MODEL is 'math:pi', which gives float: 3.141592653589793; expected a torch.nn.Module, or a function that "
+        "returns one.",
+    ),
+    Case(
+        "not_built",
+        ArgumentError,
+        lambda: show.load("math:sin"),
+        "MODEL is 'math:sin', and building it raises TypeError: math.sin() takes exactly one argument (0 given)",
+    ),
+    Case(
+        "not_a_model_config",
+        ArgumentError,
+        lambda: shows_a_configuration('{"hidden_size": 32}'),
+        f"config.json is not the configuration of a Hugging Face model: it has no field model_type. {MODEL}",
+    ),
+    Case(
+        "not_a_model_config",
+        ArgumentError,
+        lambda: shows_a_configuration("hidden_size: 32"),
+        "config.json is not the configuration of a Hugging Face model: JSONDecodeError: Expecting value: line 1 "
+        f"column 1 (char 0). {MODEL}",
+    ),
+    Case(
+        "needs_transformers",
+        ArgumentError,
+        lambda: shows_a_configuration('{"model_type": "llama"}'),
+        "config.json is built with the package transformers, which is not installed. Write: pip install transformers",
     ),
 ]
 

@@ -11,6 +11,7 @@ that `recompute(state=...)` takes.
 
 from . import state as state
 from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
+from .config import RecomputeConfig
 from .errors import (
     ArgumentError,
     ChangedError,
@@ -21,6 +22,7 @@ from .errors import (
     StoreError,
 )
 from .memory import Measurement, SavedActivations, measure, saved_activations
+from .plan import Applied, Choice, Plan, apply
 from .region import no_recompute, recompute
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
@@ -28,19 +30,24 @@ from .values import doing_recompute, get_recompute_data, is_recomputing, replay,
 __version__ = "0.1.0"
 
 __all__ = [
+    "Applied",
     "ArgumentError",
     "ChangedError",
+    "Choice",
     "Measurement",
     "MismatchError",
     "NotRecomputingError",
     "OnDevice",
     "OnHost",
     "OutputDiscardCheckpoint",
+    "Plan",
+    "RecomputeConfig",
     "RecomputeError",
     "SaveError",
     "SavedActivations",
     "Store",
     "StoreError",
+    "apply",
     "checkpoint",
     "checkpoint_sequential",
     "doing_recompute",

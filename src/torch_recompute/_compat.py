@@ -360,6 +360,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
+
 # --- diagnosis ----------------------------------------------------------------------------------------------------
 
 capture_stack: Callable[[], Any] = CapturedTraceback.extract

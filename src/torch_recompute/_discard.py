@@ -88,17 +88,32 @@ class Discard:
         """
         try:
             if self._nodes:
-                self._replace(list(self._between(hook)))
+                nodes = list(self._between(hook))
+                for then, tensor in zip(self._versions, self._tensors, strict=True):
+                    if tensor._version != then:
+                        raise errors.ChangedError(errors.changed_result(self._frame.name, then, tensor._version))
+                self._replace(nodes)
         finally:
-            for storage in self._places:
-                waiting.results.pop(storage, None)
-            del self._frame, self._tensors, self._nodes, self.result
+            self._end()
+
+    def hand_over(self) -> None:
+        """Lets the regions that took a result rebuild it, and nobody else; the last thing done.
+
+        A result that has been changed in place meanwhile stays with them as it is.
+        """
+        try:
+            if all(tensor._version == then for then, tensor in zip(self._versions, self._tensors, strict=True)):
+                self._replace([])
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        for storage in self._places:
+            waiting.results.pop(storage, None)
+        del self._frame, self._tensors, self._nodes, self.result
 
     def _replace(self, nodes: list[Any]) -> None:
         frame, tensors = self._frame, self._tensors
-        for then, tensor in zip(self._versions, tensors, strict=True):
-            if tensor._version != then:
-                raise errors.ChangedError(errors.changed_result(frame.name, then, tensor._version))
         results = frame.later = Results(frame.name, (0, 0), tensors)
 
         def slot_for(tensor: torch.Tensor) -> Slot | None:

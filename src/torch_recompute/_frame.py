@@ -66,6 +66,7 @@ class Frame(Run):
         "_nested",
         "_parameters",
         "_template",
+        "_watch",
         "_world",
         "complete",
         "fingerprints",
@@ -91,6 +92,7 @@ class Frame(Run):
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
         self.store = options.store or _ambient_store(outer)
         self.later: SavedCall | None = None
+        self._watch: Callable[[torch.Tensor], None] | None = None
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
         self._parameters: list[torch.Tensor] = []
@@ -168,7 +170,18 @@ class Frame(Run):
         self.slots.append(weakref.ref(slot))
         if self.fingerprints is not None:
             self.fingerprints.add(len(self.slots) - 1, tensor)
+        if self._watch is not None:
+            self._watch(tensor)
         return slot
+
+    def watch(self, seen: Callable[[torch.Tensor], None]) -> None:
+        """From now on `seen` is called with each tensor that autograd saves and that the region drops."""
+        self._watch = seen
+
+    def dropped(self, tensor: torch.Tensor) -> None:
+        """Notes what a saved call leaves to the replay."""
+        if self._watch is not None:
+            self._watch(tensor)
 
     def put(self, tensor: torch.Tensor) -> Packed:
         """Keeps an input of a region inside this one."""

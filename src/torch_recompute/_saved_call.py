@@ -235,6 +235,7 @@ class SavedCall:
                 if storage_id(base) == storage and version_of(base) == versions[i]:
                     slot = self.slot(owner, tensor, i, base)
                     if slot is not None:
+                        owner.dropped(tensor)
                         return slot
         if store is None:
             return tensor.detach(), version_of(tensor)

@@ -33,6 +33,10 @@ class Owner(Protocol):
         """Replays the region and returns the slot's tensor."""
         ...
 
+    def dropped(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that a slot stands for."""
+        ...
+
 
 class Slot:
     """A tensor that autograd saved and that is not kept.

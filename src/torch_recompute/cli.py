@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo
+from . import __version__, bench, demo, show
 from .errors import ArgumentError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_command(commands)
     bench.add_command(commands)
+    show.add_command(commands)
     return parser
 
 

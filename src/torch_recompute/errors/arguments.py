@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ._say import kind, say
 
 
-def not_callable(what: str, value: object) -> str:
-    """Text for a `fn` that cannot be called."""
-    if what == "checkpoint":
+def not_callable(what: str, value: object, at_once: bool = False) -> str:
+    """Text for a `fn` that cannot be called; `at_once` if it is passed together with its arguments."""
+    if what == "checkpoint" or at_once:
         return (
-            f"checkpoint(function, *args) needs a callable, but got {say(value)}\n"
+            f"{what}(function, *args) needs a callable, but got {say(value)}\n"
             "  Pass the function itself, then its arguments:\n"
-            "      y = checkpoint(layer, x)     # not checkpoint(layer(x))"
+            f"      y = {what}(layer, x)     # not {what}(layer(x))"
         )
     return (
         f"{what}(fn) needs a callable, but got {say(value)}\n"
@@ -59,12 +59,13 @@ def iterator_argument(region: str, label: str, value: object) -> str:
     )
 
 
-def reentrant() -> str:
-    """Text for `use_reentrant=True`."""
+def reentrant(of_torch: bool = True) -> str:
+    """Text for `use_reentrant=True`, with the words that code looks for in an error of torch's."""
+    others = " (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)"
     return (
         "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
         "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
-        "requires grad. (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)\n"
+        f"requires grad.{others if of_torch else ''}\n"
         "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster."
     )
 
@@ -94,11 +95,11 @@ def suppressed(context: object) -> str:
     )
 
 
-def bad_segments(segments: object, functions: int) -> str:
+def bad_segments(face: str, segments: object, functions: int) -> str:
     """Text for a number of segments that cannot be made."""
     if not functions:
-        return "checkpoint_sequential: there are no functions to run."
-    return f"checkpoint_sequential: segments={segments!r}, but {functions} functions make 1 to {functions} segments."
+        return f"{face}: there are no functions to run."
+    return f"{face}: segments={segments!r}, but {functions} functions make 1 to {functions} segments."
 
 
 def not_a_flag(value: object) -> str:

@@ -35,19 +35,19 @@ def changed_result(region: str, was: int, now: int) -> str:
     )
 
 
-def no_fp8(value: object) -> str:
+def no_fp8(face: str, value: object) -> str:
     """Text for Transformer Engine's switch."""
     return (
-        f"OutputDiscardCheckpoint(fp8={value!r}): Transformer Engine's recompute contexts are not entered here.\n"
+        f"{face}(fp8={value!r}): Transformer Engine's recompute contexts are not entered here.\n"
         "  Leave fp8 out, and let the function enter the contexts that it needs itself: they are entered again in the "
         "replay."
     )
 
 
-def no_manager() -> str:
+def no_manager(face: str) -> str:
     """Text for a manager of chains."""
     return (
-        "OutputDiscardCheckpoint(ckpt_manager=...): no manager is needed. Regions whose outputs feed one another find "
+        f"{face}(ckpt_manager=...): no manager is needed. Regions whose outputs feed one another find "
         "each other, in whatever order they are discarded.\n"
         "  Leave it out, and call discard_output_and_register_recompute(hook_tensor) on each of them."
     )

@@ -177,9 +177,7 @@ def _place() -> tuple[str, str]:
     region = "" if thread.run is None else thread.run.name
     frame: FrameType | None = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not Watch.run.__code__:
-        kind = _KINDS.get(frame.f_code.co_filename)
-        if kind is None:
-            kind = _KINDS[frame.f_code.co_filename] = _kind(frame.f_code.co_filename)
+        kind = kind_of(frame.f_code.co_filename)
         if kind == "user" and not line:
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         elif kind == "nn" and not fallback:
@@ -188,6 +186,14 @@ def _place() -> tuple[str, str]:
             call, region = frame.f_locals["name"], frame.f_locals["run"].name
         frame = frame.f_back
     return line or fallback, f"{region} / {call}" if call else region
+
+
+def kind_of(file: str) -> str:
+    """What code in a file is: "user", "nn" (torch's own modules) or "library" (torch, this package, Python's)."""
+    kind = _KINDS.get(file)
+    if kind is None:
+        kind = _KINDS[file] = _kind(file)
+    return kind
 
 
 def _kind(file: str) -> str:

@@ -147,12 +147,12 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
         row.op,
         f"{row.dtype}{list(row.shape)}" + ("" if row.device == "cpu" else f" {row.device}"),
         shown[5],
-        _short(row.line),
+        short_line(row.line),
         _join(row.saved_by if row.kind == "saved" else shown[4]),
     )
 
 
-def _short(line: str) -> str:
+def short_line(line: str) -> str:
     """The file's name, the number, and the code there."""
     file, _, number = line.rpartition(":")
     if not file:

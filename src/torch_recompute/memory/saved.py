@@ -79,7 +79,7 @@ def saved_activations(
 def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedActivations:
     values = [*args, *kwargs.values()]
     reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
-    names = _module_names(model, reach)
+    names = module_names(model, reach)
     holders = Holders()
     with _as_before(reach, values):
         births, with_result = _run(Watch(names), holders, model, args, kwargs)
@@ -193,7 +193,7 @@ def _existing(hold: Hold, kind: str, name: str) -> Row:
     return Row(0, kind, "", tuple(hold.savers), holders, name, "", shape, dtype, device, False)
 
 
-def _module_names(model: object, reach: Reach) -> dict[int, str]:
+def module_names(model: object, reach: Reach) -> dict[int, str]:
     """Paths by `id`: those of the model; of a function's modules, their own, or below their class if it has several."""
     inner = {id(child) for module in reach.modules for child in module.children()}
     tops = [module for module in reach.modules if id(module) not in inner]

@@ -1,14 +1,14 @@
-"""The engine behind the signatures of other systems.
+"""`torch.utils.checkpoint`'s `checkpoint` and `checkpoint_sequential` on this engine.
 
-`checkpoint` and `checkpoint_sequential` are `torch.utils.checkpoint`'s: change the import and nothing else. Their
-options keep torch's meanings, `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` are obeyed, and errors
-are also `torch.utils.checkpoint.CheckpointError` with the phrases that code may match. Two things differ on purpose:
-`use_reentrant=True` is refused, and leaving the option out means False. What else PyTorch's own tests see differently
-is listed in `docs/compatibility.md`.
+Change the import and nothing else. The options keep torch's meanings, `set_checkpoint_early_stop` and
+`set_checkpoint_debug_enabled` are obeyed, and errors are also `torch.utils.checkpoint.CheckpointError` with the phrases
+that code may match. Two things differ on purpose: `use_reentrant=True` is refused, and leaving the option out means
+False. What else PyTorch's own tests see differently is listed in `docs/compatibility.md`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -16,13 +16,12 @@ import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from . import _compat, errors
-from ._discard import Discard
-from ._frame import Contexts, Options
-from ._trace import traces
-from .region import call
-from .state import DEFAULT
-from .values import name_of
+from .. import _compat, errors
+from .._frame import Contexts, Options
+from .._trace import traces
+from ..region import call
+from ..state import DEFAULT
+from ..values import name_of
 
 _CHECKS = {"default": "metadata", "none": "none"}
 
@@ -121,14 +120,30 @@ def checkpoint_sequential(
         ArgumentError: For `use_reentrant=True`, or `segments` not between 1 and the number of functions.
     """
     _refuse_reentrant(use_reentrant)
+    region = functools.partial(checkpoint, preserve_rng_state=preserve_rng_state)
+    return in_segments("checkpoint_sequential", functions, segments, input, region)
+
+
+def in_segments(face: str, functions: Any, segments: Any, value: Any, region: Callable[..., Any]) -> Any:
+    """Runs `functions` one after the other, in `segments` parts: `region(part, value)`, but the last as it is.
+
+    Args:
+        face: The function that was called, for the error.
+        functions: Functions of one argument, by number.
+        segments: How many parts to make; the last holds the remainder too.
+        value: The argument of the first function.
+        region: What calls a part with its argument.
+
+    Raises:
+        ArgumentError: `segments` is not between 1 and the number of functions.
+    """
     parts = cast("list[Callable[[Any], Any]]", [functions[i] for i in range(len(functions))])
     if not isinstance(segments, int) or not 1 <= segments <= len(parts):
-        raise errors.ArgumentError(errors.bad_segments(segments, len(parts)))
+        raise errors.ArgumentError(errors.bad_segments(face, segments, len(parts)))
     size = len(parts) // segments
     for start in range(0, size * (segments - 1), size):
-        segment = _sequence(parts[start : start + size])
-        input = checkpoint(segment, input, preserve_rng_state=preserve_rng_state)
-    return _sequence(parts[size * (segments - 1) :])(input)
+        value = region(_sequence(parts[start : start + size]), value)
+    return _sequence(parts[size * (segments - 1) :])(value)
 
 
 def _sequence(functions: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -138,86 +153,3 @@ def _sequence(functions: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
         return value
 
     return run
-
-
-class OutputDiscardCheckpoint:
-    """A region whose output is dropped once its consumer has run, said in two calls.
-
-        norm = OutputDiscardCheckpoint()
-        h = norm.checkpoint(self.norm, x)
-        y = self.attention(h)
-        norm.discard_output_and_register_recompute(y)
-
-    OLMo-core's class of this name, and Megatron-Core's `CheckpointWithoutOutput`, on this engine. Change the import and
-    nothing else; what breaks in those is right here: dropout, autocast, inputs that need no grad, a second consumer,
-    chains in any order, `retain_graph`, `autograd.grad`, DDP. Chains need no manager.
-
-    The output is freed when nothing but backward needs it any more: it is taken out of what the operations between it
-    and the tensor named have saved. A variable that the caller keeps, and what a custom Function has put on `ctx`, stay
-    as they are, and right. An object may be used again after the discard, for one call at a time.
-
-    The same in one call, where the code can be written so: `recompute(lambda x: no_recompute(attention)(norm(x)))(x)`.
-
-    Args:
-        fp8: Megatron's switch for Transformer Engine's own recompute contexts; refused unless None or False.
-        ckpt_manager: Megatron's manager for chains; refused, for there is nothing to manage.
-
-    Raises:
-        ArgumentError: One of these is given.
-    """
-
-    def __init__(self, fp8: Any = None, ckpt_manager: Any = None) -> None:
-        if fp8:
-            raise errors.ArgumentError(errors.no_fp8(fp8))
-        if ckpt_manager is not None:
-            raise errors.ArgumentError(errors.no_manager())
-        self._call: Discard | None = None
-        self._called = False
-
-    def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `fn(*args, **kwargs)` as a region.
-
-        Args:
-            fn: A function, bound method or module; it may return anything.
-            *args: Its positional arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            What `fn` returned.
-
-        Raises:
-            ArgumentError: `fn` is not callable.
-        """
-        if not callable(fn):
-            raise errors.ArgumentError(errors.not_callable("checkpoint", fn))
-        self._called, self._call = True, None
-        if not torch.is_grad_enabled():
-            return fn(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
-        self._call = Discard(Options(name_of(fn)), fn, args, kwargs)
-        return self._call.result
-
-    def discard_output_and_register_recompute(self, hook_tensor: torch.Tensor) -> None:
-        """Drops the output, to be rebuilt when backward needs it. Call it when the consumer has run.
-
-        Without grad, and inside `torch.compile`, where the partitioner decides, it does nothing.
-
-        Args:
-            hook_tensor: A tensor computed from the output by all the operations that are to let go of it, such as the
-                consumer's result.
-
-        Raises:
-            RecomputeError: `checkpoint` has not been called since the last discard.
-            ArgumentError: `hook_tensor` is the output itself, or was not computed from it.
-            ChangedError: The output has been changed in place since.
-        """
-        if not self._called:
-            raise errors.RecomputeError(errors.nothing_to_discard())
-        call, self._call, self._called = self._call, None, False
-        if call is not None:
-            call.drop(hook_tensor)
-
-    def clear(self) -> None:
-        """Forgets a call whose output is not to be discarded after all; its region stays a plain region."""
-        self._called, self._call = False, None

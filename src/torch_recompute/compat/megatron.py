@@ -1,0 +1,72 @@
+"""Megatron-Core's `tensor_parallel.checkpoint` and `CheckpointWithoutOutput` on this engine.
+
+    from torch_recompute.compat.megatron import CheckpointWithoutOutput, checkpoint
+
+Where Megatron-Core has been imported, its random streams (`get_cuda_rng_tracker()`) are put back for the replay, as
+its own functions do. What its configuration says about whole models is `torch_recompute.RecomputeConfig`.
+
+One thing to know: Megatron's first pass runs without grad and its replay with, and code that is to act once only asks
+`torch.is_grad_enabled()`. Here both passes run with grad; such code asks `torch_recompute.doing_recompute()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import errors
+from ..state import Ambient
+from ._calling import as_region, check_callable, check_switch
+from ._trackers import TrackerRng, tracked
+from .olmo import OutputDiscardCheckpoint
+
+__all__ = ["CheckpointWithoutOutput", "TrackerRng", "checkpoint"]
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any, **kwargs: Any) -> Any:
+    """Calls `function(*args, **kwargs)` as a region: Megatron-Core's `tensor_parallel.checkpoint`.
+
+    Arguments may be of any kind, which Megatron's are not: it takes tensors and None, by position.
+
+    Args:
+        function: What to call, and to call again in backward.
+        distribute_saved_activations: False. True, which spreads the first argument over the tensor parallel ranks, is
+            not available yet.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        ArgumentError: `function` is not callable, or `distribute_saved_activations` is not False.
+    """
+    check_callable("checkpoint", function)
+    write = "Write checkpoint(function, False, *args): in Megatron's call the arguments come after this one."
+    check_switch("checkpoint", "distribute_saved_activations", distribute_saved_activations, write)
+    if distribute_saved_activations:
+        write = "Write checkpoint(function, False, *args)"
+        raise errors.ArgumentError(errors.no_sharded_inputs("distribute_saved_activations=True", write))
+    return as_region(function, args, kwargs, state=_streams)
+
+
+def _streams() -> Sequence[Ambient]:
+    return tracked("megatron.core.tensor_parallel.random")
+
+
+class CheckpointWithoutOutput(OutputDiscardCheckpoint):
+    """Megatron-Core's name and constructor for `OutputDiscardCheckpoint`.
+
+    Args:
+        fp8: Transformer Engine's recompute contexts; refused unless None or False.
+        ckpt_manager: Megatron's manager for chains; refused, for there is nothing to manage.
+        retain_input_tensors: Whether outputs that lie in the memory of an input are left alone. They always are.
+
+    Raises:
+        ArgumentError: `fp8` or `ckpt_manager` is given, or `retain_input_tensors` is neither True nor False.
+    """
+
+    def __init__(self, fp8: Any = False, ckpt_manager: Any = None, retain_input_tensors: bool = False) -> None:
+        super().__init__(fp8, ckpt_manager)
+        write = "Leave it out: outputs that lie in the memory of an input are always left alone."
+        check_switch("CheckpointWithoutOutput", "retain_input_tensors", retain_input_tensors, write)
+
+    def _state(self) -> Sequence[Ambient]:
+        return _streams()

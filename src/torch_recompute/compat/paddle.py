@@ -1,0 +1,160 @@
+"""PaddlePaddle's `recompute` and `recompute_sequential` (`paddle.distributed.fleet`) on this engine.
+
+    from torch_recompute.compat.paddle import recompute, recompute_sequential
+
+The calls are those of Paddle's functions, for PyTorch tensors and modules: `recompute(function, *args)` runs the
+function at once, where `torch_recompute.recompute(function)` wraps it. Paddle's default engine (`use_reentrant=True`)
+calls backward inside backward and is refused when it is asked for; left out, the option means False.
+
+Paddle offloads by position and the engine stores all inputs of a region in one place, so `offload_indices` is a store
+that asks of each tensor whether it was named. Rejected: to copy the tensors before the call and back inside of the
+region; the copies would be what autograd sees, and the caller's own tensors would stay where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import _compat, errors
+from .._tree import apart
+from ..state import Ambient, NumpyRng, PythonRng
+from ..stores import OnHost
+from ..values import name_of
+from ._calling import as_region, check_callable, check_switch
+from .torch_utils import in_segments
+
+__all__ = ["recompute", "recompute_sequential"]
+
+
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    preserve_external_rng_state: bool | None = None,
+    use_reentrant: bool | None = None,
+    offload_indices: Sequence[int] = (),
+    **kwargs: Any,
+) -> Any:
+    """Calls `function(*args, **kwargs)` as a region: Paddle's `recompute`.
+
+    Args:
+        function: What to call, and to call again in backward.
+        *args: Its positional arguments, of any kind.
+        preserve_rng_state: Whether the replay draws the random numbers of the forward.
+        preserve_external_rng_state: Whether that holds for `random` and NumPy as well; by default if it does for
+            PyTorch's generators, as in Paddle.
+        use_reentrant: False or None. True is refused.
+        offload_indices: Which of the positional arguments wait in host memory, counted from 0: all tensors in them.
+            The others stay where they are, inside of another region too. Inside `torch.compile`, where tensors lie is
+            not ours to say.
+        **kwargs: Keyword arguments of `function`.
+
+    Raises:
+        ArgumentError: One of these is none of the above; there is no positional argument of that number, or no
+            tensor in it.
+    """
+    check_callable("recompute", function)
+    check_switch(
+        "recompute", "preserve_rng_state", preserve_rng_state, "Write preserve_rng_state=False, or leave it out."
+    )
+    for option, value in (
+        ("preserve_external_rng_state", preserve_external_rng_state),
+        ("use_reentrant", use_reentrant),
+    ):
+        if value is not None:
+            check_switch("recompute", option, value, f"Write {option}=False, or leave it out.")
+    _refuse_reentrant(use_reentrant)
+    if isinstance(offload_indices, str) or not isinstance(offload_indices, Sequence):
+        raise errors.ArgumentError(errors.not_indices(offload_indices))
+    external = preserve_rng_state if preserve_external_rng_state is None else preserve_external_rng_state
+    state = _external if external else tuple
+    store = None
+    if offload_indices and not torch.compiler.is_compiling():
+        store = _store(name_of(function), args, kwargs, offload_indices)
+    return as_region(function, args, kwargs, inputs=store, state=state, rng=preserve_rng_state)
+
+
+def _refuse_reentrant(use_reentrant: bool | None) -> None:
+    if use_reentrant:
+        raise errors.ArgumentError(errors.reentrant(of_torch=False))
+
+
+def _external() -> Sequence[Ambient]:
+    return (PythonRng(), NumpyRng()) if "numpy" in sys.modules else (PythonRng(),)
+
+
+def recompute_sequential(
+    ctx: Mapping[str, Any], functions: Sequence[Callable[[Any], Any]] | torch.nn.Sequential, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs `functions` one after the other in regions of equal length, the last one left as it is: Paddle's.
+
+    Args:
+        ctx: "segments": how many parts to make, by default 1; the last holds the remainder too and is not
+            recomputed, so with 1 nothing is. "preserve_rng_state": as for `recompute`.
+        functions: An `nn.Sequential`, or modules or functions of one argument.
+        *args: The argument of the first function.
+        **kwargs: Options of `recompute`, for each of the regions.
+
+    Raises:
+        ArgumentError: `ctx` has other keys, there is more or less than one argument, a keyword is not an option of
+            `recompute` or would have no effect, or there are not as many functions as segments.
+    """
+    if not isinstance(ctx, Mapping) or not ctx.keys() <= {"segments", "preserve_rng_state"}:
+        raise errors.ArgumentError(errors.bad_ctx(ctx))
+    others = sorted(kwargs.keys() - {"preserve_external_rng_state", "use_reentrant", "offload_indices"})
+    if len(args) != 1 or others:
+        raise errors.ArgumentError(errors.not_one_input(len(args), others))
+    segments, offloaded = ctx.get("segments", 1), kwargs.get("offload_indices")
+    _refuse_reentrant(kwargs.get("use_reentrant"))
+    if segments == 1 and offloaded:
+        why = "of one segment, which is also the last, nothing is recomputed"
+        raise errors.ArgumentError(errors.no_effect("offload_indices", offloaded, why, 'Write {"segments": 2}'))
+    options = {key: ctx[key] for key in ("preserve_rng_state",) if key in ctx}
+    region = functools.partial(recompute, **options, **kwargs)
+    return in_segments("recompute_sequential", functions, segments, args[0], region)
+
+
+def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Sequence[int]) -> _Chosen:
+    """The store that `offload_indices` asks for."""
+    ids: set[int] = set()
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(args):
+            raise errors.ArgumentError(errors.bad_offload_index(name, index, len(args), tuple(kwargs)))
+        tensors = [tensor for tensor in _tensors(args[index]) if not _compat.is_parameter(tensor)]
+        if not tensors:
+            raise errors.ArgumentError(errors.nothing_to_offload(name, index, args[index]))
+        ids.update(map(id, tensors))
+    named = [*enumerate(args), *((repr(key), value) for key, value in kwargs.items())]
+    return _Chosen(name, ids, {id(tensor): f"argument {key}" for key, value in named for tensor in _tensors(value)})
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class _Chosen:
+    """A store of one call: host memory for the tensors named; the others stay, and are watched as without a store."""
+
+    def __init__(self, region: str, ids: set[int], labels: dict[int, str]) -> None:
+        self._region, self._ids, self._labels = region, ids, labels
+        self._host = OnHost()
+
+    def put(self, tensor: torch.Tensor) -> tuple[Any, int | None, str]:
+        if id(tensor) in self._ids:
+            return self._host.put(tensor), None, ""
+        label = self._labels.get(id(tensor), "a closure variable")
+        return apart(tensor), _compat.version_of(tensor), label
+
+    def get(self, handle: tuple[Any, int | None, str]) -> torch.Tensor:
+        held, version, label = handle
+        if version is None:
+            return self._host.get(held)
+        now = _compat.version_of(held)
+        if now != version:
+            raise errors.ChangedError(errors.changed_input(self._region, label, version, now))
+        return held

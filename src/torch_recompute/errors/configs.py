@@ -1,0 +1,218 @@
+"""Texts for configurations in Megatron's words, and for models that they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ._say import kind, say
+
+
+def unknown_granularity(value: object) -> str:
+    """Text for an unknown `recompute_granularity`."""
+    return (
+        f"recompute_granularity={value!r} is not known. It says how much of a layer is recomputed:\n"
+        "      None          nothing (null in a file; leave the flag out)\n"
+        '      "full"        whole layers; recompute_method and recompute_num_layers say which\n'
+        '      "selective"   the parts that recompute_modules names'
+    )
+
+
+def unknown_method(value: object) -> str:
+    """Text for an unknown `recompute_method`."""
+    return (
+        f"recompute_method={value!r} is not known. It says which layers are recomputed:\n"
+        '      "uniform"   all of them, recompute_num_layers at a time\n'
+        '      "block"     the first recompute_num_layers, one by one; the others keep their activations'
+    )
+
+
+def incomplete_full(missing: Sequence[str]) -> str:
+    """Text for whole layers without saying which."""
+    return (
+        f'recompute_granularity="full" needs {" and ".join(missing)}: without, there is no saying which layers.\n'
+        '  For every layer by itself, write recompute_method="uniform", recompute_num_layers=1.'
+    )
+
+
+def not_a_count(field: str, value: object) -> str:
+    """Text for a number of layers that is no whole number of at least 1."""
+    return (
+        f"{field} is {say(value)}, where a whole number of layers is expected, 1 or more.\n"
+        f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
+    )
+
+
+def not_a_switch(field: str, value: object) -> str:
+    """Text for a field that is True or False and holds something else."""
+    return (
+        f"{field} is {say(value)}, where True or False is expected.\n"
+        f"  Write {field}=True ({field}: true in a file, without quotes)."
+    )
+
+
+def not_labels(value: object) -> str:
+    """Text for `recompute_modules` that are not a list of strings."""
+    written = f"[{value!r}]" if isinstance(value, str) else '["core_attn", "layernorm"]'
+    return (
+        f"recompute_modules is {say(value)}, where a list of strings is expected.\n"
+        f"  Write recompute_modules={written}; [] recomputes nothing, which is the run to compare with."
+    )
+
+
+def no_effect(field: str, value: object, why: str, write: str) -> str:
+    """Text for a field that nothing would look at."""
+    return f"{field}={value!r} would have no effect: {why}.\n  {write}, or leave {field} out."
+
+
+def sequence_parallel_shards_already() -> str:
+    """Text for `distribute_saved_activations` with `sequence_parallel`."""
+    return (
+        "distribute_saved_activations=True does not go with sequence_parallel=True: with the latter the input of a "
+        "layer is already split over the tensor parallel ranks, so each rank keeps its own part and there is nothing "
+        "to distribute.\n"
+        "  Leave distribute_saved_activations out."
+    )
+
+
+def no_sharded_store(granularity: str | None) -> str:
+    """Text for `distribute_saved_activations` as long as there is no store over ranks."""
+    beside = ""
+    if granularity == "selective":
+        beside = '\n  (Megatron-LM takes it with "selective" too, and then does nothing with it.)'
+    return (
+        "distribute_saved_activations=True is not available yet: it needs a store that spreads the inputs of regions "
+        "over the ranks of a tensor parallel group, and this version has stores for one process only.\n"
+        "  Leave it out; recompute(layer, inputs=OnHost()) keeps a region's inputs in host memory instead."
+        f"{beside}"
+    )
+
+
+def no_offload_plans(field: str) -> str:
+    """Text for offloading as long as plans do not hold it."""
+    return (
+        f"{field}=True is not available yet: a plan says what is recomputed, not yet what is moved to host memory. "
+        "(Nothing forbids the two together, as Megatron-LM does.)\n"
+        "  Leave it out, and place stores by hand: recompute(layer, inputs=OnHost()) for the inputs of a region, "
+        "no_recompute(fn, store=OnHost()) for what a saved call keeps."
+    )
+
+
+def moe_layers_twice() -> str:
+    """Text for `moe_layer_recompute` with whole layers."""
+    return (
+        'moe_layer_recompute=True asks for recompute_granularity="selective" with "moe" among recompute_modules, but '
+        'recompute_granularity is "full", which recomputes the layers that the experts are in.\n'
+        "  Leave moe_layer_recompute out."
+    )
+
+
+def inside_the_layer(field: str, value: object, why: str) -> str:
+    """Text for a field of Megatron-LM that is carried out in its layers, not around them."""
+    return f"{field}={value!r} cannot be applied from outside of a layer: {why}."
+
+
+def unknown_field(name: str, nearest: str, where: str) -> str:
+    """Text for a key or flag that can only be meant for us and is not known."""
+    place = f" in {where}" if where else ""
+    return (
+        f"{name!r}{place} is not a field of RecomputeConfig, so it would have no effect; the nearest is {nearest!r}.\n"
+        "  The fields are Megatron-LM's, written out: recompute_granularity, recompute_method, recompute_num_layers, "
+        "recompute_modules."
+    )
+
+
+def said_twice(field: str, places: Sequence[str]) -> str:
+    """Text for a field with two values in one file."""
+    first, second = (place or "the top level" for place in places)
+    return (
+        f"{field} has one value in {first} and another in {second}; which of the two is meant cannot be told.\n"
+        "  Pass one section: RecomputeConfig.from_dict(data['model'])."
+    )
+
+
+def not_a_mapping(what: str, value: object) -> str:
+    """Text for a configuration that is not made of keys and values."""
+    return (
+        f"{what} is {say(value)}, where keys and values are expected.\n"
+        '  Write {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, with any '
+        "other keys beside, or inside of a section."
+    )
+
+
+def bad_file(path: str, why: str) -> str:
+    """Text for a file that cannot be read as a configuration."""
+    return (
+        f"{path} is not a configuration: {why}.\n"
+        "  from_file reads JSON from *.json and YAML from *.yaml and *.yml; pass what you read from another file to "
+        "RecomputeConfig.from_dict(data)."
+    )
+
+
+def no_yaml(path: str) -> str:
+    """Text for a YAML file where there is no PyYAML."""
+    return (
+        f"reading {path} needs the package PyYAML, which is not installed.\n"
+        "  Write: pip install torch-recompute[config], or save the file as JSON."
+    )
+
+
+def bad_flags(why: str) -> str:
+    """Text for a command line that cannot be."""
+    return (
+        f"these flags cannot be used: {why}.\n"
+        "  For example: --recompute_granularity selective --recompute_modules core_attn layernorm\n"
+        "           or: --recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+    )
+
+
+def not_plannable(value: object) -> str:
+    """Text for a model that is no module."""
+    each = ""
+    if isinstance(value, (list, tuple)):
+        each = "\n  For the chunks of an interleaved pipeline, one plan each: [config.plan(chunk) for chunk in chunks]."
+    return f"RecomputeConfig.plan(model) needs a torch.nn.Module, but got {kind(value)}.{each}"
+
+
+def too_many_layers(layers: int, stack: str | None, length: int) -> str:
+    """Text for more layers than the model has; `stack` is the path of the longest stack, None if there is none."""
+    if stack is None:
+        has = "this model is a single layer"
+    else:
+        has = f"the longest stack of layers in this model, {stack or 'the model itself'}, has {length}"
+    write = f"Write a number from 1 to {length}" if length > 1 else "Write 1"
+    return (
+        f"recompute_num_layers={layers}, but {has}. (Under pipeline parallelism a model is one stage, or one chunk of "
+        "it; the number is per stage.)\n"
+        f"  {write}."
+    )
+
+
+def no_layers(model: str) -> str:
+    """Text for a model in which no layers are found."""
+    return (
+        f"no layers were found in {model}. Looked for: a ModuleList, Sequential or ModuleDict of alike modules, each "
+        "with at least two products (linear layers, convolutions, stacked experts) inside.\n"
+        "  Say which class is a layer, before the plan is made:\n"
+        "      from torch_recompute.plan.units import register\n"
+        '      register("layer", MyLayer)\n'
+        "  or name modules by their paths, as named_modules() gives them:\n"
+        '      RecomputeConfig(recompute_granularity="selective", recompute_modules=["blocks.*"])'
+    )
+
+
+def matches_nothing(label: str, model: str, matching: Mapping[str, int]) -> str:
+    """Text for a label that finds no part of the model."""
+    if matching:
+        width = max(map(len, matching))
+        rows = "".join(
+            f"\n      {word:<{width}}   {count} place{'s' if count > 1 else ''}" for word, count in matching.items()
+        )
+        known = f"  These labels match:{rows}\n"
+    else:
+        known = "  No label does.\n"
+    return (
+        f"recompute_modules: {label!r} matches nothing in {model}, so nothing would be recomputed for it.\n"
+        f"{known}"
+        '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
+        "ModuleList does not, since it is never called."
+    )

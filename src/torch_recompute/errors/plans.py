@@ -1,0 +1,51 @@
+"""Texts for plans, and for models that they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._say import say
+
+
+def bad_plan(why: str) -> str:
+    """Text for a plan that cannot be."""
+    return (
+        f"this is not a plan: {why}.\n"
+        "  A plan is made by RecomputeConfig(...).plan(model), by hand as Plan((Choice(('layers.0',)), ...)), or read "
+        "by Plan.from_json(text) from what plan.to_json() wrote."
+    )
+
+
+def not_applicable(model: object, plan: object) -> str:
+    """Text for an `apply` of something that is no model or no plan."""
+    return (
+        f"apply(model, plan) needs a torch.nn.Module and a Plan, but got {say(model)} and {say(plan)}.\n"
+        "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))"
+    )
+
+
+def applied_twice(model: str, path: str) -> str:
+    """Text for a second plan on one model."""
+    return (
+        f"{model} has a plan already: {path or 'the model itself'} is placed. Two plans on one model would nest their "
+        "regions.\n"
+        "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
+    )
+
+
+def no_such_module(model: str, path: str, near: Sequence[str]) -> str:
+    """Text for a path that the model does not have."""
+    hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+    return (
+        f"{model} has no module {path!r}.{hint}\n"
+        "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a plan made "
+        "for another model, or for the whole of which this is a part, has other paths."
+    )
+
+
+def one_module_twice(path: str, other: str) -> str:
+    """Text for one module under two of a plan's paths."""
+    return (
+        f"{path!r} and {other!r} are one and the same module, which can be placed only once.\n"
+        "  Leave one of the two paths out; the region is there whenever the module is called."
+    )

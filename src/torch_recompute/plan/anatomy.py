@@ -1,0 +1,209 @@
+"""What a model is made of, as plain data: units with a path and a role.
+
+`units.py` looks at a model and writes this; labels, plans and reports read it and never see the model. So the words of
+a configuration can be tested without torch, and the units of a stage can be sent to another rank.
+
+A role says what a part does in a transformer, whatever its class is called:
+
+    layer             one step of the residual stream, repeated; its container is a stack
+    attention         the projections and what lies between them, self or cross
+    core_attention    what lies between them: a module of its own, or a call inside `path`
+    down_projection   into, and
+    up_projection     out of the latents of multi-head latent attention (MLA); without a latent for the queries, their
+                      projection is an up-projection too
+    mlp               the dense feed-forward part
+    moe               router and experts together
+    router            what chooses, experts for tokens or tokens for queries
+    experts, shared_experts
+    mixer             several products that are neither attention nor MLP, such as a state space model
+    norm              a norm of the residual stream
+    inner_norm        any other norm in a layer: of heads, of latents, inside an MLP
+    product           a linear layer or convolution in a layer; with an adapter (LoRA) around it, both together
+    activation        an activation that is a module
+    embedding, head   before the first and after the last stack
+
+One path may have several roles: in most models `attention` is also where the call of `core_attention` lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+ROLES = (
+    *("layer", "attention", "core_attention", "down_projection", "up_projection", "mlp", "moe", "router", "experts"),
+    *("shared_experts", "mixer", "norm", "inner_norm", "product", "activation", "embedding", "head"),
+)
+
+
+def inside(path: str, around: str) -> bool:
+    """Whether a module path is `around` or below it; the empty path is the model itself."""
+    return not around or path == around or path.startswith(around + ".")
+
+
+def relative(path: str, around: str) -> str:
+    """A path below `around` as seen from there."""
+    return path[len(around) + 1 :] if around else path
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One part of a model.
+
+    Attributes:
+        path: The module, as `named_modules()` names it.
+        role: One of `ROLES`.
+        cls: The name of the module's class.
+        layer: The number of the layer it is or lies in, counted in its stack; None outside of layers.
+        stack: The path of the container of that layer.
+        parts: Empty where the unit is the module. Else the unit is not a module of its own but some of what `path`
+            does: the modules with these paths (the two linear layers of an MLP that a layer calls itself), or a call
+            (`@attention`).
+    """
+
+    path: str
+    role: str
+    cls: str
+    layer: int | None = None
+    stack: str | None = None
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Units:
+    """The parts of one model, in the order in which the model defines them.
+
+    Attributes:
+        model: The name of the model's class.
+        units: All parts.
+        stacks: The paths of the containers of layers; several where there is an encoder and a decoder, or stages.
+        modules: The paths of all modules that can be called, known or not.
+    """
+
+    model: str
+    units: tuple[Unit, ...]
+    stacks: tuple[str, ...]
+    modules: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.units)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __str__(self) -> str:
+        return self.tree()
+
+    @property
+    def layers(self) -> tuple[Unit, ...]:
+        """All layers, stack by stack."""
+        return self.by_role("layer")
+
+    def by_role(self, *roles: str, within: str = "") -> tuple[Unit, ...]:
+        """The units of these roles, in order; with `within`, only those at that path or below it."""
+        return tuple(unit for unit in self.units if unit.role in roles and inside(unit.path, within))
+
+    @cached_property
+    def _below(self) -> dict[str, list[str]]:
+        """Of each module the modules that it calls, or could: containers that cannot be called are passed through."""
+        known = set(self.modules)
+        below: dict[str, list[str]] = {path: [] for path in self.modules}
+        for path in self.modules:
+            if not path:
+                continue
+            above = path.rpartition(".")[0]
+            while above and above not in known:
+                above = above.rpartition(".")[0]
+            below.setdefault(above, []).append(path)
+        return below
+
+    def maximal(self, around: str, holding: set[str], without: set[str]) -> tuple[str, ...]:
+        """The largest modules below `around` that hold one of `holding` and none of `without`."""
+        found: list[str] = []
+        for path in self._below[around]:
+            if not any(inside(other, path) for other in holding):
+                continue
+            if any(inside(other, path) for other in without):
+                found.extend(self.maximal(path, holding, without))
+            else:
+                found.append(path)
+        return tuple(found)
+
+    def tree(self, notes: Mapping[str, str] | None = None) -> str:
+        """The units as indented text; consecutive layers that are made alike are shown once.
+
+        Args:
+            notes: What to write behind a module, by path; of layers shown once, the first one's.
+        """
+        return "\n".join([self.model, *(line.text() for line in self.lines(notes or {}))])
+
+    def lines(self, notes: Mapping[str, str]) -> list[Line]:
+        """The rows of the tree."""
+        lines: list[Line] = []
+        for path, unit, times in self._shown():
+            here = [other for other in self.units if other.path == path]
+            above = _depth_below([line.path for line in lines], path)
+            name = relative(path, above) if above is not None else path
+            roles = tuple(_said(other) for other in here)
+            depth = 0 if above is None else next(line.depth for line in lines if line.path == above) + 1
+            lines.append(Line(path, name or "(model)", depth, times, roles, unit.cls, notes.get(path, "")))
+        return lines
+
+    def _shown(self) -> Iterator[tuple[str, Unit, int]]:
+        """Each path that is shown, with its first unit, and how many layers it stands for."""
+        shapes: dict[str, tuple[tuple[str, str, str], ...]] = {
+            layer.path: tuple(
+                (relative(u.path, layer.path), u.role, u.cls) for u in self.by_role(*ROLES, within=layer.path)
+            )
+            for layer in self.layers
+        }
+        times: dict[str, int] = {}
+        first: Unit | None = None
+        for layer in self.layers:
+            alike = first is not None and first.stack == layer.stack and shapes[first.path] == shapes[layer.path]
+            first = first if alike and first is not None else layer
+            times[first.path] = times.get(first.path, 0) + 1
+        hidden = [layer.path for layer in self.layers if layer.path not in times]
+        experts = [unit.path for unit in self.by_role("experts")]
+        seen: set[str] = set()
+        for unit in self.units:
+            below = unit.path not in experts and any(inside(unit.path, path) for path in experts)
+            if unit.path in seen or below or any(inside(unit.path, path) for path in hidden):
+                continue
+            seen.add(unit.path)
+            yield unit.path, unit, times.get(unit.path, 1)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the tree of a model: a module, what it is, and how many alike it stands for."""
+
+    path: str
+    name: str
+    depth: int
+    times: int
+    roles: tuple[str, ...]
+    cls: str
+    note: str
+
+    def text(self) -> str:
+        """The row as text."""
+        times = f" x {self.times}" if self.times > 1 else ""
+        note = f"  [{self.note}]" if self.note else ""
+        return f"{'  ' * (self.depth + 1)}{self.name}{times}: {', '.join(self.roles)} ({self.cls}){note}"
+
+
+def _said(unit: Unit) -> str:
+    role = unit.role.replace("_", " ")
+    if not unit.parts:
+        return role
+    if unit.parts[0].startswith("@"):
+        return f"{role} as a call"
+    return f"{role} of {' and '.join(relative(part, unit.path) for part in unit.parts)}"
+
+
+def _depth_below(shown: list[str], path: str) -> str | None:
+    """The nearest path already shown that lies around this one."""
+    around = [other for other in shown if inside(path, other)]
+    return max(around, key=len) if around else None

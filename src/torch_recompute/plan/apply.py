@@ -1,0 +1,270 @@
+"""Putting a plan into a model, and taking it out again.
+
+`apply` is the only function of the library that changes a model. It gives the instances that a plan names a `forward`
+of their own, an object that can be pickled and deep-copied, and changes nothing else: no module path, no `state_dict`
+key, no class, no hook. Hooks registered on a module stay outside of its region, so they run once.
+
+A region over several modules that the model calls one after the other (`uniform` with more than one layer) is a chain:
+each is a region of its own, and hands its result over to the next, which then holds no input but rebuilds it
+(`_discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
+is kept, and no layer runs more than once in forward and once in backward.
+
+Rejected: wrapper modules, which change paths under everybody's feet (`_checkpoint_wrapped_module.`); patching classes;
+flags on modules. Each call finds its own state, so a module may have any number of live calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _compat, errors
+from .._discard import Discard
+from .._frame import Frame, Options
+from ..region import no_recompute, recompute
+from ..values import thread
+from .calls import Carry, Keep
+from .observe import Figures
+from .plan import Choice, Plan
+from .report import Report, Row
+
+
+class Placed:
+    """What stands as `forward` on a module: the module's own forward, called in some way.
+
+    Attributes:
+        module: The module.
+        path: Its path in the model that the plan was applied to.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.module = module
+        self.path = path
+        self._before: Callable[..., Any] | None = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._before or types.MethodType(type(self.module).forward, self.module))
+
+    def put(self) -> None:
+        """Takes the place of the module's forward."""
+        self._before = self.module.__dict__.get("forward")
+        self.module.__dict__["forward"] = self
+
+    def take_out(self) -> None:
+        """Gives the module its forward back."""
+        if self._before is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._before
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Region(Placed):
+    """A module that is recomputed."""
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice) -> None:
+        super().__init__(module, path)
+        self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
+        self._carry = choice.carry
+        self.figures = Figures()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a region."""
+        return recompute(self.body, name=self.path or type(self.module).__name__)(*args, **kwargs)
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """What is run in forward and again in a replay."""
+        run = thread.run
+        with ExitStack() as stack:
+            if isinstance(run, Frame):
+                self.figures.forward(run)
+            elif run is not None:
+                stack.enter_context(self.figures.replay())
+            if self._kinds:
+                stack.enter_context(Keep(self._kinds))
+            if self._carry:
+                stack.enter_context(Carry())
+            return self.plain(*args, **kwargs)
+
+
+class Saved(Placed):
+    """A module whose call is not repeated when a region around it is.
+
+    The model gets a copy of the result, because models change results in place (`mlp_output += attention_output`), and
+    what is handed out again by the replay must be what was returned.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a saved call."""
+        if thread.run is None or torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
+        leaves, spec = _compat.tree_flatten(result)
+        return _compat.tree_unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+class Chain:
+    """The calls of a chain that runs on this thread: the member called last, which waits for the next one."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __reduce__(self) -> Any:
+        return Chain, ()  # a copy of the model has calls of its own
+
+    @property
+    def waiting(self) -> Discard | None:
+        """The call whose result the next member is about to take."""
+        return getattr(self._local, "call", None)
+
+    @waiting.setter
+    def waiting(self, call: Discard | None) -> None:
+        self._local.call = call
+
+
+class Member(Region):
+    """One of several modules that are recomputed together."""
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, chain: Chain) -> None:
+        super().__init__(module, path, choice)
+        self._chain = chain
+        self._first, self._last = path == choice.paths[0], path == choice.paths[-1]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a region whose result the next member rebuilds."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        before, self._chain.waiting = None if self._first else self._chain.waiting, None
+        if self._last:
+            result = super().__call__(*args, **kwargs)
+        else:
+            call = Discard(Options(self.path), self.body, args, kwargs)
+            result = call.result
+            self._chain.waiting = call
+        if before is not None:
+            before.hand_over()
+        return result
+
+
+class Applied:
+    """A plan in a model.
+
+    Attributes:
+        model: The model.
+        plan: The plan.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, placed: list[Placed]) -> None:
+        self.model = model
+        self.plan = plan
+        self._placed = placed
+
+    def remove(self) -> None:
+        """Gives every module the forward back that it had; calling it again does nothing."""
+        for placed in reversed(self._placed):
+            placed.take_out()
+        self._placed = []
+
+    def report(self) -> Report:
+        """What each region frees and what its replays cost, measured since `apply` or the last report.
+
+        Bytes and FLOPs are those of the first step since, seconds the mean of the replays after the first. Taking a
+        report starts the measurement again.
+        """
+        rows: list[Row] = []
+        for choice in self.plan:
+            regions = [p for p in self._placed if isinstance(p, Region) and p.path in choice.paths]
+            figures = [region.figures for region in regions]
+            known = [f for f in figures if f.saved_bytes is not None]
+            seconds = [f.seconds for f in figures]
+            rows.append(
+                Row(
+                    choice,
+                    tuple(type(region.module).__name__ for region in regions),
+                    sum(f.saved_bytes or 0 for f in known) if known else None,
+                    sum(f.flops or 0 for f in figures),
+                    sum(s for s in seconds if s is not None) if None not in seconds else None,
+                    sum(f.replays for f in figures),
+                )
+            )
+            for f in figures:
+                f.start_again()
+        return Report(tuple(rows))
+
+    def __repr__(self) -> str:
+        state = f"{len(self.plan)} regions" if self._placed or not len(self.plan) else "removed"
+        return f"<plan applied to {type(self.model).__name__}: {state}>"
+
+
+def apply(model: nn.Module, plan: Plan) -> Applied:
+    """Makes the regions and saved calls of a plan in a model, in place.
+
+        handle = apply(model, RecomputeConfig(recompute_granularity="full", ...).plan(model))
+        ...
+        handle.remove()
+
+    Apply it before `torch.compile` and `fully_shard`. Parameters, buffers, paths, `state_dict`, hooks, copies and
+    pickles of the model are as before.
+
+    Args:
+        model: The model, or the part of it that is on this rank.
+        plan: Paths in it are those of `model.named_modules()`.
+
+    Returns:
+        A handle; its `remove()` undoes it.
+
+    Raises:
+        ArgumentError: The model has no module of such a path, or has a plan already, or one module lies under two of
+            the paths.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+        raise errors.ArgumentError(errors.not_applicable(model, plan))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    already = next(
+        (path for path, module in modules.items() if isinstance(module.__dict__.get("forward"), Placed)), None
+    )
+    if already is not None:
+        raise errors.ArgumentError(errors.applied_twice(type(model).__name__, already))
+    placed: list[Placed] = []
+    wanted: dict[int, str] = {}
+
+    def find(path: str) -> nn.Module:
+        if path not in modules:
+            near = difflib.get_close_matches(path, modules, n=3)
+            raise errors.ArgumentError(errors.no_such_module(type(model).__name__, path, near))
+        return modules[path]
+
+    for choice in plan:
+        chain = Chain()
+        for path in choice.paths:
+            module = find(path)
+            if wanted.setdefault(id(module), path) != path:
+                raise errors.ArgumentError(errors.one_module_twice(path, wanted[id(module)]))
+            several = len(choice.paths) > 1
+            placed.append(Member(module, path, choice, chain) if several else Region(module, path, choice))
+    saved: set[int] = set()
+    for choice in plan:
+        for word in choice.keep:
+            if not word.startswith("@"):
+                path = f"{choice.paths[0]}.{word}".lstrip(".")
+                module = find(path)
+                if id(module) not in saved:
+                    saved.add(id(module))
+                    placed.append(Saved(module, path))
+    for one in placed:
+        one.put()
+    return Applied(model, plan, placed)

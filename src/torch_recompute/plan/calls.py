@@ -1,0 +1,143 @@
+"""Calls inside a region that are met by their kind: saved ones (`Keep.keep`), and decisions that are carried.
+
+A module can be wrapped; a function that a module calls cannot, without editing the module. So while a placed region
+runs, in forward and in every replay, a TorchFunctionMode looks at the functions called: a product with a parameter or
+an attention call that the plan keeps becomes a saved call, and a decision becomes a carried value.
+
+Why decisions are carried: a router's scores, computed again by a kernel that is not deterministic to the bit, may
+order two near-equal experts the other way. The shapes stay the same with grouped products, so nothing fails, and the
+gradients are of other experts. Of `topk` and `sort` the indices are carried and the values gathered by them, so the
+scores keep their gradient, bit for bit that of `topk`. What is read back from the device (`item`, `nonzero`) is carried
+too, which also saves the replay its synchronisation.
+
+`nn.MultiheadAttention` is one call to a function mode, `F.multi_head_attention_forward`; the calls in it are shown too.
+Not seen: what other Python functions do that torch treats as one call.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .. import _compat
+from ..region import no_recompute
+from ..values import replay
+
+Function = Callable[..., Any]
+
+
+def _named(*names: str) -> frozenset[Function]:
+    """The functions of these dotted names below `torch` that this version of torch has."""
+    found: set[Function] = set()
+    for name in names:
+        value: Any = torch
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if value is not None:
+            found.add(value)
+    return frozenset(found)
+
+
+ATTENTION = _named("nn.functional.scaled_dot_product_attention", "nn.attention.flex_attention.flex_attention")
+PRODUCTS = _named(
+    *("nn.functional.linear", "nn.functional.bilinear", "nn.functional.grouped_mm", "_grouped_mm"),
+    *(f"{where}{name}" for where in ("", "Tensor.") for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
+    "einsum",
+    *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
+)
+KINDS: dict[str, frozenset[Function]] = {"@product": PRODUCTS, "@attention": ATTENTION}
+
+
+def _shown_inside(function: types.FunctionType) -> Function:
+    """A Python function of torch whose calls inside are shown to function modes, where it would show itself alone."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    twin = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+_attention_in_parts = _shown_inside(F.multi_head_attention_forward)
+
+
+class Keep(TorchFunctionMode):
+    """Makes saved calls of all calls of some kinds.
+
+    Args:
+        kinds: Keys of `KINDS`.
+    """
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        super().__init__()
+        self._functions: frozenset[Function] = frozenset().union(*(KINDS[kind] for kind in kinds))
+
+    def __torch_function__(
+        self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention_in_parts(*args, **kwargs)
+        if func in self._functions and (func in ATTENTION or _has_parameter(args, kwargs)):
+            return no_recompute(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a product is one with a parameter, or with a part of one (the matrix of one expert)."""
+    operands = [*args, *kwargs.values()]
+    for operand in operands:
+        operands.extend(operand if isinstance(operand, (list, tuple)) else ())
+    return any(isinstance(operand, torch.Tensor) and _compat.parameter_of(operand) is not None for operand in operands)
+
+
+DECISIONS = _named(
+    *(f"{where}{name}" for where in ("", "Tensor.") for name in ("argmax", "argmin", "argsort", "multinomial")),
+    *(f"{where}{name}" for where in ("", "Tensor.") for name in ("nonzero", "bincount", "histc", "unique")),
+    *("searchsorted", "bucketize", "Tensor.item", "Tensor.tolist"),
+    *("Tensor.__bool__", "Tensor.__int__", "Tensor.__float__", "Tensor.__index__"),
+)
+WHERE = torch.where
+ORDERED: dict[Function, Function] = {
+    torch.topk: torch.return_types.topk,
+    torch.Tensor.topk: torch.return_types.topk,
+    torch.sort: torch.return_types.sort,
+    torch.Tensor.sort: torch.return_types.sort,
+}
+
+
+class Carry(TorchFunctionMode):
+    """Carries the decisions of a region from its forward to its replays."""
+
+    def __torch_function__(
+        self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ORDERED and "out" not in kwargs:
+            return _ordered(func, args, kwargs)
+        if func in DECISIONS or (func is WHERE and len(args) + len(kwargs) == 1):
+            return _own(replay(func)(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _ordered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scores: torch.Tensor = args[0] if args else kwargs["input"]
+    dim = kwargs.get("dim")
+    if dim is None:
+        place = 2 if func in (torch.topk, torch.Tensor.topk) else 1
+        dim = args[place] if len(args) > place else -1
+    if isinstance(dim, bool):  # sort(input, stable) has no dimension there
+        return func(*args, **kwargs)
+    indices = replay(lambda *a, **k: func(*a, **k)[1])(*args, **kwargs)
+    return ORDERED[func]((scores.gather(dim, indices), _own(indices)))
+
+
+def _own(value: Any) -> Any:
+    """What was carried, so that the caller may change it in place, as routers do."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return tuple(map(_own, value)) if type(value) is tuple else value

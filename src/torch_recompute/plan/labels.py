@@ -1,0 +1,219 @@
+"""Megatron's labels as placements: which regions and saved calls a word such as `core_attn` asks for in this model.
+
+Problem. In Megatron a label is an `if` inside the layer that it recomputes. It exists for Megatron's layers only, and
+where that `if` is not reached it does nothing and says nothing.
+
+Idea. Each label is a function from the units of a model to choices. Two shapes are enough: a region around each unit of
+a role, with the calls in it that are saved; and, for what has no module of its own (the norms and residual adds of a
+layer, an MLP that its layer calls itself), a region around the layer in which everything else is a saved call.
+
+    core_attn        region around each attention, products saved: what lies between the projections is recomputed, and
+                     so is its result, which the output projection would keep alive (in Megatron it does)
+    mlp              region around each dense MLP
+    moe              region around each mixture of experts, router included, its decisions carried
+    moe_act          region around the experts, products saved
+    shared_experts   region around each MLP that all tokens go through beside the experts
+    layernorm        region around each layer, everything with products saved: norms, residual adds and dropout remain
+    mla_up_proj      region around each MLA attention, down-projections, output projection and attention call saved
+
+Anything else is a path of a module, or a glob over paths: a region around each match, the outermost where they nest.
+
+`merge` settles what happens when labels meet. In one region a call is saved only if every label that asked for the
+region saves it. Of two regions, one in the other: if the inner one lies in a call that the outer one saves, both stay,
+since nothing of the inner one is replayed twice; else the outer one replays it anyway, so the two become one.
+
+Rejected: a set of saved calls per label, united. `core_attn` saves the products of `mla_up_proj`'s projections and
+would switch it off; asking for more must never free less.
+
+Invariant: what routes tokens is never decided twice. A region with a router in it carries the decisions.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from .anatomy import inside, relative
+from .plan import Choice
+
+if TYPE_CHECKING:
+    from .anatomy import Unit, Units
+
+PRODUCT, ATTENTION = "@product", "@attention"
+PRODUCTS = ("product", "down_projection", "up_projection")
+# What is worth saving whole around a norm: everything that holds a matrix.
+WEIGHTY = (*PRODUCTS, "attention", "router", "experts", "moe", "mixer")
+# Calls that a label for a part of a layer leaves alone.
+PARTS = (*WEIGHTY, "mlp", "norm", "inner_norm")
+
+
+def routed(units: Units, path: str) -> bool:
+    """Whether tokens are routed in this module, so that a region around it must carry the decisions."""
+    return bool(units.by_role("router", within=path)) or any(
+        inside(part, path) for unit in units.by_role("moe") for part in (unit.parts or (unit.path,))
+    )
+
+
+def _region(units: Units, label: str, path: str, keep: Iterable[str] = ()) -> Choice:
+    return Choice((path,), tuple(keep), routed(units, path), (label,))
+
+
+def _around(units: Units, unit: Unit, label: str, holding: tuple[str, ...], parts: Iterable[str]) -> Choice:
+    """A region around a module in which only these parts, and what holds none of the roles, are recomputed."""
+    parts = set(parts)
+    whole = {other.path for other in units.by_role(*holding, within=unit.path) if not other.parts} - parts
+    kept = units.maximal(unit.path, whole - {unit.path}, parts)
+    calls = units.by_role("core_attention", within=unit.path)
+    loose = any(not any(inside(call.path, path) for path in kept) for call in calls)
+    names = [relative(path, unit.path) for path in kept]
+    return _region(units, label, unit.path, [*names, *([ATTENTION] if loose else [])])
+
+
+def _core_attn(units: Units) -> list[Choice]:
+    return [_region(units, "core_attn", unit.path, [PRODUCT]) for unit in units.by_role("attention")]
+
+
+def _whole(role: str, label: str) -> Callable[[Units], list[Choice]]:
+    def placed(units: Units) -> list[Choice]:
+        return [
+            _around(units, unit, label, PARTS, unit.parts) if unit.parts else _region(units, label, unit.path)
+            for unit in units.by_role(role)
+        ]
+
+    return placed
+
+
+def _moe_act(units: Units) -> list[Choice]:
+    known = set(units.modules)
+    blocks = units.by_role("moe")
+    paths: list[str] = []
+    for unit in units.by_role("experts"):
+        around = [block.path for block in blocks if inside(unit.path, block.path)]
+        paths.append(unit.path if unit.path in known or not around else around[-1])
+    return [_region(units, "moe_act", path, [PRODUCT]) for path in paths if path in known]
+
+
+def _layernorm(units: Units) -> list[Choice]:
+    found: list[Choice] = []
+    for layer in units.layers:
+        norms = [norm.path for norm in units.by_role("norm", within=layer.path)]
+        if norms and layer.path not in norms:
+            found.append(_around(units, layer, "layernorm", WEIGHTY, norms))
+    return found
+
+
+def _mla_up_proj(units: Units) -> list[Choice]:
+    found: list[Choice] = []
+    for unit in units.by_role("attention"):
+        if units.by_role("up_projection", within=unit.path):
+            kept = units.by_role("down_projection", "product", within=unit.path)
+            found.append(
+                _region(units, "mla_up_proj", unit.path, [*(relative(k.path, unit.path) for k in kept), ATTENTION])
+            )
+    return found
+
+
+LABELS: dict[str, Callable[[Units], list[Choice]]] = {
+    "core_attn": _core_attn,
+    "mlp": _whole("mlp", "mlp"),
+    "moe": _whole("moe", "moe"),
+    "moe_act": _moe_act,
+    "shared_experts": _whole("shared_experts", "shared_experts"),
+    "layernorm": _layernorm,
+    "mla_up_proj": _mla_up_proj,
+}
+
+
+def choices(units: Units, label: str) -> tuple[Choice, ...]:
+    """The regions that a label asks for; none where the model has nothing of the kind.
+
+    Args:
+        units: What the model is made of.
+        label: One of `LABELS`, the path of a module, or a glob over such paths (`*` also goes over dots).
+    """
+    if label in LABELS:
+        return tuple(LABELS[label](units))
+    matches = [path for path in units.modules if path and fnmatch.fnmatchcase(path, label)]
+    if label in matches:
+        matches = [label]
+    outermost = [path for path in matches if not any(inside(path, other) and path != other for other in matches)]
+    return tuple(_region(units, label, path) for path in outermost)
+
+
+def matching(units: Units) -> dict[str, int]:
+    """How many regions each label makes in this model; labels that match nothing are left out."""
+    counts = {label: len(placed(units)) for label, placed in LABELS.items()}
+    return {label: count for label, count in counts.items() if count}
+
+
+def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """The choices of several labels as those of one plan: one per path, in the model's order, none replayed twice.
+
+    Choices of several paths are taken as they are; labels do not make any.
+    """
+    order = {path: number for number, path in enumerate(units.modules)}
+    merged: list[Choice] = []
+    # The outer ones first, so that each is complete before one inside it is looked at.
+    for choice in sorted(choices, key=lambda choice: order.get(choice.paths[0], len(order))):
+        around = next((other for other in reversed(merged) if _replays(other, choice)), None)
+        if around is None:
+            merged.append(choice)
+        else:
+            merged[merged.index(around)] = _united(units, around, choice)
+    return tuple(merged)
+
+
+def _replays(outer: Choice, inner: Choice) -> bool:
+    """Whether the outer region runs the inner one's module again, rather than saving it."""
+    (top, *more), (low, *others) = outer.paths, inner.paths
+    if more or others or not inside(low, top):
+        return False
+    kept = [_absolute(word, top) for word in outer.keep if not word.startswith("@")]
+    return not any(inside(low, path) for path in kept)
+
+
+def _absolute(word: str, path: str) -> str:
+    return f"{path}.{word}" if path else word
+
+
+def _united(units: Units, outer: Choice, inner: Choice) -> Choice:
+    """One region around both that saves, where the inner one is, only what both save."""
+    top, low = outer.paths[0], inner.paths[0]
+    mine = _Kept(units, outer)
+    theirs = _Kept(units, inner)
+    products = [unit.path for unit in units.by_role(*PRODUCTS, within=top)]
+    kept = [path for path in mine.paths if not inside(path, low) or theirs.keeps(path)]
+    kept += [path for path in theirs.paths if mine.keeps(path)]
+    kept += [path for path in products if mine.keeps(path) and (not inside(path, low) or theirs.keeps(path))]
+    words: list[str] = []
+    if mine.products and (theirs.products or not units.by_role(*WEIGHTY, within=low)):
+        words.append(PRODUCT)
+        kept = [path for path in kept if path not in products]
+    chosen = set(kept)
+    outermost = [p for p in units.modules if p in chosen and not any(inside(p, o) and p != o for o in chosen)]
+    calls = [call.path for call in units.by_role("core_attention", within=top)]
+    loose = [call for call in calls if not any(inside(call, path) for path in outermost)]
+    if loose and all(mine.calls(call) and (theirs.calls(call) or not inside(call, low)) for call in calls):
+        words.append(ATTENTION)
+    labels = tuple(dict.fromkeys((*outer.labels, *inner.labels)))
+    names = [relative(path, top) for path in outermost]
+    return Choice((top,), (*names, *words), outer.carry or inner.carry, labels)
+
+
+class _Kept:
+    """What one choice saves, with paths as the model has them."""
+
+    def __init__(self, units: Units, choice: Choice) -> None:
+        self.paths = [_absolute(word, choice.paths[0]) for word in choice.keep if not word.startswith("@")]
+        self.products = PRODUCT in choice.keep
+        self.attention = ATTENTION in choice.keep
+        self._leaves = {unit.path for unit in units.by_role(*PRODUCTS, within=choice.paths[0])}
+
+    def keeps(self, path: str) -> bool:
+        """Whether all the work of this module is saved."""
+        return any(inside(path, kept) for kept in self.paths) or (self.products and path in self._leaves)
+
+    def calls(self, path: str) -> bool:
+        """Whether the attention call in this module is saved."""
+        return self.attention or any(inside(path, kept) for kept in self.paths)

@@ -1,0 +1,123 @@
+"""A plan is plain data: which modules of a model are regions, and which calls inside them are saved.
+
+It knows neither torch nor the model it was made for, so it can be printed, saved, compared and sent to another rank.
+A choice names modules by their paths, as `named_modules()` does. Inside a region, `keep` names the calls that are not
+repeated: modules by their paths relative to the region, or all calls of a kind by a word with an at sign:
+
+    @product     products with a parameter: linear layers, convolutions, stacked experts
+    @attention   scaled dot product attention, and flex attention
+
+Everything that users say in other words (Megatron's labels, a budget) becomes these choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from .. import errors
+
+VERSION = 1
+KINDS = ("@product", "@attention")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One region.
+
+    Attributes:
+        paths: The module, or several that the model calls one after the other and that are recomputed together.
+        keep: Calls inside that are not repeated; only with a single path.
+        carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
+            replay and not made again; for whatever routes tokens.
+        labels: The words that asked for it.
+    """
+
+    paths: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+    carry: bool = False
+    labels: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
+        kept = f", but not {', '.join(self.keep)}" if self.keep else ""
+        carried = ", decisions carried" if self.carry else ""
+        asked = f"  ({' '.join(self.labels)})" if self.labels else ""
+        return f"recompute {where or 'the model'}{kept}{carried}{asked}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The regions of a model.
+
+    Attributes:
+        choices: One per region; no module is in two of them.
+        source: What the plan was made from, in words.
+    """
+
+    choices: tuple[Choice, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for choice in self.choices:
+            twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
+            if twice:
+                raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
+            if not choice.paths or (choice.keep and len(choice.paths) > 1):
+                raise errors.ArgumentError(
+                    errors.bad_plan(f"{choice!r} has no path, or keeps calls of several modules")
+                )
+            unknown = [word for word in choice.keep if word.startswith("@") and word not in KINDS]
+            if unknown:
+                raise errors.ArgumentError(
+                    errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {', '.join(KINDS)}")
+                )
+            seen.update(choice.paths)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.choices)
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def __str__(self) -> str:
+        head = f"plan of {len(self.choices)} regions" + (f", from {self.source}" if self.source else "")
+        return "\n".join([head, *(f"  {choice}" for choice in self.choices)])
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` reads it."""
+        data = {"version": VERSION, "source": self.source, "choices": [dataclasses.asdict(c) for c in self.choices]}
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """A plan from what `to_json` wrote.
+
+        Raises:
+            ArgumentError: The text is no JSON, of another version, or holds something else.
+        """
+        try:
+            data: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise errors.ArgumentError(errors.bad_plan(f"no JSON: {error}")) from None
+        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
+            raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
+        try:
+            return Plan(tuple(_choice(**choice) for choice in data["choices"]), str(data["source"]))
+        except (KeyError, TypeError) as error:
+            raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
+
+    def diff(self, other: Plan) -> str:
+        """What turns this plan into the other, line by line; empty where they choose the same."""
+        mine, theirs = ([str(choice) for choice in plan.choices] for plan in (self, other))
+        lines = difflib.unified_diff(mine, theirs, self.source or "this", other.source or "other", lineterm="", n=0)
+        return "\n".join(lines)
+
+
+def _choice(paths: Any, keep: Any, carry: Any, labels: Any) -> Choice:
+    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels))

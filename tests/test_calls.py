@@ -1,0 +1,244 @@
+"""Calls that are met by their kind: products and attention that are kept, decisions that are carried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from torch_recompute import doing_recompute, recompute
+from torch_recompute.plan.calls import Carry, Keep
+
+
+def rand(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(4)).requires_grad_()
+
+
+W, STACK, KERNEL = (nn.Parameter(torch.randn(*size)) for size in ((4, 4), (2, 4, 4), (4, 4, 1)))
+
+
+class Count(TorchFunctionMode):
+    """Counts the calls of one function that reach torch, in forward and in replays."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        super().__init__()
+        self.func, self.calls = func, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is self.func
+        return func(*args, **(kwargs or {}))
+
+
+KEPT = {
+    "linear": ("@product", lambda x: F.linear(x, W), F.linear),
+    "matmul": ("@product", lambda x: torch.matmul(x, W), torch.matmul),
+    "at sign": ("@product", lambda x: x @ W, torch.Tensor.matmul),
+    "method": ("@product", lambda x: x.matmul(W), torch.Tensor.matmul),
+    "addmm": ("@product", lambda x: torch.addmm(x[0], x, W), torch.addmm),
+    "stacked": ("@product", lambda x: torch.bmm(x.expand(2, 4, 4), STACK), torch.bmm),
+    "one of a stack": ("@product", lambda x: x @ STACK[1], torch.Tensor.matmul),
+    "transposed": ("@product", lambda x: torch.mm(x, W.t()), torch.mm),
+    "convolution": ("@product", lambda x: F.conv1d(x[None], KERNEL), F.conv1d),
+    "einsum": ("@product", lambda x: torch.einsum("ab,bc->ac", x, W), torch.einsum),
+    "attention": (
+        "@attention",
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        F.scaled_dot_product_attention,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "func", "counts"),
+    [
+        ("@product", torch.nn.functional.linear, (2, 0)),
+        ("@attention", F.scaled_dot_product_attention, (1, 0)),
+        ("@attention", torch.nn.functional.linear, (2, 2)),
+    ],
+)
+def test_calls_inside_multi_head_attention_are_kept(kind: str, func: Any, counts: tuple[int, int]) -> None:
+    """`nn.MultiheadAttention` is one function to torch; the products and the attention in it are found all the same."""
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True), rand(2, 3, 8)
+    seen: list[int] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin()
+        with Count(func) as count, Keep([kind]):
+            try:
+                y, _ = attention(h, h, h, need_weights=False)
+            finally:
+                seen.append(count.calls)
+        return y.sin()
+
+    grads = []
+    for call in (recompute(body), body):
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(call(x).square().sum(), [x, *attention.parameters()]))
+    assert all(map(torch.equal, *grads))
+    assert tuple(seen[:2]) == counts
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_call_runs_once(name: str) -> None:
+    """Inside a region a call of the kind runs in forward only, and gradients are the plain ones."""
+    kind, call, func = KEPT[name]
+    x = rand(4, 4)
+
+    def body(x: torch.Tensor, kinds: tuple[str, ...] = (kind,)) -> torch.Tensor:
+        with Count(func) as count, Keep(kinds):
+            y = call(x.sin()).cos()
+        seen.append((doing_recompute(), count.calls))
+        return y.sin().exp()
+
+    for kinds, calls in (((kind,), 0), ((), 1)):
+        seen: list[tuple[bool, int]] = []
+        y = recompute(lambda x, kinds=kinds: body(x, kinds))(x)
+        (ours,) = torch.autograd.grad(y.sum(), [x])
+        (plain,) = torch.autograd.grad(call(x.sin()).cos().sin().exp().sum(), [x])
+        assert torch.equal(ours, plain)
+        assert seen == [(False, 1), (True, calls)]
+
+
+def test_a_product_without_a_parameter_is_not_kept() -> None:
+    """Products of activations, such as attention written by hand, are not of the kind `@product`."""
+    x = rand(4, 4)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with Count(torch.Tensor.matmul) as count, Keep(["@product"]):
+            y = x.sin() @ x.cos()
+        calls.append(count.calls)
+        return y.sin().exp()
+
+    calls: list[int] = []
+    recompute(body)(x).sum().backward()
+    assert calls == [1, 1]
+
+
+def carried(fn: Callable[[torch.Tensor], Any]) -> tuple[Any, Any, torch.Tensor]:
+    """What a decision gives in forward and in a replay whose scores are others, and the gradient of the scores."""
+    found: list[Any] = []
+    noise = [0.0, 5.0]
+    x = torch.tensor([[0.1, 0.2, 0.3, 0.15], [3.0, 1.0, 2.0, 2.5]], requires_grad=True)
+    tilt = torch.tensor([1.0, 0.0, -1.0, 0.5])
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with Carry():
+            scores = x + tilt * noise.pop(0)
+            decided = fn(scores)
+            found.append(decided)
+            values = decided[0] if isinstance(decided, tuple) else scores
+            return (values * values).exp()
+
+    y = recompute(body, check="metadata")(x)
+    (grad,) = torch.autograd.grad(y.sum(), [x])
+    return found[0], found[1], grad
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s: s.argmax(-1),
+        lambda s: torch.argmin(s, -1),
+        lambda s: s.argsort(dim=-1, descending=True),
+        lambda s: torch.multinomial(s.detach().softmax(-1), 2),
+        lambda s: (s > 1).nonzero(),
+        lambda s: torch.where(s > 1),
+        lambda s: torch.bincount((s > 1).flatten().long()),
+        lambda s: torch.unique((s.detach() * 10).round()),
+        lambda s: s.sum().item(),
+        lambda s: s.tolist(),
+        lambda s: bool(s.sum() > 6),
+        lambda s: int(s.argmax()),
+        lambda s: s.topk(2).indices,
+        lambda s: torch.topk(s, 2, dim=0)[1],
+        lambda s: torch.sort(s, dim=0, descending=True)[1],
+    ],
+)
+def test_a_decision_is_that_of_the_forward(fn: Callable[[torch.Tensor], Any]) -> None:
+    """A replay whose scores are far from the forward's decides as the forward did."""
+    then, now, _ = carried(lambda s: fn(s) if not isinstance(fn(s), tuple) else list(fn(s)))
+    for a, b in zip(then, now, strict=True) if isinstance(then, list) else [(then, now)]:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s: torch.topk(s, 2),
+        lambda s: s.topk(2, -1, True, False),
+        lambda s: torch.topk(input=s, k=1, dim=0),
+        lambda s: s.topk(3, largest=False),
+        lambda s: torch.sort(s),
+        lambda s: s.sort(0, True),
+        lambda s: s.sort(dim=1, stable=True),
+    ],
+)
+def test_scores_keep_their_gradient(fn: Callable[[torch.Tensor], Any]) -> None:
+    """Values, names and the gradient of the scores are those of the plain call, to the last bit."""
+
+    def run(mode: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+        x = rand(3, 5)
+        with mode():
+            result = fn(x.sin())
+        (grad,) = torch.autograd.grad(
+            (result.values * torch.arange(1.0, 1 + result.values.numel()).view_as(result.values)).sum(), [x]
+        )
+        return result, grad
+
+    class Off(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    (ours, of_ours), (plain, of_plain) = run(Carry), run(Off)
+    assert torch.equal(ours.values, plain.values)
+    assert torch.equal(ours.indices, plain.indices)
+    assert torch.equal(of_ours, of_plain)
+    assert type(ours) is type(plain)
+
+
+def test_a_router_may_change_what_was_decided() -> None:
+    """Indices and values may be changed in place, as routers do when they normalise."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with Carry():
+            values, indices = torch.topk(x.softmax(-1), 2)
+            values /= values.sum(-1, keepdim=True)
+            indices += 1
+            return values * indices.exp()
+
+    x = rand(3, 5)
+    (ours,) = torch.autograd.grad(recompute(body)(x).sum(), [x])
+    (plain,) = torch.autograd.grad(body(x).sum(), [x])
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("flips", [True, False])
+def test_a_flipped_expert_is_what_carrying_prevents(flips: bool) -> None:
+    """A router whose scores tie and differ a little in the replay sends tokens elsewhere, unless it is carried."""
+    torch.manual_seed(0)
+    experts = nn.Parameter(torch.randn(4, 6, 6))
+    x, gate = rand(8, 6), nn.Parameter(torch.zeros(6, 4))
+    noise = [torch.zeros(4), torch.tensor([0.0, 1e-3, 2e-3, 3e-3])]
+
+    def moe(x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = torch.topk((x @ gate + noise.pop(0)).softmax(-1), 1)
+        return torch.bmm(x[:, None], experts[chosen[:, 0]])[:, 0] * weights
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if flips:
+            return moe(x)
+        with Carry():
+            return moe(x)
+
+    plain_noise, noise = noise, [torch.zeros(4)]
+    plain = torch.autograd.grad(moe(x).sin().sum(), [experts])[0]
+    noise = plain_noise
+    ours = torch.autograd.grad(recompute(body)(x).sin().sum(), [experts])[0]
+    error = float((ours - plain).norm() / plain.norm())
+    assert error > 0.5 if flips else error < 0.01

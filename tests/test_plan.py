@@ -1,0 +1,83 @@
+"""Plans as plain data: what they refuse, how they print, and that nothing is lost in JSON."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_recompute import ArgumentError, Choice, Plan
+
+PLAN = Plan(
+    (
+        Choice(("layers.0",), keep=("self_attn", "@attention"), labels=("layernorm",)),
+        Choice(("layers.1", "layers.2"), carry=True),
+        Choice(("",)),
+    ),
+    source="a test",
+)
+
+
+def test_json_loses_nothing() -> None:
+    """A plan read from its own JSON is the same plan."""
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    assert Plan.from_json(Plan().to_json()) == Plan()
+
+
+def test_prints_one_line_per_region() -> None:
+    """Each region is a sentence: where, what is kept, what is carried, who asked."""
+    assert str(PLAN).split("\n") == [
+        "plan of 3 regions, from a test",
+        "  recompute layers.0, but not self_attn, @attention  (layernorm)",
+        "  recompute layers.1 to layers.2, decisions carried",
+        "  recompute the model",
+    ]
+
+
+def test_diff_says_what_differs() -> None:
+    """A difference names the regions that go and come; equal choices have none, whatever their source."""
+    other = Plan((*PLAN.choices[:1], Choice(("layers.1",))), source="another")
+    lines = PLAN.diff(other).split("\n")
+    assert [line for line in lines if line[:1] in "+-" and line[:3] not in ("---", "+++")] == [
+        "-recompute layers.1 to layers.2, decisions carried",
+        "-recompute the model",
+        "+recompute layers.1",
+    ]
+    assert PLAN.diff(Plan(PLAN.choices, source="the same")) == ""
+
+
+def test_is_a_value() -> None:
+    """Plans compare and hash by what they say, and iterate over their choices."""
+    assert {PLAN, Plan(PLAN.choices, "a test")} == {PLAN}
+    assert list(PLAN) == list(PLAN.choices)
+    assert len(PLAN) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "no JSON"),
+        ("[]", "version 1"),
+        ('{"version": 2, "source": "", "choices": []}', "version 1"),
+        ('{"version": 1, "source": ""}', "missing or unknown: 'choices'"),
+        ('{"version": 1, "source": "", "choices": [{"path": "a"}]}', "missing or unknown"),
+    ],
+)
+def test_json_of_something_else_is_refused(text: str, why: str) -> None:
+    """A text that is no plan is refused with the reason."""
+    with pytest.raises(ArgumentError, match=why):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [Choice(())],
+        [Choice(("a",)), Choice(("b", "a"))],
+        [Choice(("a", "a"))],
+        [Choice(("a", "b"), keep=("c",))],
+        [Choice(("a",), keep=("@everything",))],
+    ],
+)
+def test_contradictions_are_refused(choices: list[Choice]) -> None:
+    """No path, a path twice, saved calls of several modules, an unknown kind of call: none is a plan."""
+    with pytest.raises(ArgumentError, match="this is not a plan"):
+        Plan(tuple(choices))

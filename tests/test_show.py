@@ -1,0 +1,190 @@
+"""`torch-recompute show`: from a word to a model, the tree with labels, the JSON document, one line when it fails."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torch_recompute import cli
+from torch_recompute.errors import ArgumentError
+from torch_recompute.plan.units import find_units
+from torch_recompute.show import labels_at, load
+from zoo import LIBRARY, build
+
+INSTANCE = nn.Sequential(nn.Linear(2, 2))
+NUMBER = 3
+
+
+def factory() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+
+def no_factory() -> int:
+    return 3
+
+
+def broken_factory() -> nn.Module:
+    raise RuntimeError("no weights\nhere")
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in, the output is plain, and this file can be imported by its name."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
+
+
+def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tree names every part once per kind of layer, with the labels that place a region there."""
+    pytest.importorskip("rich")
+    assert cli.main(["show", "this_test:factory"]) == cli.OK
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert output.out.splitlines() == [
+        "TransformerEncoder; layers: layers 2",
+        "  layers.0 x 2: layer, mlp of linear1 and linear2 (TransformerEncoderLayer)  [mlp layernorm]",
+        "    self_attn: attention, core attention as a call (MultiheadAttention)  [core_attn]",
+        "    linear1: product (Linear)",
+        "    linear2: product (Linear)",
+        "    norm1: norm (LayerNorm)",
+        "    norm2: norm (LayerNorm)",
+        "labels that match, with their number of regions: core_attn 2, mlp 2, layernorm 2",
+    ]
+
+
+def test_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model without known parts is shown as what it is: no layers, no labels."""
+    pytest.importorskip("rich")
+    assert cli.main(["show", "this_test:INSTANCE"]) == cli.OK
+    assert capsys.readouterr().out.splitlines() == [
+        "Sequential; layers: none",
+        "labels that match, with their number of regions: none",
+    ]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The document has the stacks, the labels' counts, and every unit with its place and its labels."""
+    assert cli.main(["show", "this_test:factory", "--json"]) == cli.OK
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["schema_version", "command", "model", "stacks", "labels", "units"]
+    assert (document["schema_version"], document["command"], document["model"]) == (1, "show", "TransformerEncoder")
+    assert document["stacks"] == [{"path": "layers", "layers": 2}]
+    assert document["labels"] == {"core_attn": 2, "mlp": 2, "layernorm": 2}
+    units = find_units(factory())
+    assert [unit["path"] for unit in document["units"]] == [unit.path for unit in units]
+    assert document["units"][2] == {
+        "path": "layers.0.self_attn",
+        "role": "attention",
+        "cls": "MultiheadAttention",
+        "layer": 0,
+        "stack": "layers",
+        "parts": [],
+        "labels": ["core_attn"],
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3", "bert", "t5", "vit", "whisper", "mamba"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_configuration(name: str, folder: bool, tmp_path: Path) -> None:
+    """A Hugging Face configuration, or its folder, gives the units of the model that it was saved from, on meta."""
+    model = build(name)[0]
+    assert name in LIBRARY
+    model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
+    model.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
+    loaded = load(str(tmp_path if folder else tmp_path / "config.json"))
+    assert find_units(loaded) == find_units(model)
+    assert all(parameter.is_meta for parameter in loaded.parameters())
+
+
+def test_configuration_without_a_class(tmp_path: Path) -> None:
+    """A configuration that names no architecture is built as the bare model of its type."""
+    model = build("llama")[0]
+    model.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": None}))
+    loaded = load(str(path))
+    assert type(loaded).__name__ == "LlamaModel"
+    assert len(find_units(loaded).layers) == 3
+
+
+def test_labels_stand_where_their_regions_are() -> None:
+    """A module's labels are those whose regions it is, in the order of the labels."""
+    here = labels_at(find_units(build("deepseek_v3")[0]))
+    assert here["model.layers.0.mlp"] == ("mlp",)
+    assert here["model.layers.1.mlp"] == ("moe",)
+    assert here["model.layers.1.self_attn"] == ("core_attn", "mla_up_proj")
+    assert "model.embed_tokens" not in here
+
+
+def test_the_current_folder_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file beside the user can be named, as with `python -m`, and any attribute in it."""
+    (tmp_path / "lies_here.py").write_text("import torch\n\n\nclass made:\n    net = torch.nn.LayerNorm(4)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    try:
+        assert isinstance(load("lies_here:made.net"), nn.LayerNorm)
+    finally:
+        sys.modules.pop("lies_here", None)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("llama-8b", "MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name"),
+        ("this_test:", "which is no file, no folder"),
+        ("no_such_package:model", "No module named 'no_such_package'. Write pkg.module:name"),
+        ("this_test:no_such_name", "has no attribute 'no_such_name'. Write pkg.module:name"),
+        ("this_test:NUMBER", "gives int: 3; expected a torch.nn.Module, or a function that returns one"),
+        ("this_test:no_factory", "gives int: 3; expected a torch.nn.Module"),
+        ("this_test:broken_factory", "and building it raises RuntimeError: no weights"),
+    ],
+)
+def test_no_model(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A MODEL that cannot be had ends with 2 and one line that says why and what to write."""
+    assert cli.main(["show", model]) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in output.err
+    assert len(output.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no json", "JSONDecodeError"),
+        ("[]", "not the configuration of a Hugging Face model"),
+        ('{"hidden_size": 3}', "it has no field model_type"),
+        ('{"model_type": "no_such_type"}', "building it raises"),
+    ],
+)
+def test_no_configuration(text: str, message: str, tmp_path: Path) -> None:
+    """A file that is no configuration of a known model is refused in one line that names it."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError) as caught:
+        load(str(path))
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers is not installed, the message says what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ArgumentError, match="pip install transformers"):
+        load(str(tmp_path))
+
+
+def test_a_class_is_a_factory() -> None:
+    """A module class that needs no arguments can be named, and the model is on the device that it chose."""
+    model = load("torch.nn:Identity")
+    assert isinstance(model, nn.Identity)
+    assert torch.device("cpu") == next(load("this_test:factory").parameters()).device

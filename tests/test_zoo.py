@@ -1,0 +1,108 @@
+"""Whole models under every kind of plan: the same training to the last bit, less memory, and replays as planned.
+
+The models are those of `zoo.py`: real library code with tiny configurations. A plan is what `RecomputeConfig` makes of
+Megatron's words. The first step is compared, dropout and all: the loss, every gradient, every buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_recompute import ArgumentError, Plan, RecomputeConfig, apply, saved_activations
+from torch_recompute.plan.labels import LABELS, matching
+from torch_recompute.plan.units import find_units
+from zoo import ZOO, build, scalar_loss
+
+FULL = {
+    "uniform 1": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform 2": {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_method": "block", "recompute_num_layers": 2},
+}
+
+
+# Frozen matrices do not save the norm's output, and each adapter saves a copy of its own (dropped out).
+NOTHING_TO_FREE = {"lora_llama": {"layernorm"}}
+
+
+def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """One step from fixed random numbers: what it leaves."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    loss = scalar_loss(model(**inputs))
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found.update((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    found.update((name, b.clone()) for name, b in model.named_buffers())
+    return found
+
+
+def plans(model: nn.Module) -> dict[str, Plan]:
+    """Every plan that fits the model, by name."""
+    found: dict[str, Plan] = {}
+    for name, fields in FULL.items():
+        found[name] = RecomputeConfig(recompute_granularity="full", **fields).plan(model)
+    labels = [label for label, count in matching(find_units(model)).items() if count]
+    for label in labels:
+        found[label] = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label]).plan(model)
+    if len(labels) > 1:
+        found["all labels"] = RecomputeConfig(recompute_granularity="selective", recompute_modules=labels).plan(model)
+    return found
+
+
+def fresh(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    model, inputs = build(name)
+    return model, inputs
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_training_is_the_same_under_every_plan(name: str) -> None:
+    """Loss, gradients and buffers equal those without a plan to the last bit."""
+    model, inputs = fresh(name)
+    plain = step(model, inputs)
+    for kind, plan in plans(model).items():
+        other, inputs = fresh(name)
+        handle = apply(other, plan)
+        ours = step(other, inputs)
+        handle.remove()
+        assert ours.keys() == plain.keys(), kind
+        different = [key for key in plain if not torch.equal(ours[key], plain[key])]
+        assert different == [], f"{kind}: {different[:3]}"
+
+
+def kept(name: str, plan: Plan) -> int:
+    model, inputs = fresh(name)
+    apply(model, plan)
+    torch.manual_seed(1)
+    return saved_activations(model, (), inputs).total_bytes
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_plan_keeps_less(name: str) -> None:
+    """Between forward and backward every plan keeps fewer bytes than none, and larger groups fewer than small ones."""
+    model, _ = fresh(name)
+    plain = kept(name, Plan())
+    bytes_of = {kind: kept(name, plan) for kind, plan in plans(model).items()}
+    worse = {kind for kind, n in bytes_of.items() if n >= plain}
+    assert worse == NOTHING_TO_FREE.get(name, set())
+    assert bytes_of["uniform 1"] < bytes_of["block"] or len(find_units(model).layers) <= 2
+    assert bytes_of["uniform 2"] <= bytes_of["uniform 1"]
+
+
+def test_zoo_is_large_enough() -> None:
+    """At least twenty architectures of real library code, and every label matches somewhere."""
+    assert len(ZOO) >= 30
+    found: set[str] = set()
+    for name in ZOO:
+        found |= {label for label, count in matching(find_units(fresh(name)[0])).items() if count}
+    assert found == set(LABELS)
+
+
+def test_label_without_a_match_is_an_error() -> None:
+    """A label that matches nothing in a model is refused, with those that would match."""
+    model, _ = fresh("torch_encoder")
+    with pytest.raises(ArgumentError, match="core_attn"):
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=["moe"]).plan(model)
