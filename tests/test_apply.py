@@ -251,6 +251,25 @@ class Doubled:
         return Layer.forward(self.layer, 2 * x, **kwargs)
 
 
+def test_a_forward_put_on_top_stays() -> None:
+    """What another library has put over a placed forward is left there when the plan is taken out, and runs plainly."""
+    ours = model()
+    handle = apply(ours, PLANS["pairs"])
+    layer = ours.layers[2]
+    placed, runs = layer.forward, []
+
+    def on_top(*args: Any, **kwargs: Any) -> torch.Tensor:
+        runs.append(1)
+        return placed(*args, **kwargs)
+
+    layer.forward = on_top
+    handle.remove()
+    assert layer.forward is on_top
+    assert_same(train(ours), train(model()))
+    assert len(runs) == 1
+    assert layer.runs == 1
+
+
 def test_microbatches_interleave() -> None:
     """Several forwards before their backwards, in any order, as pipelines run them, with groups of layers."""
     plain, ours = model(), model()

@@ -548,6 +548,17 @@ def test_overrides() -> None:
     assert _compat.early_stop_override() is None
 
 
+def test_what_an_operation_writes_to() -> None:
+    """The arguments that the schema marks as written, by position and by name; none of what has no schema."""
+    x, y = torch.zeros(2), torch.ones(2)
+    aten = torch.ops.aten
+    assert [t is x for t in _compat.written_by(aten.add_.Tensor, (x, y), {})] == [True]
+    assert [t is y for t in _compat.written_by(aten.add.out, (x, x), {"out": y})] == [True]
+    assert _compat.written_by(aten._foreach_add_.List, ([x], [y]), {})[0][0] is x
+    assert _compat.written_by(aten.add.Tensor, (x, y), {}) == []
+    assert _compat.written_by(len, (x,), {}) == []
+
+
 def test_every_shim_is_tried() -> None:
     """This file speaks of each public name of `_compat.py`, so a new shim cannot come without its test."""
     names = {

@@ -31,6 +31,7 @@ from torch_recompute import (
     SaveError,
     StoreError,
     apply,
+    audit,
     checkpoint,
     checkpoint_sequential,
     doing_recompute,
@@ -44,6 +45,7 @@ from torch_recompute import (
     show,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
+from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.units import find_units, register
 
 REASONS = (
@@ -351,6 +353,20 @@ def discards(*consumers: Callable[[torch.Tensor], torch.Tensor]) -> None:
         odc.discard_output_and_register_recompute(consumer(h))
 
 
+class Sharded(Scale):
+    """A module with a sharding state of its own, as `fully_shard` gives each that it is called with."""
+
+    def _get_fsdp_state(self) -> object:
+        return self.__dict__.setdefault("state", object())
+
+
+def shards_one_by_one() -> None:
+    """A plan over two layers, each sharded on its own."""
+    model = torch.nn.Sequential(Sharded(), Sharded())
+    apply(model, Plan((Choice(("0", "1")),)))
+    model(vector())
+
+
 def returns_something_else() -> None:
     """A replay whose result has another shape, and whose forward's was discarded."""
     odc = OutputDiscardCheckpoint()
@@ -370,6 +386,61 @@ def encoder() -> torch.nn.Module:
 def reads_yaml_without_pyyaml() -> None:
     with unittest.mock.patch.dict(sys.modules, {"yaml": None}):
         RecomputeConfig.from_file("train.yaml")
+
+
+class Switched(torch.nn.Module):
+    """A module with the methods and the flag of Hugging Face's, and a cache that is written in place."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Flagged()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None: ...
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.layer(x, **kwargs)
+
+
+class Flagged(Scale):
+    """A layer of `Switched`."""
+
+    gradient_checkpointing = False
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        if cache is not None:
+            cache.keys += 1
+        return super().forward(x)
+
+
+class StaticCache:
+    """What passes for a cache of transformers."""
+
+    __module__ = "transformers.cache_utils"
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(2)
+
+
+ONE_LAYER = Plan((Choice(("layer",)),))
+
+
+def turns_other_checkpointing_on_inside() -> None:
+    model = Switched()
+    door.apply(model, ONE_LAYER)
+    model.layer.gradient_checkpointing = True
+    model(vector())
+
+
+def turns_checkpointing_on_in_other_words() -> None:
+    model = Switched()
+    door.apply(model, ONE_LAYER)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": None})
+
+
+def has_no_policy() -> None:
+    huggingface.RecomputeCallback().on_train_begin(None, None, None, Switched())
 
 
 @dataclass(frozen=True)
@@ -612,6 +683,22 @@ CASES = [
         lambda: paddle.recompute_sequential({}, [torch.sin], vector(), mask=vector()),
         "recompute_sequential(ctx, functions, *args): the functions are not called with keywords, but got mask.\n"
         "  Put several values into a tuple that the functions take and return.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: paddle.recompute_sequential({}, [torch.sin, torch.exp], vector(), offload_indices=[0]),
+        "offload_indices=[0] would have no effect: of one segment, which is also the last, nothing is recomputed.\n"
+        '  Write {"segments": 2}, or leave offload_indices out.',
+    ),
+    Case(
+        "reentrant",
+        ArgumentError,
+        lambda: paddle.recompute_sequential({}, [torch.sin], vector(), use_reentrant=True),
+        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
+        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
+        "requires grad.\n"
+        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster.",
     ),
     Case(
         "bad_segments",
@@ -907,6 +994,15 @@ CASES = [
         "'1' and '0' are one and the same module, which can be placed only once.\n"
         "  Leave one of the two paths out; the region is there whenever the module is called.",
     ),
+    Case(
+        "sharded_apart",
+        ArgumentError,
+        shards_one_by_one,
+        "the plan recomputes 2 layers together, but each of them was sharded on its own: in backward the earlier ones "
+        "are replayed while only the last one's parameters are gathered.\n"
+        "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
+        "  or recompute them one by one:  recompute_num_layers=1",
+    ),
     # what is changed between forward and backward
     Case(
         "changed_input",
@@ -1097,6 +1193,45 @@ CASES = [
         "saved_activations(model, args, kwargs) takes the keyword arguments of one call as a dict of names to values, "
         "but kwargs is list: [('input', 1)]\n"
         '  Write saved_activations(model, (x,), {"mask": mask}) for the call model(x, mask=mask).',
+    ),
+    Case(
+        "not_paths",
+        ArgumentError,
+        lambda: audit(torch.nn.Linear(3, 3), (vector(),), modules="layers.*"),
+        "audit(modules=...) takes a list of paths or globs, but got str: 'layers.*'\n"
+        '  Write audit(model, (x,), modules=["layers.*"]); paths are those of model.named_modules().',
+    ),
+    Case(
+        "modules_of_a_function",
+        ArgumentError,
+        lambda: audit(Opaque().__repr__, (), modules=["0"]),
+        "audit(model, modules=...) finds modules by their paths in a torch.nn.Module, but got method: "
+        "<bound method Opaque.__repr__ of Opaque()>\n"
+        "  Pass the module, or a function that calls regions, without modules=.",
+    ),
+    Case(
+        "no_module_to_audit",
+        ArgumentError,
+        lambda: audit(torch.nn.Sequential(Scale()), (vector(),), modules=["layers.*"]),
+        "audit(modules=['layers.*']): Sequential has no module of this path that is called.\n"
+        "  Paths are those of model.named_modules(); a glob matches whole paths, dots included; a ModuleList is never "
+        "called.",
+    ),
+    Case(
+        "no_regions",
+        ArgumentError,
+        lambda: audit(Scale(), (vector(),)),
+        "audit: Scale called no region that backward would replay, so there is nothing to run twice.\n"
+        '  Name the modules to look at, audit(model, (x,), modules=["layers.*"]), or place regions first: '
+        "recompute(fn), apply(model, plan). A region whose inputs and parameters require no grad is never replayed.",
+    ),
+    Case(
+        "bad_perturbation",
+        ArgumentError,
+        lambda: audit(Scale(), (vector(),), perturb=2),
+        "audit(perturb=...) is how much to change the inputs of each region relative to themselves, a number from 0 to "
+        "1, but got int: 2\n"
+        "  Write perturb=0.002, half a step of bfloat16.",
     ),
     # configurations
     Case(
@@ -1524,6 +1659,49 @@ CASES = [
         ArgumentError,
         lambda: shows_a_configuration('{"model_type": "llama"}'),
         "config.json is built with the package transformers, which is not installed. Write: pip install transformers",
+    ),
+    # plans that meet other libraries
+    Case(
+        "not_a_policy",
+        ArgumentError,
+        lambda: door.apply(Switched(), "block"),
+        "str: 'block' does not say what to recompute.\n"
+        '  Write "full" (every layer), "full:2" (two layers as one region), "block:3" (the first three layers), labels '
+        'such as "core_attn,mlp", the path of a .json or .yaml file, Megatron\'s flags, or "none"; or pass a Plan or a '
+        "RecomputeConfig.",
+    ),
+    Case(
+        "plan_has_chosen",
+        ArgumentError,
+        turns_checkpointing_on_in_other_words,
+        "checkpointing was turned on with context_fn=None, but this model has a plan, which says what is recomputed; "
+        "the setting would have no effect.\n"
+        '  Leave it out and say it in the plan ("block:3" or labels, for less than all layers), or take the plan out: '
+        "handle.remove()",
+    ),
+    Case(
+        "other_checkpointing_inside",
+        ArgumentError,
+        turns_other_checkpointing_on_inside,
+        "layer is a region of a plan and also checkpointed by another library; it would be run again twice over.\n"
+        "  Turn that off (gradient_checkpointing, activation_checkpointing_policy, checkpoint_wrapper), or take the "
+        "plan out: handle.remove()",
+    ),
+    Case(
+        "cache_in_place",
+        ArgumentError,
+        lambda: door.apply(model := Switched(), ONE_LAYER) and model(vector(), cache=StaticCache()),
+        "the cache of keys and values that layer was given with gradients on is written in place, so what it held when "
+        "the region ran is gone when it is run again.\n"
+        "  Pass use_cache=False, or a DynamicCache, which appends; a static cache is for torch.no_grad().",
+    ),
+    Case(
+        "no_policy",
+        ArgumentError,
+        has_no_policy,
+        "RecomputeCallback() was given no plan, and the training arguments have none either.\n"
+        '  Write RecomputeCallback("full"), or put activation_checkpointing_kwargs={"policy": "full"} into the '
+        "TrainingArguments; to report on a plan that is applied already, pass its handle: RecomputeCallback(handle)",
     ),
 ]
 

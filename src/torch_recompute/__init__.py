@@ -10,6 +10,7 @@ that `recompute(state=...)` takes.
 """
 
 from . import state as state
+from .auditing import Audit, audit
 from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
 from .config import RecomputeConfig
 from .errors import (
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Applied",
     "ArgumentError",
+    "Audit",
     "ChangedError",
     "Choice",
     "Measurement",
@@ -48,6 +50,7 @@ __all__ = [
     "Store",
     "StoreError",
     "apply",
+    "audit",
     "checkpoint",
     "checkpoint_sequential",
     "doing_recompute",

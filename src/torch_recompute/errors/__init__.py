@@ -48,6 +48,7 @@ from .configs import (
     unknown_method,
 )
 from .discards import changed_result, no_fp8, no_manager, not_a_consumer, nothing_to_discard
+from .doors import cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
 from .faces import (
     bad_ctx,
     bad_offload_index,
@@ -60,8 +61,17 @@ from .faces import (
     nothing_to_offload,
     unknown_deepspeed_key,
 )
-from .lens import args_not_a_tuple, kwargs_not_a_dict, not_a_model
-from .plans import applied_twice, bad_plan, no_such_module, not_applicable, one_module_twice
+from .lens import (
+    args_not_a_tuple,
+    bad_perturbation,
+    kwargs_not_a_dict,
+    modules_of_a_function,
+    no_module_to_audit,
+    no_regions,
+    not_a_model,
+    not_paths,
+)
+from .plans import applied_twice, bad_plan, no_such_module, not_applicable, one_module_twice, sharded_apart
 from .replays import (
     changed_input,
     changed_output,
@@ -115,9 +125,11 @@ __all__ = [
     "bad_flags",
     "bad_match",
     "bad_offload_index",
+    "bad_perturbation",
     "bad_plan",
     "bad_segments",
     "bad_tiles",
+    "cache_in_place",
     "cannot_cut",
     "changed_input",
     "changed_output",
@@ -135,6 +147,7 @@ __all__ = [
     "makes_no_module",
     "matches_nothing",
     "missed_call",
+    "modules_of_a_function",
     "moe_layers_twice",
     "more",
     "needs_transformers",
@@ -143,7 +156,10 @@ __all__ = [
     "no_fp8",
     "no_layers",
     "no_manager",
+    "no_module_to_audit",
     "no_offload_plans",
+    "no_policy",
+    "no_regions",
     "no_sharded_inputs",
     "no_sharded_store",
     "no_such_dim",
@@ -158,6 +174,7 @@ __all__ = [
     "not_a_mapping",
     "not_a_model",
     "not_a_model_config",
+    "not_a_policy",
     "not_a_store",
     "not_a_switch",
     "not_an_ambient",
@@ -170,6 +187,7 @@ __all__ = [
     "not_made_of_modules",
     "not_on_or_off",
     "not_one_input",
+    "not_paths",
     "not_plannable",
     "not_recomputing",
     "nothing_to_discard",
@@ -177,14 +195,17 @@ __all__ = [
     "nothing_to_tile",
     "one_module_twice",
     "other_calls",
+    "other_checkpointing_inside",
     "other_inputs",
     "other_results",
     "other_tensor",
     "other_values",
+    "plan_has_chosen",
     "reentrant",
     "said_twice",
     "saved_twice",
     "sequence_parallel_shards_already",
+    "sharded_apart",
     "store_returned",
     "suppressed",
     "tile_dim_alone",

@@ -49,3 +49,13 @@ def one_module_twice(path: str, other: str) -> str:
         f"{path!r} and {other!r} are one and the same module, which can be placed only once.\n"
         "  Leave one of the two paths out; the region is there whenever the module is called."
     )
+
+
+def sharded_apart(count: int) -> str:
+    """Text for a group of layers that `fully_shard` was given one by one."""
+    return (
+        f"the plan recomputes {count} layers together, but each of them was sharded on its own: in backward the "
+        "earlier ones are replayed while only the last one's parameters are gathered.\n"
+        "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
+        "  or recompute them one by one:  recompute_num_layers=1"
+    )

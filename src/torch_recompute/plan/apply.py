@@ -19,7 +19,7 @@ import difflib
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,12 +43,14 @@ class Placed:
     Attributes:
         module: The module.
         path: Its path in the model that the plan was applied to.
+        out: Whether it has been taken out again.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module = module
         self.path = path
         self._before: Callable[..., Any] | None = None
+        self.out = False
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -60,7 +62,10 @@ class Placed:
         self.module.__dict__["forward"] = self
 
     def take_out(self) -> None:
-        """Gives the module its forward back."""
+        """Gives the module its forward back; one that somebody has put on top stays, and calls the plain one."""
+        self.out = True
+        if self.module.__dict__.get("forward") is not self:
+            return
         if self._before is None:
             self.module.__dict__.pop("forward", None)
         else:
@@ -84,6 +89,8 @@ class Region(Placed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
+        if self.out:
+            return self.plain(*args, **kwargs)
         return recompute(self.body, name=self.path or type(self.module).__name__)(*args, **kwargs)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +117,7 @@ class Saved(Placed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a saved call."""
-        if thread.run is None or torch.compiler.is_compiling():
+        if self.out or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
         leaves, spec = _compat.tree_flatten(result)
@@ -118,13 +125,28 @@ class Saved(Placed):
 
 
 class Chain:
-    """The calls of a chain that runs on this thread: the member called last, which waits for the next one."""
+    """Modules recomputed together, and the calls of them that run on this thread.
 
-    def __init__(self) -> None:
+    Attributes:
+        modules: The modules, in the order of their calls.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self.modules = list(modules)
         self._local = threading.local()
 
-    def __reduce__(self) -> Any:
-        return Chain, ()  # a copy of the model has calls of its own
+    def __getstate__(self) -> Any:
+        return self.modules  # a copy of the model has calls of its own
+
+    def __setstate__(self, modules: list[nn.Module]) -> None:
+        self.__init__(modules)
+
+    def check(self) -> None:
+        """Raises if the modules are sharded apart: one is replayed in the other's backward, without its parameters."""
+        asked = (getattr(module, "_get_fsdp_state", None) for module in self.modules)
+        states: list[Any] = [ask() for ask in asked if ask is not None]
+        if any(state is not states[0] for state in states):
+            raise errors.ArgumentError(errors.sharded_apart(len(self.modules)))
 
     @property
     def waiting(self) -> Discard | None:
@@ -146,8 +168,10 @@ class Member(Region):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.out or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
+        if self._first:
+            self._chain.check()
         before, self._chain.waiting = None if self._first else self._chain.waiting, None
         if self._last:
             result = super().__call__(*args, **kwargs)
@@ -249,9 +273,8 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         return modules[path]
 
     for choice in plan:
-        chain = Chain()
-        for path in choice.paths:
-            module = find(path)
+        chain = Chain([find(path) for path in choice.paths])
+        for path, module in zip(choice.paths, chain.modules, strict=True):
             if wanted.setdefault(id(module), path) != path:
                 raise errors.ArgumentError(errors.one_module_twice(path, wanted[id(module)]))
             several = len(choice.paths) > 1

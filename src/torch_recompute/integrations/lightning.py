@@ -1,0 +1,65 @@
+"""Lightning: a callback that applies a plan before the strategy wraps the model.
+
+    Trainer(callbacks=[Recompute("full")])
+
+Lightning offers checkpointing for its FSDP strategies only; this works on one device and with DDP as well. `setup` is
+the hook that runs before the strategy takes the model. Layers that are made in `configure_model`, as strategies for
+FSDP2 ask for, are not there yet at that time: call `apply(self.model, "full")` in that method, before `fully_shard`.
+With Fabric, call `apply(model, "full")` before `fabric.setup(model)`.
+
+Lightning is needed only to be accepted by its Trainer as a callback, so either of its packages will do; without them
+`Recompute` is a plain class with the same methods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .door import Applied, apply
+from .policies import Policy
+
+if TYPE_CHECKING:
+
+    class Callback:
+        """Lightning's base class, of either package."""
+else:
+    try:
+        from lightning.pytorch.callbacks import Callback
+    except ImportError:
+        try:
+            from pytorch_lightning.callbacks import Callback
+        except ImportError:
+            Callback = object
+
+__all__ = ["Applied", "Recompute", "apply"]
+
+
+class Recompute(Callback):
+    """Applies a plan when fitting begins.
+
+    Attributes:
+        handle: The plan in the model, once it is there.
+
+    Args:
+        policy: What `apply` takes; module paths in it are those in the LightningModule.
+        remove: Whether to take the plan out when fitting ends.
+    """
+
+    def __init__(self, policy: Policy, *, remove: bool = False) -> None:
+        super().__init__()
+        self.handle: Applied | None = None
+        self._policy = policy
+        self._remove = remove
+
+    def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Applies the plan, before the strategy takes the model."""
+        if stage == "fit" and self.handle is None:
+            self.handle = apply(pl_module, self._policy)
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Takes the plan out, if asked to."""
+        if stage == "fit" and self._remove and self.handle is not None:
+            self.handle.remove()
+            self.handle = None

@@ -1,0 +1,123 @@
+"""The Lightning callback, in a stand-in for the Trainer's order of hooks, and in Lightning where it is installed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_recompute import ArgumentError
+from torch_recompute.integrations.lightning import Recompute
+from zoo_handmade import DecoderOnly
+
+LAYERS = 3
+
+
+def decoder() -> DecoderOnly:
+    torch.manual_seed(0)
+    return DecoderOnly(64, 32, 4, LAYERS)
+
+
+def runs_of(model: nn.Module, call: Any) -> int:
+    """How often the layers' attentions are called while `call` runs."""
+    count = [0]
+    first = next(path for path, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+        for path, module in model.named_modules()
+        if type(module) is type(model.get_submodule(first)) and path.rpartition(".")[2] == first.rpartition(".")[2]
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return count[0]
+
+
+class Wrapped(nn.Module):
+    """What a strategy makes of the model: a module around it, as DistributedDataParallel is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+def fit(model: nn.Module, callback: Recompute | None) -> list[torch.Tensor]:
+    """The gradients of a step in the order of Lightning's Trainer: setup, the strategy, a step, teardown."""
+    if callback is not None:
+        callback.setup(None, model, "fit")
+    torch.manual_seed(1)
+    Wrapped(model)(torch.arange(16).view(2, 8)).square().mean().backward()
+    if callback is not None:
+        callback.teardown(None, model, "fit")
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_a_plan_is_there_while_fitting(remove: bool) -> None:
+    """Gradients are the plain ones, the layers run twice, and the plan goes at the end if it was asked to."""
+    plain, ours = decoder(), decoder()
+    callback = Recompute("full", remove=remove)
+    expected: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+    once = runs_of(plain, lambda: expected.extend(fit(plain, None)))
+    assert runs_of(ours, lambda: found.extend(fit(ours, callback))) == 2 * once > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert any("forward" in module.__dict__ for module in ours.modules()) is not remove
+    assert (callback.handle is None) is remove
+
+
+def test_other_stages_are_left_alone() -> None:
+    """Testing, predicting and validating apply nothing."""
+    model = decoder()
+    for stage in ("validate", "test", "predict"):
+        Recompute("full").setup(None, model, stage)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_module_without_layers_yet_is_an_error() -> None:
+    """A plan for layers that `configure_model` has still to make is refused in words."""
+    with pytest.raises(ArgumentError, match="layers"):
+        Recompute("full").setup(None, nn.Module(), "fit")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_lightning_itself(strategy: str) -> None:
+    """In Lightning's own Trainer, on one device and under DDP: the plain weights, and the layers run twice."""
+    reason = "lightning is no development dependency (twelve packages); the stand-in above runs the same hooks"
+    lightning: Any = pytest.importorskip("lightning", reason=reason)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = decoder()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            torch.manual_seed(index)
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def weights(callbacks: list[Any]) -> tuple[dict[str, torch.Tensor], int]:
+        module = Module()
+        trainer = lightning.Trainer(
+            max_steps=2, accelerator="cpu", devices=1, strategy=strategy, logger=False, callbacks=callbacks,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        batches = torch.utils.data.DataLoader(torch.arange(32).view(4, 8), batch_size=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's advice on workers and tiny epochs
+            count = runs_of(module, lambda: trainer.fit(module, batches))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return module.state_dict(), count
+
+    (expected, once), (found, twice) = weights([]), weights([Recompute("full")])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert twice == 2 * once > 0
