@@ -71,7 +71,7 @@ class Discard:
                 if storage and storage not in inside and parameter_of(tensor) is None:
                     self._places.setdefault(storage, i)
                     self._nodes.add(tensor.grad_fn)
-                    waiting.results[storage] = self
+                    waiting.put(storage, self)
         self._nodes.discard(None)
         self._versions = [tensor._version for tensor in self._tensors]
 

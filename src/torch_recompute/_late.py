@@ -64,7 +64,7 @@ class LateStore:
     def put(self, tensor: torch.Tensor) -> Late:
         """Holds the tensor, and says so to whom it will be taken from."""
         late = Late(tensor, self._region)
-        owner = waiting.results.get(storage_id(tensor))
+        owner = waiting.owner(storage_id(tensor))
         if owner is not None:
             owner.waits_for(late)
         return late
@@ -77,11 +77,27 @@ class LateStore:
 class Waiting(threading.local):
     """The results of this thread that wait to be discarded, by storage; each entry dies with its owner.
 
-    The owner holds the result, so that the storage's identity means something.
+    The owner holds the result, so that the storage's identity means something. A plain dict, because every region
+    asks whether it is empty.
     """
 
     def __init__(self) -> None:
-        self.results: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+        self.results: dict[int, weakref.ref[Owner]] = {}
+
+    def put(self, storage: int, owner: Owner) -> None:
+        """Notes that a result waits."""
+        results = self.results
+
+        def forget(ref: weakref.ref[Owner]) -> None:
+            if results.get(storage) is ref:
+                del results[storage]
+
+        results[storage] = weakref.ref(owner, forget)
+
+    def owner(self, storage: int) -> Owner | None:
+        """Who will say that this result is discarded; None where it does not wait."""
+        ref = self.results.get(storage)
+        return None if ref is None else ref()
 
 
 waiting = Waiting()
