@@ -1003,6 +1003,16 @@ CASES = [
         "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
         "  or recompute them one by one:  recompute_num_layers=1",
     ),
+    Case(
+        "frees_nothing",
+        ArgumentError,
+        lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["1"]).plan(
+            torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), (torch.ones(2, 3),)
+        ),
+        "'1' would cost time and free nothing in Sequential: in the call given, 24 bytes are kept for backward with it "
+        "and 24 without.\n"
+        "  Leave it out, or place it around more: what a region keeps is its input.",
+    ),
     # what is changed between forward and backward
     Case(
         "changed_input",

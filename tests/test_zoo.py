@@ -92,6 +92,24 @@ def test_every_plan_keeps_less(name: str) -> None:
     assert bytes_of["uniform 2"] <= bytes_of["uniform 1"]
 
 
+@pytest.mark.parametrize("name", ["llama", "lora_llama", "deepseek_v3", "torch_decoder"])
+def test_label_that_frees_nothing_is_refused(name: str) -> None:
+    """With an example call, a label under which nothing is freed is an error; the others give the plan without one."""
+    model, inputs = fresh(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for label in matching(find_units(model)):
+        config = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label])
+        if label in NOTHING_TO_FREE.get(name, set()):
+            with pytest.raises(ArgumentError, match=r"would cost time and free nothing.*\n.*These free something"):
+                config.plan(model, kwargs=inputs)
+        else:
+            assert config.plan(model, kwargs=inputs) == config.plan(model)
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    assert full.plan(model, kwargs=inputs) == full.plan(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
 def test_zoo_is_large_enough() -> None:
     """At least twenty architectures of real library code, and every label matches somewhere."""
     assert len(ZOO) >= 30

@@ -27,7 +27,7 @@ from typing import Any
 
 from .. import errors
 from ..plan import Plan
-from . import flags, reading
+from . import flags, reading, trying
 from .placing import placed
 from .rules import SELECTIVE, check, check_types
 
@@ -124,20 +124,26 @@ class RecomputeConfig:
         said = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items())
         return f"RecomputeConfig({said})"
 
-    def plan(self, model: Any) -> Plan:
+    def plan(self, model: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> Plan:
         """The regions that these settings mean in this model.
 
         Args:
-            model: A `torch.nn.Module`: the whole model, or one stage or chunk of a pipeline. It is only looked at.
+            model: A `torch.nn.Module`: the whole model, or one stage or chunk of a pipeline. Without an example call
+                it is only looked at.
+            args: Positional arguments of an example call. With one, each label is tried by a forward of its own.
+            kwargs: Keyword arguments of the example call.
 
         Returns:
             A plan for `apply`; an empty one where the settings ask for nothing.
 
         Raises:
-            ArgumentError: No layers are found, there are fewer of them than `recompute_num_layers`, or a label matches
-                nothing.
+            ArgumentError: No layers are found, there are fewer of them than `recompute_num_layers`, a label matches
+                nothing, or, where there is an example call, a label frees nothing.
         """
-        return Plan(placed(self, model), source=repr(self))
+        choices = placed(self, model)
+        if args is not None or kwargs is not None:
+            trying.check(model, choices, args or (), kwargs)
+        return Plan(choices, source=repr(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are not at their default, ready for JSON and YAML; `from_dict` reads them."""

@@ -26,6 +26,7 @@ from .arguments import (
 from .configs import (
     bad_file,
     bad_flags,
+    frees_nothing,
     incomplete_full,
     inside_the_layer,
     matches_nothing,
@@ -140,6 +141,7 @@ __all__ = [
     "choice_requires_grad",
     "debug_with_contexts",
     "fewer",
+    "frees_nothing",
     "incomplete_full",
     "inside_the_layer",
     "iterator_argument",

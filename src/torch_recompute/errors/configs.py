@@ -216,3 +216,14 @@ def matches_nothing(label: str, model: str, matching: Mapping[str, int]) -> str:
         '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
         "ModuleList does not, since it is never called."
     )
+
+
+def frees_nothing(label: str, model: str, plain: int, kept: int, freeing: Mapping[str, int]) -> str:
+    """Text for a label under which as much is kept for backward as without recomputation."""
+    known = "".join(f"\n      {word}   {freed:,} bytes" for word, freed in freeing.items())
+    others = f"\n  These free something:{known}" if freeing else ""
+    return (
+        f"{label!r} would cost time and free nothing in {model}: in the call given, {kept:,} bytes are kept for "
+        f"backward with it and {plain:,} without.{others}\n"
+        "  Leave it out, or place it around more: what a region keeps is its input."
+    )
