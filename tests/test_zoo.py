@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from torch_recompute import ArgumentError, Plan, RecomputeConfig, apply, saved_activations
 from torch_recompute.plan.labels import LABELS, matching
@@ -90,6 +91,27 @@ def test_every_plan_keeps_less(name: str) -> None:
     assert worse == NOTHING_TO_FREE.get(name, set())
     assert bytes_of["uniform 1"] < bytes_of["block"] or len(find_units(model).layers) <= 2
     assert bytes_of["uniform 2"] <= bytes_of["uniform 1"]
+
+
+def flops(model: nn.Module, inputs: dict[str, Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step(model, inputs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_replays_are_what_the_report_says(name: str) -> None:
+    """PyTorch's counter finds in a step with the plan exactly the FLOPs more that the plan's report names."""
+    plain = flops(*fresh(name))
+    for kind, plan in plans(fresh(name)[0]).items():
+        if kind == "all labels":  # regions in regions: what the inner one repeats is in the outer one's row as well
+            continue
+        model, inputs = fresh(name)
+        handle = apply(model, plan)
+        more = flops(model, inputs) - plain
+        assert handle.report().flops == more, kind
+        kept_products = kind in ("moe_act", "layernorm")
+        assert (more == 0) if kept_products else (more >= 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "lora_llama", "deepseek_v3", "torch_decoder"])
