@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_recompute import ArgumentError, Choice, Plan, apply, measure, recompute
+from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
 
 LAYERS, WIDTH = 6, 16
 
@@ -427,3 +427,44 @@ def test_repr_says_what_is_there() -> None:
     assert repr(handle) == "<plan applied to Model: 3 regions>"
     handle.remove()
     assert repr(handle) == "<plan applied to Model: removed>"
+
+
+class Counting(OnHost):
+    """A store that counts what is put into it."""
+
+    def __init__(self) -> None:
+        self.puts: list[torch.Size] = []
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        self.puts.append(tensor.shape)
+        return super().put(tensor)
+
+
+def test_inputs_lie_in_the_store_that_the_plan_names() -> None:
+    """One input per region or group goes to the store, none of other regions, and gradients are those without it."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)])
+    x = torch.randn(3, 4, requires_grad=True)
+    layers(x).sum().backward()
+    expected = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    store = Counting()
+    plan = Plan((Choice(("0",)), Choice(("1",), store="mine"), Choice(("2", "3", "4"), store="mine")))
+    apply(layers, plan, stores={"mine": store})
+    layers(x).sum().backward()
+    assert store.puts == [x.shape] * 2
+    assert [torch.equal(p.grad, e) for p, e in zip(layers.parameters(), expected, strict=True)] == [True] * 10
+
+
+def test_host_needs_no_store_given() -> None:
+    """The word "host" alone keeps a copy of the inputs: a change of the caller's tensor in place does not reach it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(3, 4)
+    model(x).sum().backward()
+    expected = model[0].weight.grad
+    model.zero_grad()
+    apply(model, Plan((Choice(("",), store="host"),)))
+    y = model(x)
+    x.zero_()
+    y.sum().backward()
+    assert torch.equal(model[0].weight.grad, expected)

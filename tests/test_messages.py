@@ -24,6 +24,7 @@ from torch_recompute import (
     Choice,
     MismatchError,
     NotRecomputingError,
+    OnHost,
     OutputDiscardCheckpoint,
     Plan,
     RecomputeConfig,
@@ -993,6 +994,31 @@ CASES = [
         lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
         "'1' and '0' are one and the same module, which can be placed only once.\n"
         "  Leave one of the two paths out; the region is there whenever the module is called.",
+    ),
+    Case(
+        "store_missing",
+        ArgumentError,
+        lambda: apply(Scale(), Plan((Choice(("",), store="sharded"),))),
+        "the plan keeps inputs of regions in 'sharded', and no store of that name was given.\n"
+        "  Write:\n"
+        "      from torch_recompute.distributed import ShardedOver\n"
+        '      apply(model, plan, stores={"sharded": ShardedOver(group)})\n'
+        "  where group is the process group of the tensor parallel ranks, all of which hold the same inputs.",
+    ),
+    Case(
+        "store_missing",
+        ArgumentError,
+        lambda: apply(Scale(), Plan((Choice(("",), store="disk"),))),
+        "the plan keeps inputs of regions in 'disk', and no store of that name was given.\n"
+        "  Write:\n"
+        "      apply(model, plan, stores={'disk': store})",
+    ),
+    Case(
+        "store_unused",
+        ArgumentError,
+        lambda: apply(Scale(), Plan((Choice(("",)),)), stores={"host": OnHost()}),
+        "stores has 'host', which nothing in the plan uses: no region of it names a store.\n"
+        "  Leave it out, or make the plan with it:  Choice(('layers.0',), store='host')",
     ),
     Case(
         "sharded_apart",

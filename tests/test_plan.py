@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from torch_recompute import ArgumentError, Choice, Plan
+from torch_recompute import ArgumentError, Choice, OnHost, Plan
 
 PLAN = Plan(
     (
         Choice(("layers.0",), keep=("self_attn", "@attention"), labels=("layernorm",)),
         Choice(("layers.1", "layers.2"), carry=True),
-        Choice(("",)),
+        Choice(("",), store="host"),
     ),
     source="a test",
 )
@@ -22,13 +22,19 @@ def test_json_loses_nothing() -> None:
     assert Plan.from_json(Plan().to_json()) == Plan()
 
 
+def test_a_plan_written_before_there_were_stores_is_read() -> None:
+    """JSON without the field says that inputs stay where they are."""
+    old = '{"version": 1, "source": "", "choices": [{"paths": ["a"], "keep": [], "carry": false, "labels": []}]}'
+    assert Plan.from_json(old) == Plan((Choice(("a",)),))
+
+
 def test_prints_one_line_per_region() -> None:
     """Each region is a sentence: where, what is kept, what is carried, who asked."""
     assert str(PLAN).split("\n") == [
         "plan of 3 regions, from a test",
         "  recompute layers.0, but not self_attn, @attention  (layernorm)",
         "  recompute layers.1 to layers.2, decisions carried",
-        "  recompute the model",
+        "  recompute the model, inputs in host memory",
     ]
 
 
@@ -38,7 +44,7 @@ def test_diff_says_what_differs() -> None:
     lines = PLAN.diff(other).split("\n")
     assert [line for line in lines if line[:1] in "+-" and line[:3] not in ("---", "+++")] == [
         "-recompute layers.1 to layers.2, decisions carried",
-        "-recompute the model",
+        "-recompute the model, inputs in host memory",
         "+recompute layers.1",
     ]
     assert PLAN.diff(Plan(PLAN.choices, source="the same")) == ""
@@ -75,9 +81,10 @@ def test_json_of_something_else_is_refused(text: str, why: str) -> None:
         [Choice(("a", "a"))],
         [Choice(("a", "b"), keep=("c",))],
         [Choice(("a",), keep=("@everything",))],
+        [Choice(("a",), store=OnHost())],  # type: ignore[arg-type]
     ],
 )
 def test_contradictions_are_refused(choices: list[Choice]) -> None:
-    """No path, a path twice, saved calls of several modules, an unknown kind of call: none is a plan."""
+    """No path, a path twice, saved calls of several modules, an unknown kind, a store for its word: none is a plan."""
     with pytest.raises(ArgumentError, match="this is not a plan"):
         Plan(tuple(choices))

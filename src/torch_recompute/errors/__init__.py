@@ -72,7 +72,16 @@ from .lens import (
     not_a_model,
     not_paths,
 )
-from .plans import applied_twice, bad_plan, no_such_module, not_applicable, one_module_twice, sharded_apart
+from .plans import (
+    applied_twice,
+    bad_plan,
+    no_such_module,
+    not_applicable,
+    one_module_twice,
+    sharded_apart,
+    store_missing,
+    store_unused,
+)
 from .replays import (
     changed_input,
     changed_output,
@@ -208,7 +217,9 @@ __all__ = [
     "saved_twice",
     "sequence_parallel_shards_already",
     "sharded_apart",
+    "store_missing",
     "store_returned",
+    "store_unused",
     "suppressed",
     "tile_dim_alone",
     "tile_not_a_tensor",

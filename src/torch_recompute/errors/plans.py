@@ -59,3 +59,25 @@ def sharded_apart(count: int) -> str:
         "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
         "  or recompute them one by one:  recompute_num_layers=1"
     )
+
+
+def store_missing(word: str) -> str:
+    """Text for a plan whose regions keep their inputs in a store that `apply` was not given."""
+    if word == "sharded":
+        write = (
+            "      from torch_recompute.distributed import ShardedOver\n"
+            '      apply(model, plan, stores={"sharded": ShardedOver(group)})\n'
+            "  where group is the process group of the tensor parallel ranks, all of which hold the same inputs."
+        )
+    else:
+        write = f"      apply(model, plan, stores={{{word!r}: store}})"
+    return f"the plan keeps inputs of regions in {word!r}, and no store of that name was given.\n  Write:\n{write}"
+
+
+def store_unused(word: str, wanted: Sequence[str]) -> str:
+    """Text for a store that no region of the plan uses."""
+    has = f"its regions name {', '.join(map(repr, wanted))}" if wanted else "no region of it names a store"
+    return (
+        f"stores has {word!r}, which nothing in the plan uses: {has}.\n"
+        f"  Leave it out, or make the plan with it:  Choice(('layers.0',), store={word!r})"
+    )

@@ -19,7 +19,7 @@ import difflib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,6 +30,7 @@ from .. import _compat, errors
 from .._discard import Discard
 from .._frame import Frame, Options
 from ..region import no_recompute, recompute
+from ..stores import OnHost, Store
 from ..values import thread
 from .calls import Carry, Keep
 from .observe import Figures
@@ -79,10 +80,15 @@ class Placed:
 
 
 class Region(Placed):
-    """A module that is recomputed."""
+    """A module that is recomputed.
 
-    def __init__(self, module: nn.Module, path: str, choice: Choice) -> None:
+    Attributes:
+        store: Where its inputs lie; None for where they are.
+    """
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
         super().__init__(module, path)
+        self.store = store
         self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
         self._carry = choice.carry
         self.figures = Figures()
@@ -91,7 +97,8 @@ class Region(Placed):
         """Calls the module as a region."""
         if self.out:
             return self.plain(*args, **kwargs)
-        return recompute(self.body, name=self.path or type(self.module).__name__)(*args, **kwargs)
+        name = self.path or type(self.module).__name__
+        return recompute(self.body, name=name, inputs=self.store)(*args, **kwargs)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """What is run in forward and again in a replay."""
@@ -159,12 +166,12 @@ class Chain:
 
 
 class Member(Region):
-    """One of several modules that are recomputed together."""
+    """One of several modules that are recomputed together. Only the first one's inputs are kept, and need a store."""
 
-    def __init__(self, module: nn.Module, path: str, choice: Choice, chain: Chain) -> None:
-        super().__init__(module, path, choice)
-        self._chain = chain
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None, chain: Chain) -> None:
         self._first, self._last = path == choice.paths[0], path == choice.paths[-1]
+        super().__init__(module, path, choice, store if self._first else None)
+        self._chain = chain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
@@ -176,7 +183,7 @@ class Member(Region):
         if self._last:
             result = super().__call__(*args, **kwargs)
         else:
-            call = Discard(Options(self.path), self.body, args, kwargs)
+            call = Discard(Options(self.path, self.store), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:
@@ -234,7 +241,7 @@ class Applied:
         return f"<plan applied to {type(self.model).__name__}: {state}>"
 
 
-def apply(model: nn.Module, plan: Plan) -> Applied:
+def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = None) -> Applied:
     """Makes the regions and saved calls of a plan in a model, in place.
 
         handle = apply(model, RecomputeConfig(recompute_granularity="full", ...).plan(model))
@@ -247,13 +254,14 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     Args:
         model: The model, or the part of it that is on this rank.
         plan: Paths in it are those of `model.named_modules()`.
+        stores: The store for each word that the plan's choices name. "host" is an `OnHost()` unless it is given here.
 
     Returns:
         A handle; its `remove()` undoes it.
 
     Raises:
         ArgumentError: The model has no module of such a path, or has a plan already, or one module lies under two of
-            the paths.
+            the paths; the plan names a store that is not given, or one is given that it does not name.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
@@ -263,6 +271,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     )
     if already is not None:
         raise errors.ArgumentError(errors.applied_twice(type(model).__name__, already))
+    by_word = _stores(plan, stores or {})
     placed: list[Placed] = []
     wanted: dict[int, str] = {}
 
@@ -278,7 +287,10 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
             if wanted.setdefault(id(module), path) != path:
                 raise errors.ArgumentError(errors.one_module_twice(path, wanted[id(module)]))
             several = len(choice.paths) > 1
-            placed.append(Member(module, path, choice, chain) if several else Region(module, path, choice))
+            store = by_word[choice.store]
+            placed.append(
+                Member(module, path, choice, store, chain) if several else Region(module, path, choice, store)
+            )
     saved: set[int] = set()
     for choice in plan:
         for word in choice.keep:
@@ -291,3 +303,19 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     for one in placed:
         one.put()
     return Applied(model, plan, placed)
+
+
+def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
+    """The store for each word of the plan; None where inputs stay where they are."""
+    found: dict[str, Store | None] = {"": None}
+    wanted = dict.fromkeys(choice.store for choice in plan if choice.store)
+    for word, store in given.items():
+        if word not in wanted:
+            raise errors.ArgumentError(errors.store_unused(word, list(wanted)))
+        if not (hasattr(store, "put") and hasattr(store, "get")):
+            raise errors.ArgumentError(errors.not_a_store(f"stores[{word!r}]", store))
+    for word in wanted:
+        if word not in given and word != "host":
+            raise errors.ArgumentError(errors.store_missing(word))
+        found[word] = given[word] if word in given else OnHost()
+    return found

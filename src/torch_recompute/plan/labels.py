@@ -198,7 +198,7 @@ def _united(units: Units, outer: Choice, inner: Choice) -> Choice:
         words.append(ATTENTION)
     labels = tuple(dict.fromkeys((*outer.labels, *inner.labels)))
     names = [relative(path, top) for path in outermost]
-    return Choice((top,), (*names, *words), outer.carry or inner.carry, labels)
+    return Choice((top,), (*names, *words), outer.carry or inner.carry, labels, outer.store)
 
 
 class _Kept:

@@ -7,6 +7,9 @@ repeated: modules by their paths relative to the region, or all calls of a kind 
     @product     products with a parameter: linear layers, convolutions, stacked experts
     @attention   scaled dot product attention, and flex attention
 
+Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
+part on each rank of a group, and any other word is one that the stores given to `apply` are called by.
+
 Everything that users say in other words (Megatron's labels, a budget) becomes these choices.
 """
 
@@ -23,6 +26,7 @@ from .. import errors
 
 VERSION = 1
 KINDS = ("@product", "@attention")
+_WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,23 @@ class Choice:
         carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
             replay and not made again; for whatever routes tokens.
         labels: The words that asked for it.
+        store: The store in which the region's inputs lie: "" for where they are, "host", "sharded", or another word
+            for a store that `apply` is given.
     """
 
     paths: tuple[str, ...]
     keep: tuple[str, ...] = ()
     carry: bool = False
     labels: tuple[str, ...] = ()
+    store: str = ""
 
     def __str__(self) -> str:
         where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
         kept = f", but not {', '.join(self.keep)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
+        stored = f", inputs {_WHERE.get(self.store, f'in {self.store!r}')}" if self.store else ""
         asked = f"  ({' '.join(self.labels)})" if self.labels else ""
-        return f"recompute {where or 'the model'}{kept}{carried}{asked}"
+        return f"recompute {where or 'the model'}{kept}{carried}{stored}{asked}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,11 @@ class Plan:
                 raise errors.ArgumentError(
                     errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {', '.join(KINDS)}")
                 )
+            if not isinstance(choice.store, str):
+                why = (
+                    f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
+                )
+                raise errors.ArgumentError(errors.bad_plan(why))
             seen.update(choice.paths)
 
     def __iter__(self) -> Iterator[Choice]:
@@ -119,5 +132,5 @@ class Plan:
         return "\n".join(lines)
 
 
-def _choice(paths: Any, keep: Any, carry: Any, labels: Any) -> Choice:
-    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels))
+def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "") -> Choice:
+    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store)
