@@ -94,6 +94,8 @@ PLANS: dict[str, Plan] = {
     "all as one": layers(tuple(range(LAYERS))),
     "products kept": layers(*ONE_BY_ONE, keep=("@product",)),
     "modules kept": layers(*ONE_BY_ONE, keep=("up", "down")),
+    "products of a module kept": layers(*ONE_BY_ONE, keep=("up@product", "drop@product")),
+    "products of another kept": layers(*ONE_BY_ONE, keep=("down@product", "@matmul")),
     "carried": layers(*ONE_BY_ONE, carry=True),
     "one part of each": Plan(tuple(Choice((f"layers.{i}.up",)) for i in range(LAYERS))),
     "a layer and a part of it": Plan((Choice(("layers.0",)), Choice(("layers.0.norm",)))),
@@ -198,7 +200,10 @@ def test_run_counts(name: str, runs: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "products"),
-    [("nothing", 0), ("each layer", 1), ("pairs", 1.5), ("modules kept", 0), ("products kept", 0)],
+    [
+        *(("nothing", 0), ("each layer", 1), ("pairs", 1.5), ("modules kept", 0), ("products kept", 0)),
+        *(("products of a module kept", 0), ("products of another kept", 1)),
+    ],
 )
 def test_replayed_flops(name: str, products: float) -> None:
     """Of a layer's two products the first is repeated, and the last where another layer of the group needs it."""

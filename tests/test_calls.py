@@ -45,6 +45,7 @@ KEPT = {
     "transposed": ("@product", lambda x: torch.mm(x, W.t()), torch.mm),
     "convolution": ("@product", lambda x: F.conv1d(x[None], KERNEL), F.conv1d),
     "einsum": ("@product", lambda x: torch.einsum("ab,bc->ac", x, W), torch.einsum),
+    "scores": ("@matmul", lambda x: x @ x.cos(), torch.Tensor.matmul),
     "attention": (
         "@attention",
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
@@ -59,6 +60,7 @@ KEPT = {
         ("@product", torch.nn.functional.linear, (2, 0)),
         ("@attention", F.scaled_dot_product_attention, (1, 0)),
         ("@attention", torch.nn.functional.linear, (2, 2)),
+        ("@matmul", torch.nn.functional.linear, (2, 2)),
     ],
 )
 def test_calls_inside_multi_head_attention_are_kept(kind: str, func: Any, counts: tuple[int, int]) -> None:

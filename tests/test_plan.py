@@ -81,6 +81,7 @@ def test_json_of_something_else_is_refused(text: str, why: str) -> None:
         [Choice(("a", "a"))],
         [Choice(("a", "b"), keep=("c",))],
         [Choice(("a",), keep=("@everything",))],
+        [Choice(("a",), keep=("b@everything",))],
         [Choice(("a",), store=OnHost())],  # type: ignore[arg-type]
     ],
 )

@@ -19,7 +19,7 @@ import difflib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..stores import OnHost, Store
 from ..values import thread
 from .calls import Carry, Keep
 from .observe import Figures
-from .plan import Choice, Plan
+from .plan import Choice, Plan, kind_in
 from .report import Report, Row
 
 
@@ -129,6 +129,21 @@ class Saved(Placed):
         result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
         leaves, spec = _compat.tree_flatten(result)
         return _compat.tree_unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+class Scope(Placed):
+    """A module in which the calls of some kinds are saved when a region around it runs."""
+
+    def __init__(self, module: nn.Module, path: str, kinds: Iterable[str]) -> None:
+        super().__init__(module, path)
+        self._kinds = tuple(kinds)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with these calls saved."""
+        if self.out or thread.run is None or torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        with Keep(self._kinds):
+            return self.plain(*args, **kwargs)
 
 
 class Chain:
@@ -291,15 +306,15 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             placed.append(
                 Member(module, path, choice, store, chain) if several else Region(module, path, choice, store)
             )
-    saved: set[int] = set()
+    kept: dict[tuple[int, str], Placed] = {}
     for choice in plan:
         for word in choice.keep:
-            if not word.startswith("@"):
-                path = f"{choice.paths[0]}.{word}".lstrip(".")
+            kind = kind_in(word)
+            path = f"{choice.paths[0]}.{word.removesuffix(kind)}".strip(".")
+            if word != kind:
                 module = find(path)
-                if id(module) not in saved:
-                    saved.add(id(module))
-                    placed.append(Saved(module, path))
+                kept.setdefault((id(module), kind), Scope(module, path, [kind]) if kind else Saved(module, path))
+    placed.extend(kept.values())
     for one in placed:
         one.put()
     return Applied(model, plan, placed)

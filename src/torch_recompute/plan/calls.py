@@ -50,7 +50,15 @@ PRODUCTS = _named(
     "einsum",
     *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
 )
-KINDS: dict[str, frozenset[Function]] = {"@product": PRODUCTS, "@attention": ATTENTION}
+
+
+def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Which of a plan's kinds of call this one is; None where it is of no kind."""
+    if func in ATTENTION:
+        return "@attention"
+    if func in PRODUCTS:
+        return "@product" if _has_parameter(args, kwargs) else "@matmul"
+    return None
 
 
 def _shown_inside(function: types.FunctionType) -> Function:
@@ -61,19 +69,19 @@ def _shown_inside(function: types.FunctionType) -> Function:
     return twin
 
 
-_attention_in_parts = _shown_inside(F.multi_head_attention_forward)
+attention_in_parts = _shown_inside(F.multi_head_attention_forward)
 
 
 class Keep(TorchFunctionMode):
     """Makes saved calls of all calls of some kinds.
 
     Args:
-        kinds: Keys of `KINDS`.
+        kinds: Of `plan.KINDS`.
     """
 
     def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
-        self._functions: frozenset[Function] = frozenset().union(*(KINDS[kind] for kind in kinds))
+        self._kinds = frozenset(kinds)
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,8 +89,8 @@ class Keep(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             with self:
-                return _attention_in_parts(*args, **kwargs)
-        if func in self._functions and (func in ATTENTION or _has_parameter(args, kwargs)):
+                return attention_in_parts(*args, **kwargs)
+        if kind_of(func, args, kwargs) in self._kinds:
             return no_recompute(func)(*args, **kwargs)
         return func(*args, **kwargs)
 

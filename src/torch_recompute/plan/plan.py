@@ -2,10 +2,13 @@
 
 It knows neither torch nor the model it was made for, so it can be printed, saved, compared and sent to another rank.
 A choice names modules by their paths, as `named_modules()` does. Inside a region, `keep` names the calls that are not
-repeated: modules by their paths relative to the region, or all calls of a kind by a word with an at sign:
+repeated: modules by their paths relative to the region, or all calls of a kind by a word with an at sign, in the whole
+region or, with a path before the sign, in one module of it:
 
-    @product     products with a parameter: linear layers, convolutions, stacked experts
-    @attention   scaled dot product attention, and flex attention
+    @product             products with a parameter: linear layers, convolutions, stacked experts
+    @matmul              products without one: attention scores written by hand
+    @attention           scaled dot product attention, and flex attention
+    mlp.up_proj@product  the products that run in this module
 
 Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
 part on each rank of a group, and any other word is one that the stores given to `apply` are called by.
@@ -25,7 +28,7 @@ from typing import Any, cast
 from .. import errors
 
 VERSION = 1
-KINDS = ("@product", "@attention")
+KINDS = ("@product", "@matmul", "@attention")
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
@@ -80,7 +83,7 @@ class Plan:
                 raise errors.ArgumentError(
                     errors.bad_plan(f"{choice!r} has no path, or keeps calls of several modules")
                 )
-            unknown = [word for word in choice.keep if word.startswith("@") and word not in KINDS]
+            unknown = [word for word in choice.keep if kind_in(word) not in ("", *KINDS)]
             if unknown:
                 raise errors.ArgumentError(
                     errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {', '.join(KINDS)}")
@@ -130,6 +133,11 @@ class Plan:
         mine, theirs = ([str(choice) for choice in plan.choices] for plan in (self, other))
         lines = difflib.unified_diff(mine, theirs, self.source or "this", other.source or "other", lineterm="", n=0)
         return "\n".join(lines)
+
+
+def kind_in(word: str) -> str:
+    """The kind that a word of `Choice.keep` names, such as `@product`; empty where it names a module."""
+    return word[word.index("@") :] if "@" in word else ""
 
 
 def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "") -> Choice:
