@@ -136,9 +136,15 @@ class Run:
 
 
 class Thread(threading.local):
-    """The run that this thread is in; None outside of every region, and inside a saved call."""
+    """What this thread is doing.
+
+    Attributes:
+        run: The run that it is in; None outside of every region, and inside a saved call.
+        calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
+    """
 
     run: Run | None = None
+    calls = 0
 
 
 thread = Thread()

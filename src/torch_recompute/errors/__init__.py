@@ -98,6 +98,7 @@ from .replays import (
     other_values,
     store_returned,
 )
+from .stores import bad_host_option, changed_on_device, changed_on_its_way, host_in_graph, not_a_device
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -133,6 +134,7 @@ __all__ = [
     "bad_ctx",
     "bad_file",
     "bad_flags",
+    "bad_host_option",
     "bad_match",
     "bad_offload_index",
     "bad_perturbation",
@@ -142,6 +144,8 @@ __all__ = [
     "cache_in_place",
     "cannot_cut",
     "changed_input",
+    "changed_on_device",
+    "changed_on_its_way",
     "changed_output",
     "changed_result",
     "changed_saved",
@@ -151,6 +155,7 @@ __all__ = [
     "debug_with_contexts",
     "fewer",
     "frees_nothing",
+    "host_in_graph",
     "incomplete_full",
     "inside_the_layer",
     "iterator_argument",
@@ -181,6 +186,7 @@ __all__ = [
     "not_a_consumer",
     "not_a_count",
     "not_a_deepspeed_config",
+    "not_a_device",
     "not_a_flag",
     "not_a_mapping",
     "not_a_model",

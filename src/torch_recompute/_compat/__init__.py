@@ -379,7 +379,7 @@ def say_stack(stack: Any, last: int = 12) -> list[str]:
     """A captured stack as lines, the innermost calls last, without this library's and torch's own frames."""
     lines: list[str] = "".join(stack.format()).splitlines()
     frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
-    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
 
 
