@@ -43,6 +43,7 @@ def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "OnHost: torch sees no CUDA device", RuntimeWarning)  # which is so in tests
         for line, code in blocks(page):
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), scope)
             printed = capsys.readouterr().out

@@ -280,7 +280,7 @@ class Frame(Run):
         _compat.set_grad_enabled(True)
         thread.run = run
         try:
-            self._world.run(run.go, fn, args, kwargs)
+            self._world.run(self.name, run.go, fn, args, kwargs)
             if self.fingerprints is not None:
                 run.compare_values()
         finally:

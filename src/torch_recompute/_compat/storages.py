@@ -29,7 +29,8 @@ class Memory:
         storage: Any = None if _revive is None else _revive(self._ref.cdata)
         if storage is None:
             return None
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,))
+        empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, 0, (size,))
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -62,6 +62,7 @@ from .faces import (
     nothing_to_offload,
     unknown_deepspeed_key,
 )
+from .graphs import drawn_in_another_graph, host_in_graph, read_in_graph, through_the_host, values_in_graph
 from .lens import (
     args_not_a_tuple,
     bad_perturbation,
@@ -98,7 +99,7 @@ from .replays import (
     other_values,
     store_returned,
 )
-from .stores import bad_host_option, changed_on_device, changed_on_its_way, host_in_graph, not_a_device
+from .stores import bad_host_option, changed_on_device, changed_on_its_way, not_a_device
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -153,6 +154,7 @@ __all__ = [
     "changed_value",
     "choice_requires_grad",
     "debug_with_contexts",
+    "drawn_in_another_graph",
     "fewer",
     "frees_nothing",
     "host_in_graph",
@@ -218,6 +220,7 @@ __all__ = [
     "other_tensor",
     "other_values",
     "plan_has_chosen",
+    "read_in_graph",
     "reentrant",
     "said_twice",
     "saved_twice",
@@ -227,6 +230,7 @@ __all__ = [
     "store_returned",
     "store_unused",
     "suppressed",
+    "through_the_host",
     "tile_dim_alone",
     "tile_not_a_tensor",
     "tile_of_other_length",
@@ -239,6 +243,7 @@ __all__ = [
     "unknown_method",
     "unknown_role",
     "value_requires_grad",
+    "values_in_graph",
 ]
 
 

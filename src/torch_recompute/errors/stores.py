@@ -27,16 +27,6 @@ def changed_on_device(then: int, now: int) -> str:
     )
 
 
-def host_in_graph() -> str:
-    """Text for offloading while a CUDA graph is captured."""
-    return (
-        "OnHost was given a tensor while a CUDA graph is captured. Host memory is outside of the graph: the copy would "
-        "be made once, when it is captured, and every launch would find that one again.\n"
-        "  Keep the tensors of captured regions on the device: leave out inputs=OnHost() and store=OnHost() there, or "
-        "capture only parts that hold no such region."
-    )
-
-
 def not_a_device(device: object) -> str:
     """Text for a device whose copies cannot be timed."""
     return (

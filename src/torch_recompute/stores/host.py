@@ -126,9 +126,7 @@ class OnHost:
     The scheme is that of Unsloth's offloaded checkpoints and Megatron-LM's fine-grained activation offloading.
     """
 
-    def __init__(
-        self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1
-    ) -> None:
+    def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
         for option, value in (("smallest", smallest), ("ahead", ahead), ("at_most", at_most)):
             if option == "at_most" and value is None:
                 continue
@@ -204,10 +202,8 @@ class OnHost:
         if size < self.smallest:
             return False
         with self._lock:
-            if self._bytes == 0:  # a new step: the same tensors are chosen in each
-                self._debt = 0.0
             self._debt += self.fraction * copied
-            if self._debt < copied or (self.at_most is not None and self._bytes + copied > self.at_most):
+            if self._debt + 0.5 < copied or (self.at_most is not None and self._bytes + copied > self.at_most):
                 self._debt = min(self._debt, float(copied))
                 return False
             self._debt -= copied
@@ -217,6 +213,8 @@ class OnHost:
     def _freed(self, copied: int) -> None:
         with self._lock:
             self._bytes -= copied
+            if self._bytes == 0:  # the step is over; the next one chooses the same tensors
+                self._debt = 0.0
 
     def get(self, handle: Any) -> torch.Tensor:
         """The tensor, on the device it came from."""

@@ -62,7 +62,7 @@ class Cut(NamedTuple):
 
 def cut(tensor: torch.Tensor) -> Cut:
     """Which memory to copy for a strided tensor that has at least one element."""
-    stride, start = tensor.stride(), tensor.storage_offset()
+    stride, start = tensor.stride(), int(tensor.storage_offset())
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
     once = unexpanded(tensor)
     if once.numel() >= span:
@@ -97,23 +97,21 @@ class Parcel:
         "_sent",
         "_source",
         "_spoiled",
-        "_storage",
         "_version",
         "host",
         "nbytes",
     )
 
     def __init__(self, depot: Depot, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> None:
+        self._freed: Callable[[int], None] | None = None
         self._source: torch.Tensor | None = None
         self._coming: tuple[torch.Tensor, Any] | None = None
         self._depot = depot
-        self._storage = storage_id(tensor)
         self._memory = Memory(tensor)
         self._version = tensor._version
         self._cut = piece
         self._arrived: Memory | None = None
         self._spoiled: int | None = None
-        self._freed: Callable[[int], None] | None = None
         if piece.first < 0:
             source = unexpanded(tensor).contiguous().view(-1)
         else:
@@ -128,19 +126,18 @@ class Parcel:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        freed = getattr(self, "_freed", None)
+        freed, self._freed = self._freed, None
         if freed is None:  # the copy could not be made
             return
         if self._source is not None:
             self._depot.lane.abandon(self._source, self._sent)
         self.put_back()
         freed(self.nbytes)
-        self._depot.forget(self._storage)
 
     def holds(self, tensor: torch.Tensor, piece: Cut) -> bool:
         """Whether the copy is good for a tensor of the same storage."""
         mine = self._cut
-        if tensor.dtype != self.host.dtype or self._spoiled is not None:
+        if self._freed is None or tensor.dtype != self.host.dtype or self._spoiled is not None:
             return False
         if piece.first < 0 or mine.first < 0:
             return piece.gathered == mine.gathered and tensor._version == self._version
@@ -230,7 +227,7 @@ class Depot:
 
     def find(self, tensor: torch.Tensor, piece: Cut) -> Parcel | None:
         """A parcel that holds the tensor already."""
-        for ref in self._known.get(storage_id(tensor), ()):
+        for ref in list(self._known.get(storage_id(tensor), ())):
             parcel = ref()
             if parcel is not None and parcel.holds(tensor, piece):
                 return parcel
@@ -238,16 +235,17 @@ class Depot:
 
     def send(self, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> Parcel:
         """A new parcel. `freed` is called with its size when it is dropped."""
-        parcel = Parcel(self, tensor, piece, freed)
-        self._known.setdefault(storage_id(tensor), []).append(weakref.ref(parcel))
-        return parcel
+        parcel, storage = Parcel(self, tensor, piece, freed), storage_id(tensor)
 
-    def forget(self, storage: int) -> None:
-        """A parcel of this storage is gone."""
-        with self.lock:
-            alive = [ref for ref in self._known.pop(storage, ()) if ref() is not None]
-            if alive:
-                self._known[storage] = alive
+        def forget(ref: weakref.ref[Parcel]) -> None:
+            with self.lock:
+                known = self._known[storage]
+                known.remove(ref)
+                if not known:
+                    del self._known[storage]
+
+        self._known.setdefault(storage, []).append(weakref.ref(parcel, forget))
+        return parcel
 
     def join(self, parcel: Parcel, ahead: int) -> Group | None:
         """The group that a parcel now put belongs to; None where nothing has to be waited for."""
