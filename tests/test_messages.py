@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import sys
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from torch_recompute import (
     RecomputeError,
     SaveError,
     StoreError,
+    _compat,
+    _fingerprints,
+    _generators,
     apply,
     audit,
     checkpoint,
@@ -44,10 +47,15 @@ from torch_recompute import (
     save_for_recompute,
     saved_activations,
     show,
+    state,
+    values,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.stores import bandwidth, host
+from torch_recompute.stores.lanes import Direct
+from torch_recompute.stores.parcels import Depot
 
 REASONS = (
     "\n  The function must do the same work each time it is called with the same arguments. Common reasons that it "
@@ -75,12 +83,7 @@ NO_SHARDS = (
     "the ranks of a tensor parallel group, and this version has stores for one process only.\n"
     "  Leave it out; recompute(layer, inputs=OnHost()) keeps a region's inputs in host memory instead."
 )
-NO_OFFLOAD = (
-    " is not available yet: a plan says what is recomputed, not yet what is moved to host memory. (Nothing forbids the "
-    "two together, as Megatron-LM does.)\n"
-    "  Leave it out, and place stores by hand: recompute(layer, inputs=OnHost()) for the inputs of a region, "
-    "no_recompute(fn, store=OnHost()) for what a saved call keeps."
-)
+NO_OFFLOAD = " (What a module keeps without being recomputed is not moved; Megatron-LM does that in its own layers.)\n"
 PATHS = (
     '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
     "ModuleList does not, since it is never called."
@@ -158,6 +161,74 @@ def vector() -> torch.Tensor:
 def step(fn: Callable[..., Any], **options: Any) -> None:
     """One forward and backward of `fn` as the region `layer 3`."""
     recompute(fn, name="layer 3", **options)(vector()).sum().backward()
+
+
+class Stamped:
+    """The generator of a device while a CUDA graph is captured: seed and relative offset."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor([7, self.offset]).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def captured(generator: Stamped | None = None) -> Iterator[None]:
+    """As if a CUDA graph were captured."""
+    with contextlib.ExitStack() as stack:
+        for module in (_generators, values, _fingerprints, host):
+            stack.enter_context(unittest.mock.patch.object(module, "capturing", return_value=True))
+        stack.enter_context(unittest.mock.patch.object(_compat, "device_generators", return_value=[generator]))
+        stack.enter_context(unittest.mock.patch.object(torch.cuda, "current_device", return_value=0))
+        yield
+
+
+def captured_step(fn: Callable[..., Any], **options: Any) -> None:
+    with captured():
+        step(fn, **options)
+
+
+def draws_in_another_graph() -> None:
+    generator = Stamped()
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        generator.offset += 4
+        return x.sin().exp()
+
+    with captured(generator):
+        y = recompute(draw, name="layer 3", state=[state.DEVICE_RNG])(vector())
+        generator.offset = 0
+        y.sum().backward()
+
+
+def reads_in_a_graph() -> None:
+    def size() -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+
+    size.__qualname__ = "size"
+    captured_step(lambda x: x.sin().exp() * replay(size)())
+
+
+def changes_on_the_way() -> None:
+    class Slow(Direct):
+        direct = False
+
+    depot = Depot(Slow())
+    with unittest.mock.patch.object(host, "depot_of", return_value=depot):
+        x = vector() * 2
+        y = recompute(lambda x: x.sin().exp(), inputs=OnHost())(x)
+        with torch.no_grad():
+            x.add_(1)
+        y.sum().backward()
+
+
+def changes_what_stayed() -> None:
+    x = vector() * 2
+    y = recompute(lambda x: x.sin().exp(), inputs=OnHost(smallest=1000))(x)
+    with torch.no_grad():
+        x.add_(1)
+    y.sum().backward()
 
 
 # --- misuses --------------------------------------------------------------------------------------------------------
@@ -1379,7 +1450,7 @@ CASES = [
         ArgumentError,
         lambda: RecomputeConfig.from_args(["--cpu-offloading-num-layers", "4"]),
         "cpu_offloading_num_layers=4 would have no effect: cpu_offloading is False.\n"
-        "  Write cpu_offloading=True with it (which is not available yet), or leave cpu_offloading_num_layers out.",
+        "  Write cpu_offloading=True with it, or leave cpu_offloading_num_layers out.",
     ),
     Case(
         "sequence_parallel_shards_already",
@@ -1403,16 +1474,125 @@ CASES = [
         f'{NO_SHARDS}\n  (Megatron-LM takes it with "selective" too, and then does nothing with it.)',
     ),
     Case(
-        "no_offload_plans",
+        "offload_without_regions",
         ArgumentError,
-        lambda: RecomputeConfig(**FULL, cpu_offloading=True, cpu_offloading_num_layers=2),
-        f"cpu_offloading=True{NO_OFFLOAD}",
+        lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
+        "cpu_offloading=True moves the inputs of whole layers, that are recomputed, to host memory, and here there are "
+        f'none: it needs recompute_granularity="full".{NO_OFFLOAD}'
+        '  Write recompute_granularity="full" with it, or place a store by hand: no_recompute(fn, store=OnHost()) '
+        "inside a region.",
     ),
     Case(
-        "no_offload_plans",
+        "offload_without_regions",
         ArgumentError,
         lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
-        f"fine_grained_activation_offloading=True{NO_OFFLOAD}",
+        "fine_grained_activation_offloading=True moves the inputs of parts, named in offload_modules too, that are "
+        'recomputed, to host memory, and here there are none: it needs recompute_granularity="selective".'
+        f"{NO_OFFLOAD}"
+        '  Write recompute_granularity="selective" with it, or place a store by hand: '
+        "no_recompute(fn, store=OnHost()) inside a region.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            recompute_granularity="selective",
+            recompute_modules=["mlp"],
+            fine_grained_activation_offloading=True,
+            offload_modules=["core_attn"],
+        ),
+        "offload_modules=['core_attn'] would have no effect: 'core_attn' is not among recompute_modules, and only "
+        "inputs of what is recomputed are moved.\n"
+        "  Write recompute_modules=['mlp', 'core_attn'], or leave offload_modules out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            recompute_granularity="selective",
+            recompute_modules=["mlp"],
+            fine_grained_activation_offloading=True,
+            offload_modules=["mlp"],
+            activation_offload_fraction=0.5,
+        ),
+        "activation_offload_fraction=0.5 would have no effect: a plan says whose inputs lie in host memory, and the "
+        "store how many of them.\n"
+        '  Write apply(model, plan, stores={"host": store}) with store = OnHost(fraction=...), or leave '
+        "activation_offload_fraction out.",
+    ),
+    Case(
+        "bad_host_option",
+        ArgumentError,
+        lambda: OnHost(at_most="24GiB"),  # type: ignore[arg-type]
+        "OnHost(at_most='24GiB'): at_most must be a number of bytes, 0 or more.",
+    ),
+    Case(
+        "changed_on_its_way",
+        ChangedError,
+        changes_on_the_way,
+        "a tensor that OnHost was given has been changed in place while it was being copied to the host (version 0 "
+        "then, 1 now), so neither its old nor its new values are known to be there.\n"
+        "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of x += y, "
+        "or give the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "changed_on_device",
+        ChangedError,
+        changes_what_stayed,
+        "a tensor that OnHost left on the device has been changed in place since (version 0 then, 1 now). It was left "
+        "there because of smallest=, at_most= or fraction=.\n"
+        "  Write x = x + y instead of x += y, or give the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "not_a_device",
+        ArgumentError,
+        lambda: bandwidth("meta"),
+        "bandwidth('meta'): expected a CUDA device of this machine, or 'cpu'.\n"
+        "  Write bandwidth() for the machine's accelerator, or for the CPU where there is none.",
+    ),
+    Case(
+        "host_in_graph",
+        StoreError,
+        lambda: captured_step(torch.sin, inputs=OnHost()),
+        "OnHost was given a tensor while a CUDA graph is captured. What is copied in one graph could not be waited for "
+        "in another, and pinned memory would be the same at every launch.\n"
+        "  Keep the tensors of captured regions on the device: leave out inputs=OnHost() and store=OnHost() there, or "
+        "capture only parts of the model that hold no such region.",
+    ),
+    Case(
+        "drawn_in_another_graph",
+        MismatchError,
+        draws_in_another_graph,
+        "the replay of layer 3 draws random numbers, but is not captured in the CUDA graph in which its forward was. "
+        "Each graph is launched from the generator's offset at that moment, so the replay would draw other numbers "
+        "than the forward, and the gradients would be wrong.\n"
+        "  Capture forward and backward in one graph (torch.cuda.graph around the whole step); or keep what is drawn: "
+        "no_recompute(F.dropout) is not repeated; or leave the region out of make_graphed_callables.",
+    ),
+    Case(
+        "through_the_host",
+        SaveError,
+        lambda: captured_step(lambda x: (save_for_recompute(3), x.sin())[1]),
+        "layer 3 carries 3 from its forward to its replay while a CUDA graph is captured. Every launch of the graph "
+        "would use this one: what is decided on the host is decided once, when the graph is captured.\n"
+        "  Carry a tensor on the device (a mask, indices) instead, or decide before the capture and pass the decision "
+        "as an argument of the region.",
+    ),
+    Case(
+        "read_in_graph",
+        SaveError,
+        reads_in_a_graph,
+        "replay(size) failed while a CUDA graph is captured: operation not permitted when stream is capturing\n"
+        "  Nothing can be read from the device then (.item(), .tolist(), a branch on a tensor), because nothing runs. "
+        "Let it return a tensor on the device (a mask, indices), or decide before the capture.",
+    ),
+    Case(
+        "values_in_graph",
+        ArgumentError,
+        lambda: captured_step(torch.sin, check="values"),
+        'check="values" was asked for while a CUDA graph is captured; it reads the values that it compares, and '
+        "nothing can be read from the device then.\n"
+        '  Check the model once without a graph, and capture it with check="metadata", the default.',
     ),
     Case(
         "moe_layers_twice",

@@ -13,8 +13,8 @@ def changed_on_its_way(then: int, now: int) -> str:
     return (
         "a tensor that OnHost was given has been changed in place while it was being copied to the host (version "
         f"{then} then, {now} now), so neither its old nor its new values are known to be there.\n"
-        "  It may be changed once two more regions have been called. Write x = x + y instead of x += y, or give the "
-        "region a copy: region(x.clone())."
+        "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of x += "
+        "y, or give the region a copy: region(x.clone())."
     )
 
 
