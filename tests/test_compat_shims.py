@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
+from torch_recompute._compat import capture, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -575,3 +576,66 @@ def test_every_shim_is_tried() -> None:
 
 
 PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves"}
+
+
+# --- memory held weakly -----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_found_again_while_it_is_alive() -> None:
+    """Weakly held memory is the same memory as long as a tensor has it, and nothing afterwards."""
+    tensor = torch.arange(6.0)
+    memory = storages.Memory(tensor[2:])
+    again = memory.flat(6, torch.float32)
+    assert again is not None
+    assert again.data_ptr() == tensor.data_ptr()
+    assert torch.equal(again, tensor)
+    del tensor
+    assert memory.flat(6, torch.float32) is not None
+    del again
+    assert memory.flat(6, torch.float32) is None
+
+
+def test_memory_that_torch_cannot_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the private name memory is not found again, so that it is copied once more."""
+    monkeypatch.setattr(storages, "_revive", None)
+    tensor = torch.arange(6.0)
+    assert storages.Memory(tensor).flat(6, torch.float32) is None
+
+
+# --- captures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_generator_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed and offset are read from a state of sixteen bytes, and written back as one."""
+
+    class Generator:
+        state = torch.tensor([-5, 8], dtype=torch.int64).view(torch.uint8)
+
+        def get_state(self) -> torch.Tensor:
+            return self.state
+
+        def set_state(self, state: torch.Tensor) -> None:
+            assert (state.dtype, state.device.type, state.numel()) == (torch.uint8, "cpu", 16)
+            self.state = state
+
+    generator: Any = Generator()
+    pair = capture.captured_state(generator)
+    assert pair == (-5, 8)
+    with torch.device("meta"):
+        capture.set_captured_state(generator, (-5, 20))
+    assert capture.captured_state(generator) == (-5, 20)
+
+
+@pytest.mark.gpu
+def test_capturing() -> None:
+    """Inside a capture, and only there, work is captured; the offset in it begins at 0."""
+    torch.rand(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    assert not capture.capturing()
+    with torch.cuda.graph(graph):
+        assert capture.capturing()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        assert capture.captured_state(generator)[1] == 0
+        torch.rand(4, device="cuda")
+        assert capture.captured_state(generator)[1] > 0
+    assert not capture.capturing()
