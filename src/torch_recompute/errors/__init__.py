@@ -23,6 +23,7 @@ from .arguments import (
     unknown_check,
     unknown_determinism_check,
 )
+from .budgets import over_budget
 from .configs import (
     bad_file,
     bad_flags,
@@ -124,6 +125,7 @@ from .values import choice_requires_grad, no_such_key, not_recomputing, saved_tw
 
 __all__ = [
     "ArgumentError",
+    "BudgetError",
     "ChangedError",
     "MismatchError",
     "NotRecomputingError",
@@ -219,6 +221,7 @@ __all__ = [
     "other_results",
     "other_tensor",
     "other_values",
+    "over_budget",
     "plan_has_chosen",
     "read_in_graph",
     "reentrant",
@@ -253,6 +256,20 @@ class RecomputeError(RuntimeError):
 
 class ArgumentError(RecomputeError, TypeError, ValueError):
     """A function was called with something that it cannot use."""
+
+
+class BudgetError(ArgumentError):
+    """No choice fits into the memory budget.
+
+    Attributes:
+        smallest: The least budget, in bytes, for which some choice fits.
+        solution: What reaches it.
+    """
+
+    def __init__(self, text: str, smallest: int, solution: object) -> None:
+        super().__init__(text)
+        self.smallest = smallest
+        self.solution = solution
 
 
 class MismatchError(RecomputeError, CheckpointError):
