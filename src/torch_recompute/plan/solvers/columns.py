@@ -1,7 +1,21 @@
-"""The options of a `Problem` as numpy columns."""
+"""What the label solver may do at each place of the chain, as numpy columns.
+
+Problem. A thousand equal layers with sixty options each have more nearly equal mixtures than an exact search can tell
+apart in seconds.
+
+Idea. In the middle of a long run of segments of one kind a move takes twelve at once, all with the same option; the
+ends of the run, where the peak is decided and the odd bytes are filled, go one by one. What is left out is a few dozen
+of thousands of mixtures with the same price per byte. Which segments are tied depends on the costs alone, never on the
+budget, so the best of what is left still never costs more with a larger budget. One more move per block is the one that
+needs the least, so the least feasible budget is not touched.
+
+Rejected: a search cut off after some time (which budget is unlucky is chance: a larger one may cost more), and counts
+per option instead of an order (exact only where the rest of the model adds the same to every layer, and gradients grow).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +25,34 @@ from .problem import Group, Problem
 if TYPE_CHECKING:
     import numpy as np
 
-    Floats = np.ndarray[Any, np.dtype[np.float64]]
     Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+BLOCK = 12
+LOOSE = 64
 
 
 @dataclass(frozen=True)
 class Column:
-    """A `Group` as arrays."""
+    """The moves of one length that may begin at a place.
+
+    Attributes:
+        span: How many segments each takes.
+        moves: The options of each, one after the other.
+        saved, ticks, flops: Sums over each.
+        own: What each takes above what was saved before it.
+    """
 
     span: int
-    options: tuple[Option, ...]
+    moves: Sequence[tuple[Option, ...]]
+    saved: Ints
+    ticks: Ints
+    flops: Ints
+    own: Ints
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    moves: tuple[tuple[Option, ...], ...]
     saved: Ints
     forward: Ints
     backward: Ints
@@ -29,29 +61,98 @@ class Column:
 
 
 class Columns:
-    """The columns of a problem, made once."""
+    """The moves of a problem.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: Whose.
+        tied: Whether the middle of long runs is taken in blocks.
+    """
+
+    def __init__(self, problem: Problem, tied: bool = True) -> None:
         self._problem = problem
-        self._made: dict[int, Column] = {}
+        self._arrays: dict[int, _Arrays] = {}
+        self._blocks = _blocks(problem) if tied else set[int]()
+        self.tied = len(self._blocks) * BLOCK
+        self._inside = {start + step for start in self._blocks for step in range(1, BLOCK)}
+        self._made: dict[int, list[Column]] = {}
 
-    def groups(self, index: int) -> list[Column]:
-        """The options that may start at a segment."""
-        return [self._column(group) for group in self._problem.groups(index)]
+    def at(self, index: int) -> list[Column]:
+        """The moves that may begin at a segment."""
+        if index not in self._made:
+            self._made[index] = self._columns(index)
+        return self._made[index]
 
-    def own(self, index: int, column: Column) -> Ints:
-        """What each option takes by itself above what was saved before."""
+    def _columns(self, index: int) -> list[Column]:
+        if index in self._inside:
+            return []
+        groups = self._problem.groups(index)
+        if index in self._blocks:
+            tied = [self._repeated(index, group) for group in groups if BLOCK % group.span == 0]
+            return [*tied, self._least(index)]
+        columns: list[Column] = []
+        for group in groups:
+            arrays = self._of(group)
+            own = self._own(index, group.span, arrays)
+            columns.append(Column(group.span, arrays.moves, arrays.saved, arrays.ticks, arrays.flops, own))
+        return columns
+
+    def _repeated(self, index: int, group: Group) -> Column:
+        """A block with one option from start to end."""
         import numpy as np
 
-        forward, backward, inside = self._problem.bases(index, column.span)
-        own = np.maximum(column.forward + forward, column.backward + backward)
-        return np.maximum(own, column.saved + inside) if column.span > 1 else np.maximum(own, column.saved)
+        arrays, times = self._of(group), BLOCK // group.span
+        own = np.zeros_like(arrays.saved)
+        for step in reversed(range(times)):
+            start = index + step * group.span
+            own = np.maximum(own + arrays.saved if step < times - 1 else own, self._own(start, group.span, arrays))
+            if step:
+                own = np.maximum(own, self._problem.points[start])
+        moves = tuple(move * times for move in arrays.moves)
+        return Column(BLOCK, moves, arrays.saved * times, arrays.ticks * times, arrays.flops * times, own)
 
-    def _column(self, group: Group) -> Column:
+    def _least(self, index: int) -> Column:
+        """The block that needs the least."""
+        import numpy as np
+
+        problem = self._problem
+        options = problem.least(index, index + BLOCK)
+        own = 0
+        at = index + BLOCK
+        for option in reversed(options):
+            at -= option.span
+            own = max(option.saved_bytes + own, problem.own(at, option), problem.points[at] if at > index else 0)
+        figures = (
+            sum(option.saved_bytes for option in options),
+            sum(problem.ticks(option.seconds) for option in options),
+            sum(problem.flops(option) for option in options),
+            own,
+        )
+        return Column(BLOCK, (options,), *(np.array([figure], dtype=np.int64) for figure in figures))
+
+    def _own(self, index: int, span: int, arrays: _Arrays) -> Ints:
+        import numpy as np
+
+        forward, backward, inside = self._problem.bases(index, span)
+        own = np.maximum(arrays.forward + forward, arrays.backward + backward)
+        return np.maximum(own, arrays.saved + inside)
+
+    def _of(self, group: Group) -> _Arrays:
         import numpy as np
 
         key = id(group)
-        if key not in self._made:
-            arrays = (group.saved, group.forward, group.backward, group.ticks, group.flops)
-            self._made[key] = Column(group.span, group.options, *(np.array(row, dtype=np.int64) for row in arrays))
-        return self._made[key]
+        if key not in self._arrays:
+            rows = (group.saved, group.forward, group.backward, group.ticks, group.flops)
+            moves = tuple((option,) for option in group.options)
+            self._arrays[key] = _Arrays(moves, *(np.array(row, dtype=np.int64) for row in rows))
+        return self._arrays[key]
+
+
+def _blocks(problem: Problem) -> set[int]:
+    """Where blocks begin."""
+    starts: set[int] = set()
+    index = 0
+    while index < len(problem):
+        run = problem.run(index)
+        starts.update(range(index + LOOSE, index + run - LOOSE - BLOCK + 1, BLOCK))
+        index += run
+    return starts

@@ -15,6 +15,7 @@ prices at which one option of a segment gives way to another.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from .columns import Columns
@@ -51,17 +52,17 @@ class Envelope:
             if self.least[index] == np.inf:
                 continue
             row = self._at_least(index)
-            for group in columns.groups(index):
-                after = index + group.span
+            for column in columns.at(index):
+                after = index + column.span
                 # The most that may have been saved before, so that this option and the least that follows still fit.
-                caps = np.minimum(budget - columns.own(index, group), room[after] - group.saved)
+                caps = np.minimum(budget - column.own, room[after] - column.saved)
                 caps = np.minimum(caps, room[index]).astype(np.float64)
                 usable = caps >= self.least[index]
                 if not usable.any():
                     continue
                 caps = caps[usable]
-                saved = group.saved[usable].astype(np.float64)
-                ticks = group.ticks[usable].astype(np.float64)
+                saved = column.saved[usable].astype(np.float64)
+                ticks = column.ticks[usable].astype(np.float64)
                 lines = row - caps[:, None] * slopes
                 active = lines.argmax(1)
                 value = lines[np.arange(len(caps)), active]
@@ -131,4 +132,4 @@ def _hull(points: list[tuple[float, float]]) -> list[float]:
         if hull and hull[-1][0] == x:
             hull.pop()
         hull.append((x, y))
-    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in zip(hull, hull[1:])]
+    return [(a[1] - b[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(hull)]

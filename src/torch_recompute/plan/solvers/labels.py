@@ -111,11 +111,11 @@ def _search(problem: Problem, columns: Columns, envelope: Envelope, budget: int,
     for index in reversed(range(size)):
         parts: list[tuple[Ints, ...]] = []
         offset = 0
-        for column in columns.groups(index):
+        for column in columns.at(index):
             after = places[index + column.span]
             if after is not None and len(after) and envelope.least[index] < float("inf"):
                 parts.append(_extended(problem, columns, envelope, index, column, after, limit, offset))
-            offset += len(column.options)
+            offset += len(column.moves)
         if not parts:
             continue
         need, ticks, flops, option, parent = (np.concatenate(rows) for rows in zip(*parts, strict=True))
@@ -153,8 +153,7 @@ def _extended(
     rise = column.ticks[:, None] + column.saved[:, None] * envelope.slopes[lines] + change
     possible = rise[:, after.line - lines[0]] <= limit - after.bound + MARGIN * 2.0**61
     option, parent = np.nonzero(possible)
-    own = columns.own(index, column)[option]
-    need = np.maximum(own, column.saved[option] + after.need[parent])
+    need = np.maximum(column.own[option], column.saved[option] + after.need[parent])
     need = np.maximum(need, problem.points[index])
     return (
         need,
@@ -203,8 +202,8 @@ def _best(columns: Columns, places: list[Labels | None], complete: bool, kept: i
     while index < len(places) - 1:
         labels = places[index]
         assert labels is not None
-        options = [option for column in columns.groups(index) for option in column.options]
-        option, at = options[int(labels.option[at])], int(labels.parent[at])
-        chosen.append(option)
-        index += option.span
+        moves = [move for column in columns.at(index) for move in column.moves]
+        move, at = moves[int(labels.option[at])], int(labels.parent[at])
+        chosen.extend(move)
+        index += sum(option.span for option in move)
     return Search(tuple(chosen), int(first.ticks[-1]), complete, kept)

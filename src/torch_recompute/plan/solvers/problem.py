@@ -101,7 +101,7 @@ class Problem:
                 tuple(option.forward_bytes for option in same),
                 tuple(option.backward_bytes for option in same),
                 tuple(self.ticks(option.seconds) for option in same),
-                tuple(option.flops >> self._shift for option in same),
+                tuple(self.flops(option) for option in same),
             )
             for span, same in sorted(by_span.items())
         )
@@ -114,17 +114,21 @@ class Problem:
         """Ticks as seconds."""
         return math.ldexp(float(ticks), -self.exponent)
 
+    def flops(self, option: Option) -> int:
+        """The FLOPs of an option, in a unit in which those of the whole do not overflow."""
+        return option.flops >> self._shift
+
     def groups(self, index: int) -> list[Group]:
         """The options that may start at a segment."""
         kind = self.costs.segments[index].kind
-        return [group for group in self._groups[kind] if self._same(index, group.span)]
+        return [group for group in self._groups[kind] if group.span <= self._runs[index]]
 
-    def _same(self, index: int, span: int) -> bool:
-        return index + span <= len(self) and self._runs[index] >= span
+    def run(self, index: int) -> int:
+        """How many segments of the same kind begin at one, itself included."""
+        return self._runs[index]
 
     @cached_property
     def _runs(self) -> list[int]:
-        """How many segments of the same kind follow from each, itself included."""
         runs: list[int] = []
         after: Segment | None = None
         for segment in reversed(self.costs.segments):
@@ -151,13 +155,35 @@ class Problem:
         """The least need before each segment, and after the last."""
         needs = [0] * len(self) + [self.points[-1]]
         for index in reversed(range(len(self))):
-            least = min(
-                max(self.own(index, option), option.saved_bytes + needs[index + group.span])
-                for group in self.groups(index)
-                for option in group.options
-            )
+            least = min(self._least_of(index, group, needs[index + group.span]) for group in self.groups(index))
             needs[index] = max(least, self.points[index])
         return needs
+
+    def _least_of(self, index: int, group: Group, after: int) -> int:
+        forward, backward, inside = self.bases(index, group.span)
+        after = max(after, inside)
+        columns = zip(group.forward, group.backward, group.saved, strict=True)
+        return min(max(forward + f, backward + b, after + s) for f, b, s in columns)
+
+    def least(self, start: int, stop: int) -> tuple[Option, ...]:
+        """The options from one place to another that lead to the least need before them."""
+        best: dict[int, tuple[int, tuple[Option, ...]]] = {stop: (self.needs[stop], ())}
+        for index in reversed(range(start, stop)):
+            ways = [
+                (
+                    max(self.own(index, option), option.saved_bytes + after[0]),
+                    option.seconds,
+                    number,
+                    (option, *after[1]),
+                )
+                for group in self.groups(index)
+                if (after := best.get(index + group.span)) is not None
+                for number, option in enumerate(group.options)
+            ]
+            if ways:
+                need, _, _, options = min(ways, key=lambda way: way[:3])
+                best[index] = max(need, self.points[index]), options
+        return best[start][1]
 
     def peak(self, chosen: Sequence[Option]) -> Moment:
         """When the most bytes are alive, with one option per start of a span; the first such moment."""
