@@ -36,10 +36,9 @@ def peak(costs: Costs, chosen: tuple[Option, ...]) -> int:
         last = start + option.span - 1
         levels.append(before + costs.segments[start].forward_bytes + option.forward_bytes)
         levels.append(before + costs.segments[last].backward_bytes + option.backward_bytes)
-    for point in costs.points:
-        # A span that has begun counts in full.
-        levels.append(saved[sum(start < point.after for start in starts[:-1])] + point.bytes)
-    return max(levels)
+    # A span that has begun counts in full.
+    begun = {after: sum(start < after for start in starts[:-1]) for after in range(len(costs.segments) + 1)}
+    return max(*levels, *(saved[begun[point.after]] + point.bytes for point in costs.points))
 
 
 def best(costs: Costs, budget: float = math.inf) -> tuple[float, int, int] | None:

@@ -1,10 +1,10 @@
 """Solvers: the best choice within a budget, for programs of costs drawn at random and tried out in full."""
 
 import pytest
-from costs import best, peak, some_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costs import best, peak, some_costs
 from torch_recompute import errors
 from torch_recompute.plan.cost import Costs, Solution
 from torch_recompute.plan.solve import choose, smallest

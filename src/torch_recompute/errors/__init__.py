@@ -23,7 +23,7 @@ from .arguments import (
     unknown_check,
     unknown_determinism_check,
 )
-from .budgets import over_budget
+from .budgets import bad_budget, bad_costs, needs_highs, over_budget, unknown_solver, unknown_unit
 from .configs import (
     bad_file,
     bad_flags,
@@ -134,6 +134,8 @@ __all__ = [
     "StoreError",
     "applied_twice",
     "args_not_a_tuple",
+    "bad_budget",
+    "bad_costs",
     "bad_ctx",
     "bad_file",
     "bad_flags",
@@ -170,6 +172,7 @@ __all__ = [
     "modules_of_a_function",
     "moe_layers_twice",
     "more",
+    "needs_highs",
     "needs_transformers",
     "no_deepspeed_config",
     "no_effect",
@@ -245,6 +248,8 @@ __all__ = [
     "unknown_granularity",
     "unknown_method",
     "unknown_role",
+    "unknown_solver",
+    "unknown_unit",
     "value_requires_grad",
     "values_in_graph",
 ]

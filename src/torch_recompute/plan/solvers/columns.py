@@ -9,8 +9,9 @@ of thousands of mixtures with the same price per byte. Which segments are tied d
 budget, so the best of what is left still never costs more with a larger budget. One more move per block is the one that
 needs the least, so the least feasible budget is not touched.
 
-Rejected: a search cut off after some time (which budget is unlucky is chance: a larger one may cost more), and counts
-per option instead of an order (exact only where the rest of the model adds the same to every layer, and gradients grow).
+Rejected: a search cut off after some time (which budget is unlucky is chance: a larger one may cost more), and
+counts per option instead of an order (exact only where the rest of the model adds the same to every layer, and
+gradients grow).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 BLOCK = 12
-LOOSE = 64
+LOOSE = 32
+LONG = 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Columns:
         tied: Whether the middle of long runs is taken in blocks.
     """
 
-    def __init__(self, problem: Problem, tied: bool = True) -> None:
+    def __init__(self, problem: Problem, tied: bool = False) -> None:
         self._problem = problem
         self._arrays: dict[int, _Arrays] = {}
         self._blocks = _blocks(problem) if tied else set[int]()
@@ -153,6 +155,7 @@ def _blocks(problem: Problem) -> set[int]:
     index = 0
     while index < len(problem):
         run = problem.run(index)
-        starts.update(range(index + LOOSE, index + run - LOOSE - BLOCK + 1, BLOCK))
+        if run > LONG:
+            starts.update(range(index + LOOSE, index + run - LOOSE - BLOCK + 1, BLOCK))
         index += run
     return starts

@@ -3,11 +3,12 @@
 Problem. A search over exact bytes has millions of states. It is fast only if most of them can be thrown away for being
 provably too expensive, and that takes a bound on the seconds of the part that is still open.
 
-Idea. Let `cost(i, s)` be the fewest seconds of the segments before `i` so that they saved at most `s` bytes and broke no
-constraint on their way. Its lower convex hull is bounded by straight lines `height - slope * s`, one for each of a fixed
-set of slopes (prices of a byte, in ticks), and the heights pass from segment to segment: the line after an option is
-the line before it, moved; where the option is only allowed below some level, it is the value at that level instead. So
-constraints in the middle of the model are in the bound as well as the one at the end. One pass, vectors only.
+Idea. Let `cost(i, s)` be the fewest seconds of the segments before `i` so that they saved at most `s` bytes and
+broke no constraint on their way. Its lower convex hull is bounded by straight lines `height - slope * s`, one for
+each of a fixed set of slopes (prices of a byte, in ticks), and the heights pass from segment to segment: the line
+after an option is the line before it, moved; where the option is only allowed below some level, it is the value at
+that level instead. So constraints in the middle of the model are in the bound as well as the one at the end. One
+pass, vectors only.
 
 Any set of slopes gives a valid bound, a good one contains the price at which the optimum trades. The candidates are the
 prices at which one option of a segment gives way to another.
@@ -94,7 +95,7 @@ class Envelope:
         active = lines.argmax(1)
         return lines[np.arange(len(levels)), active], active + first
 
-    def at_end(self, level: int) -> float:
+    def whole(self, level: int) -> float:
         """The bound on the whole."""
         return float((self.heights[-1] - level * self.slopes).max())
 

@@ -3,17 +3,17 @@
 Problem. Solvers compare sums of thousands of floats; two orders of adding the same terms differ in the last bit, and
 then a "better" choice is noise: plans would change from machine to machine, and a larger budget could cost more.
 
-Idea. Seconds become whole ticks of a power of two, fine enough that the sum over the model just fits 61 bits: adding is
-exact and ties are ties. And the constraints are read from the end. Let `need` at a place be the bytes that must still be
-free above what the segments before it have saved. For an option chosen there,
+Idea. Seconds become whole ticks of a power of two, fine enough that the sum over the model just fits 61 bits: adding
+is exact and ties are ties. And the constraints are read from the end. Let `need` at a place be the bytes that must
+still be free above what the segments before it have saved. For an option chosen there,
 
     need before = max(own, saved + need after)      own = what its forward and its backward take
 
-so the end of the chain is a pair (need, seconds) that knows nothing of the budget, and a budget allows it if the need at
-the very start is no larger. The peak of the step *is* that need.
+so the end of the chain is a pair (need, seconds) that knows nothing of the budget, and a budget allows it if the
+need at the very start is no larger. The peak of the step *is* that need.
 
-Rejected: to carry the bytes saved so far from the front, which asks for the budget at every step, must carry the peak as
-a third number, and answers for one budget only.
+Rejected: to carry the bytes saved so far from the front, which asks for the budget at every step, must carry the
+peak as a third number, and answers for one budget only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost import Costs, Option, Segment, Solution
+from ..cost_rules import check
 
 _BITS = 61
+LARGEST = 2.0**_BITS
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Moment:
 class Problem:
     """What solvers work on.
 
+    Raises:
+        ArgumentError: The costs cannot be.
+
     Attributes:
         costs: Where it comes from.
         points: Bytes at the points after so many segments; 0 where there is none. The turn is the last.
@@ -73,6 +78,7 @@ class Problem:
     """
 
     def __init__(self, costs: Costs) -> None:
+        check(costs)
         self.costs = costs
         segments = costs.segments
         self.points = [0] * (len(segments) + 1)
