@@ -89,7 +89,7 @@ LEAN = {
     "__init__",
 }
 # Third-party package -> the rooms that may import it inside a function.
-LATE = {"numpy": LEAN, "yaml": {"config"}}
+LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {"units", "profile", "apply", "calls", "observe"}

@@ -14,8 +14,8 @@ def over_budget(budget: int, smallest: int, where: str, fixed: int) -> str:
         f"({smallest} bytes).\n"
         f"  With that choice the peak is {where}, where {size(fixed)} are not for a plan to change: parameters, "
         "gradients, optimizer state and what lies between the planned modules.\n"
-        f'  Pass budget="{size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. The choice that needs '
-        "the least is .solution of this error, and its bytes are .smallest."
+        f'  Pass budget="{size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. The choice that '
+        "needs the least is .solution of this error, and its bytes are .smallest."
     )
 
 

@@ -13,9 +13,10 @@ of those after it. With `S` for the bytes saved by the segments before segment `
     at the turn               S(all)         + costs.turn_bytes              <= budget
 
 An option over several segments stands in the forward of its first and in the backward of its last; at a point between
-them all that it saves counts. The bytes of a segment are all that lives then and belongs to nobody's option: parameters, gradients made so far,
-optimizer state, what the rest of the model keeps. Those of an option count from the level before the segment's forward,
-in its backward too, so they contain what it saved itself. All bytes are exact, at no granularity.
+them all that it saves counts. The bytes of a segment are all that lives then and belongs to nobody's option:
+parameters, gradients made so far, optimizer state, what the rest of the model keeps. Those of an option count from the
+level before the segment's forward, in its backward too, so they contain what it saved itself. All bytes are exact, at
+no granularity.
 
 Everything here is data: it is compared, written to JSON, read back, and made by hand in tests.
 """

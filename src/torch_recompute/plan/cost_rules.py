@@ -31,7 +31,8 @@ def _complaints(costs: Costs) -> Iterator[str]:
             yield from (f"the graph of kind {name!r} {wrong}" for wrong in _of_graph(kind.graph))
     for segment in costs.segments:
         if segment.kind not in costs.kinds:
-            yield f"segment {segment.path!r} is of kind {segment.kind!r}, but kinds has {', '.join(sorted(costs.kinds))}"
+            known = ", ".join(sorted(costs.kinds))
+            yield f"segment {segment.path!r} is of kind {segment.kind!r}, but there are {known or 'no kinds'}"
         if not (_is_bytes(segment.forward_bytes) and _is_bytes(segment.backward_bytes)):
             yield f"the bytes of segment {segment.path!r} are not whole and at least 0: {segment}"
     for point in costs.points:

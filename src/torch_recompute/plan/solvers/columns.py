@@ -3,11 +3,13 @@
 Problem. A thousand equal layers with sixty options each have more nearly equal mixtures than an exact search can tell
 apart in seconds.
 
-Idea. In the middle of a long run of segments of one kind a move takes twelve at once, all with the same option; the
-ends of the run, where the peak is decided and the odd bytes are filled, go one by one. What is left out is a few dozen
-of thousands of mixtures with the same price per byte. Which segments are tied depends on the costs alone, never on the
-budget, so the best of what is left still never costs more with a larger budget. One more move per block is the one that
-needs the least, so the least feasible budget is not touched.
+Idea. In the middle of a long run of segments of one kind a move takes a whole block, with one option throughout. Blocks
+have lengths of twelve times 1, 1, 2, 5, 10, ...: halves of halves, so that each number of dozens can be told apart
+while the number of blocks grows with the logarithm of the layers. The ends of the run, where the peak is decided and
+the odd bytes are filled, go one by one. What is left out are a few of thousands of mixtures with the same price per
+byte. Which segments are tied depends on the costs alone, never on the budget, so the best of what is left still never
+costs more with a larger budget. One more move per block is the one that needs the least, so the least feasible budget
+is not touched.
 
 Rejected: a search cut off after some time (which budget is unlucky is chance: a larger one may cost more), and
 counts per option instead of an order (exact only where the rest of the model adds the same to every layer, and
@@ -73,9 +75,9 @@ class Columns:
     def __init__(self, problem: Problem, tied: bool = False) -> None:
         self._problem = problem
         self._arrays: dict[int, _Arrays] = {}
-        self._blocks = _blocks(problem) if tied else set[int]()
-        self.tied = len(self._blocks) * BLOCK
-        self._inside = {start + step for start in self._blocks for step in range(1, BLOCK)}
+        self._blocks = _blocks(problem) if tied else dict[int, int]()
+        self.tied = sum(self._blocks.values())
+        self._inside = {start + step for start, length in self._blocks.items() for step in range(1, length)}
         self._made: dict[int, list[Column]] = {}
 
     def at(self, index: int) -> list[Column]:
@@ -89,8 +91,9 @@ class Columns:
             return []
         groups = self._problem.groups(index)
         if index in self._blocks:
-            tied = [self._repeated(index, group) for group in groups if BLOCK % group.span == 0]
-            return [*tied, self._least(index)]
+            length = self._blocks[index]
+            tied = [self._repeated(index, length, group) for group in groups if length % group.span == 0]
+            return [*tied, self._least(index, length)]
         columns: list[Column] = []
         for group in groups:
             arrays = self._of(group)
@@ -98,11 +101,11 @@ class Columns:
             columns.append(Column(group.span, arrays.moves, arrays.saved, arrays.ticks, arrays.flops, own))
         return columns
 
-    def _repeated(self, index: int, group: Group) -> Column:
+    def _repeated(self, index: int, length: int, group: Group) -> Column:
         """A block with one option from start to end."""
         import numpy as np
 
-        arrays, times = self._of(group), BLOCK // group.span
+        arrays, times = self._of(group), length // group.span
         own = np.zeros_like(arrays.saved)
         for step in reversed(range(times)):
             start = index + step * group.span
@@ -110,16 +113,16 @@ class Columns:
             if step:
                 own = np.maximum(own, self._problem.points[start])
         moves = tuple(move * times for move in arrays.moves)
-        return Column(BLOCK, moves, arrays.saved * times, arrays.ticks * times, arrays.flops * times, own)
+        return Column(length, moves, arrays.saved * times, arrays.ticks * times, arrays.flops * times, own)
 
-    def _least(self, index: int) -> Column:
+    def _least(self, index: int, length: int) -> Column:
         """The block that needs the least."""
         import numpy as np
 
         problem = self._problem
-        options = problem.least(index, index + BLOCK)
+        options = problem.least(index, index + length)
         own = 0
-        at = index + BLOCK
+        at = index + length
         for option in reversed(options):
             at -= option.span
             own = max(option.saved_bytes + own, problem.own(at, option), problem.points[at] if at > index else 0)
@@ -129,7 +132,7 @@ class Columns:
             sum(problem.flops(option) for option in options),
             own,
         )
-        return Column(BLOCK, (options,), *(np.array([figure], dtype=np.int64) for figure in figures))
+        return Column(length, (options,), *(np.array([figure], dtype=np.int64) for figure in figures))
 
     def _own(self, index: int, span: int, arrays: _Arrays) -> Ints:
         import numpy as np
@@ -149,13 +152,19 @@ class Columns:
         return self._arrays[key]
 
 
-def _blocks(problem: Problem) -> set[int]:
-    """Where blocks begin."""
-    starts: set[int] = set()
+def _blocks(problem: Problem) -> dict[int, int]:
+    """Where blocks begin, and how many segments each takes."""
+    blocks: dict[int, int] = {}
     index = 0
     while index < len(problem):
         run = problem.run(index)
         if run > LONG:
-            starts.update(range(index + LOOSE, index + run - LOOSE - BLOCK + 1, BLOCK))
+            stop = index + run - LOOSE
+            left = (run - 2 * LOOSE) // BLOCK
+            while left:
+                taken = (left + 1) // 2
+                stop -= taken * BLOCK
+                blocks[stop] = taken * BLOCK
+                left -= taken
         index += run
-    return starts
+    return blocks

@@ -51,9 +51,8 @@ def curve(problem: Problem, columns: Columns, most: int) -> list[Solution]:
     least = (floor[0] - first.need[:, None] * slopes).max(1)
     solutions: list[Solution] = []
     for at in picked:
-        ticks = int(first.ticks[at])
-        share = max(0.0, ticks - float(least[at])) / ticks if ticks else 0.0
-        said = "curve: exact" if exact else f"curve: within {share:.2%} of the best for its peak"
+        within = problem.within(int(first.ticks[at]), float(least[at]))
+        said = "curve: exact" if exact else f"curve: {within} for its peak"
         solutions.append(problem.solution(followed(columns, places, int(at)), said))
     return solutions
 

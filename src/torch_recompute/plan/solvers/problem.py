@@ -226,6 +226,12 @@ class Problem:
         said = [point.where for point in self.costs.points if (point.after, point.bytes) == (after, fixed)]
         return Moment(saved + fixed, fixed, (said or ["between forward and backward"])[0])
 
+    def within(self, ticks: float, least: float) -> str:
+        """How far a cost can be from the best, if that is no less than `least`: in words, as a share of the step."""
+        distance = self.seconds(max(0.0, ticks - least))
+        share = 100 * distance / (self.costs.step_seconds + self.seconds(ticks)) if distance else 0.0
+        return f"within {math.ceil(share * 1e6) / 1e6:.6f} % of the best step"
+
     def solution(self, chosen: Sequence[Option], solver: str) -> Solution:
         """The answer, its peak counted anew from the exact bytes."""
         options = tuple(option for option in chosen for _ in range(option.span))

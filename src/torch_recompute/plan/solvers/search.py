@@ -65,9 +65,9 @@ class LabelSolver(Solver):
             return problem.solution(chosen, f"{self.name}: exact, {kept} labels")
         if columns.tied:
             envelope = Envelope(problem, Columns(problem), budget, slopes)
-        share = max(0.0, limit - envelope.whole(budget - problem.needs[-1])) / limit if limit else 0.0
+        within = problem.within(limit, envelope.whole(budget - problem.needs[-1]))
         how = f"exact where {columns.tied} of {len(problem)} segments go by blocks, " if complete else ""
-        return problem.solution(chosen, f"{self.name}: {how}within {share:.2%} of the best, {kept} labels")
+        return problem.solution(chosen, f"{self.name}: {how}{within}, {kept} labels")
 
 
 class Cut:
