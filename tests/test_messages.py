@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 import torch_recompute
 from torch_recompute import (
     ArgumentError,
+    BudgetError,
     ChangedError,
     Choice,
     MismatchError,
@@ -52,6 +53,9 @@ from torch_recompute import (
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.integrations import door, huggingface
+from torch_recompute.plan.budget import read_budget
+from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
+from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
@@ -523,6 +527,20 @@ class Case:
     kind: type[Exception]
     misuse: Callable[[], object]
     text: str
+
+
+GIB = 2**30
+COSTS = Costs(
+    {"layer": Kind((Option(None, 2 * GIB, 3 * GIB, 4 * GIB, 0.0), Option((), GIB, 3 * GIB, 4 * GIB, 0.5)))},
+    tuple(Segment(f"layers.{i}", "layer", GIB, 5 * GIB // 4) for i in range(4)),
+    (Point(4, 5 * GIB + 1, "in the loss"),),
+)
+
+
+def without(package: str, misuse: Callable[[], object]) -> None:
+    """A misuse where a package is not installed."""
+    with unittest.mock.patch.dict(sys.modules, {package: None}):
+        misuse()
 
 
 CASES = [
@@ -1919,6 +1937,74 @@ CASES = [
         '  Write RecomputeCallback("full"), or put activation_checkpointing_kwargs={"policy": "full"} into the '
         "TrainingArguments; to report on a plan that is applied already, pass its handle: RecomputeCallback(handle)",
     ),
+    # budgets of memory
+    Case(
+        "over_budget",
+        BudgetError,
+        lambda: choose(COSTS, 8 * GIB),
+        "budget=8.00 GiB is too small: no choice of what to recompute needs less than 9.01 GiB (9663676417 bytes).\n"
+        "  With that choice the peak is in the loss, where 5.00 GiB are not for a plan to change: parameters, "
+        "gradients, optimizer state and what lies between the planned modules.\n"
+        '  Pass budget="9.01GiB" or more, or a smaller batch. The choice that needs the least is .solution of this '
+        "error, and its bytes are .smallest.",
+    ),
+    Case(
+        "over_budget",
+        BudgetError,
+        lambda: choose(Costs({"a": Kind((Option(None, 5, 5, 7, 0.0),))}, (Segment("net", "a", 1, 2),)), 8),
+        "budget=8 bytes is too small: no choice of what to recompute needs less than 9 bytes.\n"
+        "  With that choice the peak is in the backward of net, where 2 bytes are not for a plan to change: "
+        "parameters, gradients, optimizer state and what lies between the planned modules.\n"
+        '  Pass budget="9bytes" or more, or a smaller batch. The choice that needs the least is .solution of this '
+        "error, and its bytes are .smallest.",
+    ),
+    Case(
+        "bad_budget",
+        ArgumentError,
+        lambda: read_budget("plenty"),
+        "budget='plenty' is not a budget.\n"
+        '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
+        'between 0 and 1 (0.4, "40%"), or "fit" for what the device has free.',
+    ),
+    Case(
+        "unknown_unit",
+        ArgumentError,
+        lambda: read_budget("24G"),
+        "budget='24G': 'g' is not a unit of memory; 'g' could be GB or GiB, which differ.\n"
+        "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).",
+    ),
+    Case(
+        "unknown_unit",
+        ArgumentError,
+        lambda: read_budget("3 pages"),
+        "budget='3 pages': 'pages' is not a unit of memory.\n"
+        "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).",
+    ),
+    Case(
+        "unknown_solver",
+        ArgumentError,
+        lambda: choose(COSTS, 20 * GIB, "gurobi"),
+        "solver='gurobi' is not a solver.\n  Write one of auto, labels, blocks, highs; auto is the one to use.",
+    ),
+    Case(
+        "needs_highs",
+        ArgumentError,
+        lambda: without("highspy", lambda: choose(COSTS, 20 * GIB, "highs")),
+        'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy',
+    ),
+    Case(
+        "needs_numpy",
+        ArgumentError,
+        lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),
+        "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy",
+    ),
+    Case(
+        "bad_costs",
+        ArgumentError,
+        lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
+        "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
+        "  Costs are made by profiling a model; by hand, see plan/cost.py.",
+    ),
 ]
 
 
@@ -1993,6 +2079,7 @@ def test_after_a_misuse_the_next_step_is_right(case: Case) -> None:
     [
         (RecomputeError, (RuntimeError,)),
         (ArgumentError, (RecomputeError, TypeError, ValueError)),
+        (BudgetError, (ArgumentError,)),
         (MismatchError, (RecomputeError, CheckpointError)),
         (ChangedError, (RecomputeError,)),
         (SaveError, (RecomputeError, AssertionError)),

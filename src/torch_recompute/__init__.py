@@ -15,6 +15,7 @@ from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
 from .config import RecomputeConfig
 from .errors import (
     ArgumentError,
+    BudgetError,
     ChangedError,
     MismatchError,
     NotRecomputingError,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Applied",
     "ArgumentError",
+    "BudgetError",
     "Audit",
     "ChangedError",
     "Choice",

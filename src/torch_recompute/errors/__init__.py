@@ -23,7 +23,7 @@ from .arguments import (
     unknown_check,
     unknown_determinism_check,
 )
-from .budgets import bad_budget, bad_costs, needs_highs, over_budget, unknown_solver, unknown_unit
+from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
 from .configs import (
     bad_file,
     bad_flags,
@@ -173,6 +173,7 @@ __all__ = [
     "moe_layers_twice",
     "more",
     "needs_highs",
+    "needs_numpy",
     "needs_transformers",
     "no_deepspeed_config",
     "no_effect",

@@ -9,9 +9,10 @@ from ._say import size
 
 def over_budget(budget: int, smallest: int, where: str, fixed: int) -> str:
     """Text for a budget that no choice fits into."""
+    exact = "" if smallest < 2**10 else f" ({smallest} bytes)"
     return (
-        f"budget={size(budget)} is too small: no choice of what to recompute stays below {size(smallest, up=True)} "
-        f"({smallest} bytes).\n"
+        f"budget={size(budget)} is too small: no choice of what to recompute needs less than "
+        f"{size(smallest, up=True)}{exact}.\n"
         f"  With that choice the peak is {where}, where {size(fixed)} are not for a plan to change: parameters, "
         "gradients, optimizer state and what lies between the planned modules.\n"
         f'  Pass budget="{size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. The choice that '
@@ -47,6 +48,11 @@ def unknown_solver(solver: object, known: Sequence[str]) -> str:
 def needs_highs() -> str:
     """Text for a solver that is not installed."""
     return 'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy'
+
+
+def needs_numpy() -> str:
+    """Text for planning without numpy."""
+    return "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy"
 
 
 def bad_costs(why: str) -> str:

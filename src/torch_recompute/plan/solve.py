@@ -8,6 +8,8 @@ one with fewer FLOPs is taken, then the one with the smaller peak, then the simp
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from .. import errors
 from .cost import Costs, Solution
 from .solvers.auto import AutoSolver
@@ -35,11 +37,11 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
 
     Raises:
         BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
-        ArgumentError: There is no such solver, or it is not installed, or the costs cannot be.
+        ArgumentError: There is no such solver, or it or numpy is not installed, or the costs cannot be.
     """
     if solver not in _SOLVERS:
         raise errors.ArgumentError(errors.unknown_solver(solver, list(_SOLVERS)))
-    problem = Problem(costs)
+    problem = _problem(costs)
     least = problem.needs[0]
     if budget < least:
         solution = _smallest(problem)
@@ -50,7 +52,7 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
 
 def smallest(costs: Costs) -> Solution:
     """The choice with the least peak, and of those the one that costs the fewest seconds."""
-    return _smallest(Problem(costs))
+    return _smallest(_problem(costs))
 
 
 def frontier(costs: Costs, most: int = 200) -> list[Solution]:
@@ -65,8 +67,14 @@ def frontier(costs: Costs, most: int = 200) -> list[Solution]:
         how far it can be from the best for its peak; `choose` may find a better one for the same budget, unless it
         says "exact".
     """
-    problem = Problem(costs)
+    problem = _problem(costs)
     return curve(problem, Columns(problem, tied=True), most)
+
+
+def _problem(costs: Costs) -> Problem:
+    if find_spec("numpy") is None:
+        raise errors.ArgumentError(errors.needs_numpy())
+    return Problem(costs)
 
 
 def _smallest(problem: Problem) -> Solution:
