@@ -89,8 +89,9 @@ class Envelope:
         import numpy as np
 
         row = self.heights[index]
-        first = int((row - levels[0] * self.slopes).argmax())
-        last = int((row - levels[-1] * self.slopes).argmax())
+        # Lines that are equal but for rounding may come in either order.
+        ends = (row - levels[[0, -1], None] * self.slopes).argmax(1)
+        first, last = int(ends.min()), int(ends.max())
         lines = row[first : last + 1] - levels[:, None] * self.slopes[first : last + 1]
         active = lines.argmax(1)
         return lines[np.arange(len(levels)), active], active + first
