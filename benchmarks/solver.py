@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from _measure import RESULTS, arguments, finish
 
 from torch_recompute.plan.bound import bound
@@ -104,12 +105,12 @@ def model(layers: int, feed_forwards: tuple[int, ...]) -> Costs:
 
 
 def timed(run: Callable[[], Any], rounds: int) -> tuple[Any, float]:
-    """What it returns, and the median seconds."""
+    """What it returns, and the median seconds of one core."""
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         result = run()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return result, sorted(times)[len(times) // 2]
 
 
@@ -156,7 +157,7 @@ def draw(figures: list[dict[str, Any]], name: str) -> None:
         left.loglog(sizes, [row["choose_seconds"] for row in rows], "o-", label=said)
         right.loglog(sizes, [row["labels"] for row in rows], "o-", label=said)
     left.loglog(list(GOALS), list(GOALS.values()), "k_", markersize=12, label="goal")
-    left.set(xlabel="layers", ylabel="seconds, slowest of nine budgets")
+    left.set(xlabel="layers", ylabel="seconds of one core, slowest of nine budgets")
     right.set(xlabel="layers", ylabel="labels, sum over nine budgets")
     left.legend(frameon=False)
     path = RESULTS / f"{name}.svg"
@@ -166,6 +167,7 @@ def draw(figures: list[dict[str, Any]], name: str) -> None:
 
 def main() -> None:
     """Measures and prints all stacks."""
+    torch.set_num_threads(1)
     options = arguments("How long plans take to solve, by number of layers.")
     rounds = max(1, options.rounds // 33)
     figures = []

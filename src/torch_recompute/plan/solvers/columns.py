@@ -1,10 +1,10 @@
 """What the label solver may do at each place of the chain, as numpy columns.
 
-Problem. A thousand equal layers with sixty options each have more nearly equal mixtures than an exact search can tell
-apart in seconds.
+Problem. Equal layers have more nearly equal mixtures of options than an exact search can tell apart in a second: in a
+transformer most results cost about the same per byte to make again.
 
 Idea. In the middle of a long run of segments of one kind a move takes a whole block, with one option throughout. Blocks
-have lengths of twelve times 1, 1, 2, 5, 10, ...: halves of halves, so that each number of dozens can be told apart
+are halves of what is left, (n + 1) // 2 and so on down to one, so that two options can be mixed in every proportion
 while the number of blocks grows with the logarithm of the layers. The ends of the run, where the peak is decided and
 the odd bytes are filled, go one by one. What is left out are a few of thousands of mixtures with the same price per
 byte. Which segments are tied depends on the costs alone, never on the budget, so the best of what is left still never
@@ -18,6 +18,7 @@ gradients grow).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-BLOCK = 12
-LOOSE = 32
-LONG = 256
+LOOSE = 8
+LONG = 48
+# Blocks are made of so many segments at the most, where options span several.
+UNIT = 12
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,14 @@ def _blocks(problem: Problem) -> dict[int, int]:
     while index < len(problem):
         run = problem.run(index)
         if run > LONG:
+            unit = math.lcm(*(group.span for group in problem.groups(index)))
+            unit = unit if unit <= UNIT else 1
             stop = index + run - LOOSE
-            left = (run - 2 * LOOSE) // BLOCK
+            left = (run - 2 * LOOSE) // unit
             while left:
                 taken = (left + 1) // 2
-                stop -= taken * BLOCK
-                blocks[stop] = taken * BLOCK
+                stop -= taken * unit
+                blocks[stop] = taken * unit
                 left -= taken
         index += run
     return blocks
