@@ -31,8 +31,8 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
     Args:
         costs: What there is to choose from.
         budget: The most bytes that may live at any time of the step.
-        solver: "auto"; "labels", which is exact; "blocks", which ties the middle of long runs of one kind; or "highs",
-            an integer program, which needs the package highspy. What was used, and how exact it is, is in
+        solver: "auto"; "labels", which is exact; "blocks", which ties the middle of long runs of equal layers;
+            or "highs", an integer program, which needs the package highspy. What was used, and how exact it is, is in
             `Solution.solver`.
 
     Raises:

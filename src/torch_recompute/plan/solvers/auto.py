@@ -22,8 +22,10 @@ class AutoSolver(Solver):
         """The solver that `solve` uses, and why."""
         tied = Columns(problem, tied=True).tied
         if tied:
-            return LabelSolver(tied=True), f"{tied} of {len(problem)} segments lie inside long runs of one kind"
-        return LabelSolver(), "no run of one kind is long, so each segment is chosen by itself"
+            return LabelSolver(
+                tied=True
+            ), f"{tied} of {len(problem)} segments lie inside long runs of equal layers, or of equal turns"
+        return LabelSolver(), "no run of equal layers is long, so each segment is chosen by itself"
 
     def solve(self, problem: Problem, budget: int) -> Solution:
         """What the selected solver answers."""

@@ -1,40 +1,24 @@
-"""What the label solver may do at each place of the chain, as numpy columns.
+"""What may be done at each place of the chain, as numpy columns: an option of one segment, or a whole block.
 
-Problem. Equal layers have more nearly equal mixtures of options than an exact search can tell apart in a second: in a
-transformer most results cost about the same per byte to make again.
-
-Idea. In the middle of a long run of segments of one kind a move takes a whole block, with one option throughout. Blocks
-are halves of what is left, (n + 1) // 2 and so on down to one, so that two options can be mixed in every proportion
-while the number of blocks grows with the logarithm of the layers. The ends of the run, where the peak is decided and
-the odd bytes are filled, go one by one. What is left out are a few of thousands of mixtures with the same price per
-byte. Which segments are tied depends on the costs alone, never on the budget, so the best of what is left still never
-costs more with a larger budget. One more move per block is the one that needs the least, so the least feasible budget
-is not touched.
-
-Rejected: a search cut off after some time (which budget is unlucky is chance: a larger one may cost more), and
-counts per option instead of an order (exact only where the rest of the model adds the same to every layer, and
-gradients grow).
+A block (`blocks.py`) is left with one option per kind throughout, or with the options that need the least, so that
+blocks never raise the least feasible budget. What a block takes for itself is counted exactly, segment by segment.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..cost import Option
+from .blocks import blocks, pairs
 from .problem import Group, Problem
 
 if TYPE_CHECKING:
     import numpy as np
 
     Ints = np.ndarray[Any, np.dtype[np.int64]]
-
-LOOSE = 8
-LONG = 48
-# Blocks are made of so many segments at the most, where options span several.
-UNIT = 12
 
 
 @dataclass(frozen=True)
@@ -65,6 +49,12 @@ class _Arrays:
     ticks: Ints
     flops: Ints
 
+    def taken(self, which: Ints) -> _Arrays:
+        """Some of them."""
+        moves = tuple(self.moves[int(at)] for at in which)
+        rows = (self.saved, self.forward, self.backward, self.ticks, self.flops)
+        return _Arrays(moves, *(row[which] for row in rows))
+
 
 class Columns:
     """The moves of a problem.
@@ -77,7 +67,7 @@ class Columns:
     def __init__(self, problem: Problem, tied: bool = False) -> None:
         self._problem = problem
         self._arrays: dict[int, _Arrays] = {}
-        self._blocks = _blocks(problem) if tied else dict[int, int]()
+        self._blocks = blocks(problem) if tied else dict[int, int]()
         self.tied = sum(self._blocks.values())
         self._inside = {start + step for start, length in self._blocks.items() for step in range(1, length)}
         self._made: dict[int, list[Column]] = {}
@@ -94,6 +84,8 @@ class Columns:
         groups = self._problem.groups(index)
         if index in self._blocks:
             length = self._blocks[index]
+            if self._problem.run(index) < length:
+                return [self._turns(index, length), self._least(index, length)]
             tied = [self._repeated(index, length, group) for group in groups if length % group.span == 0]
             return [*tied, self._least(index, length)]
         columns: list[Column] = []
@@ -116,6 +108,32 @@ class Columns:
                 own = np.maximum(own, self._problem.points[start])
         moves = tuple(move * times for move in arrays.moves)
         return Column(length, moves, arrays.saved * times, arrays.ticks * times, arrays.flops * times, own)
+
+    def _turns(self, index: int, length: int) -> Column:
+        """A block in which kinds take turns, with one option for each."""
+        import numpy as np
+
+        segments = self._problem.costs.segments[index : index + length]
+        counts = Counter(segment.kind for segment in segments)
+        groups = {kind: self._problem.single(kind) for kind in sorted(counts)}
+        picked = pairs(groups, counts)
+        arrays = {kind: self._of(group).taken(picked[kind]) for kind, group in groups.items()}
+        own = np.zeros(len(picked[segments[0].kind]), dtype=np.int64)
+        for step in reversed(range(length)):
+            here = arrays[segments[step].kind]
+            after = own + here.saved if step < length - 1 else own
+            own = np.maximum(after, self._own(index + step, 1, here))
+            if step:
+                own = np.maximum(own, self._problem.points[index + step])
+        moves = [
+            tuple(option for segment in segments for option in arrays[segment.kind].moves[row])
+            for row in range(len(own))
+        ]
+        saved, ticks, flops = (
+            sum((getattr(arrays[kind], name) * count for kind, count in counts.items()), np.zeros_like(own))
+            for name in ("saved", "ticks", "flops")
+        )
+        return Column(length, moves, saved, ticks, flops, own)
 
     def _least(self, index: int, length: int) -> Column:
         """The block that needs the least."""
@@ -152,23 +170,3 @@ class Columns:
             moves = tuple((option,) for option in group.options)
             self._arrays[key] = _Arrays(moves, *(np.array(row, dtype=np.int64) for row in rows))
         return self._arrays[key]
-
-
-def _blocks(problem: Problem) -> dict[int, int]:
-    """Where blocks begin, and how many segments each takes."""
-    blocks: dict[int, int] = {}
-    index = 0
-    while index < len(problem):
-        run = problem.run(index)
-        if run > LONG:
-            unit = math.lcm(*(group.span for group in problem.groups(index)))
-            unit = unit if unit <= UNIT else 1
-            stop = index + run - LOOSE
-            left = (run - 2 * LOOSE) // unit
-            while left:
-                taken = (left + 1) // 2
-                stop -= taken * unit
-                blocks[stop] = taken * unit
-                left -= taken
-        index += run
-    return blocks

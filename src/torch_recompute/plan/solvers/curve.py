@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost import Solution
 from .columns import Columns
 from .envelope import prices
-from .labels import Labels, extended, followed, undominated
+from .labels import Labels, extended, followed, spread, undominated
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def curve(problem: Problem, columns: Columns, most: int) -> list[Solution]:
         labels = undominated(extended(problem, columns, places, index))
         if labels is not None and len(labels) > WIDTH:
             gap = labels.ticks - (floor[index] - labels.need[:, None] * slopes).max(1)
-            labels, exact = labels.taken(_spread(labels, gap, WIDTH)), False
+            labels, exact = labels.taken(spread(labels.need, labels.ticks, gap, WIDTH)), False
         places[index] = labels
     first = places[0]
     assert first is not None
-    picked = _spread(first, np.zeros(len(first)), most)
+    picked = spread(first.need, first.ticks, np.zeros(len(first)), most)
     if not exact:
         floor = _floor(problem, Columns(problem, tied=False), slopes) if columns.tied else floor
     least = (floor[0] - first.need[:, None] * slopes).max(1)
@@ -55,20 +55,6 @@ def curve(problem: Problem, columns: Columns, most: int) -> list[Solution]:
         said = "curve: exact" if exact else f"curve: {within} for its peak"
         solutions.append(problem.solution(followed(columns, places, int(at)), said))
     return solutions
-
-
-def _spread(labels: Labels, gap: Floats, most: int) -> Ints:
-    """Positions, the one with the smallest gap in each of so many stretches of equal length, and the two ends."""
-    import numpy as np
-
-    if len(labels) <= most:
-        return np.arange(len(labels))
-    ticks, need = labels.ticks.astype(np.float64), labels.need.astype(np.float64)
-    along = (need - need[0]) / (need[-1] - need[0]) + (ticks[0] - ticks) / (ticks[0] - ticks[-1])
-    stretch = np.minimum((along / 2 * (most - 2)).astype(np.int64), most - 3)
-    order = np.lexsort((gap, stretch))
-    best = order[np.unique(stretch[order], return_index=True)[1]]
-    return np.unique(np.concatenate(([0], best, [len(labels) - 1])))
 
 
 def _floor(problem: Problem, columns: Columns, slopes: Floats) -> Floats:

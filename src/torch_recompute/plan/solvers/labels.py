@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..cost import Option
-from .columns import Column, Columns
 from .problem import Problem
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from .columns import Column, Columns
+
+    Floats = np.ndarray[Any, np.dtype[np.float64]]
     Ints = np.ndarray[Any, np.dtype[np.int64]]
     Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -108,6 +110,20 @@ def undominated(labels: Labels | None) -> Labels | None:
     lowest = np.minimum.accumulate(rank[order])
     better = np.concatenate(([True], rank[order][1:] < lowest[:-1]))
     return labels.taken(order[better])
+
+
+def spread(need: Ints, ticks: Ints, gap: Floats, most: int) -> Ints:
+    """Positions along a falling curve: the smallest gap in each of so many stretches of equal length, and both ends."""
+    import numpy as np
+
+    if len(need) <= most:
+        return np.arange(len(need))
+    cost, size = ticks.astype(np.float64), need.astype(np.float64)
+    along = (size - size[0]) / (size[-1] - size[0]) + (cost[0] - cost) / (cost[0] - cost[-1])
+    stretch = np.minimum((along / 2 * (most - 2)).astype(np.int64), most - 3)
+    order = np.lexsort((gap, stretch))
+    best = order[np.unique(stretch[order], return_index=True)[1]]
+    return np.unique(np.concatenate(([0], best, [len(need) - 1])))
 
 
 def followed(columns: Columns, places: list[Labels | None], at: int) -> list[Option]:

@@ -129,6 +129,10 @@ class Problem:
         kind = self.costs.segments[index].kind
         return [group for group in self._groups[kind] if group.span <= self._runs[index]]
 
+    def single(self, kind: str) -> Group:
+        """The options of a kind that take one segment."""
+        return self._groups[kind][0]
+
     def run(self, index: int) -> int:
         """How many segments of the same kind begin at one, itself included."""
         return self._runs[index]

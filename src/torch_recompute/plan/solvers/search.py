@@ -42,7 +42,7 @@ class LabelSolver(Solver):
     """Labels; see the module.
 
     Args:
-        tied: Whether the middle of long runs of equal segments is taken in blocks, see `columns.py`.
+        tied: Whether the middle of long runs of equal segments is taken in blocks, see `blocks.py`.
     """
 
     def __init__(self, tied: bool = False) -> None:
