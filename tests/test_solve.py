@@ -70,7 +70,7 @@ def test_a_larger_budget_never_costs_more(costs: Costs, more: int, yet_more: int
 
 @pytest.mark.parametrize(("layers", "kinds"), [(40, 1), (30, 3), (300, 1), (70, 3)])
 def test_a_larger_stack_is_solved_close_to_the_bound(layers: int, kinds: int) -> None:
-    """Stacks are solved exactly, or in blocks within 0.1 % of the best step, never above the budget."""
+    """Stacks are solved exactly, or in blocks within 0.2 % of the best step, never above the budget."""
     costs = stack(layers, kinds)
     before = float("inf")
     for share in (0.0, 0.1, 0.5, 1.0):
@@ -80,7 +80,7 @@ def test_a_larger_stack_is_solved_close_to_the_bound(layers: int, kinds: int) ->
         assert solution.seconds <= before
         before = solution.seconds
         within = re.search(r"within ([0-9.]+) % of the best", solution.solver)
-        assert float(within[1]) <= 0.1 if within else "exact" in solution.solver
+        assert float(within[1]) <= 0.2 if within else "exact" in solution.solver
 
 
 @pytest.mark.parametrize("kinds", [1, 2])
