@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError
@@ -492,6 +493,15 @@ def reduces_other_parameters() -> None:
 
     with two_ranks(), unittest.mock.patch.object(dist, "all_reduce", all_reduce):
         fused_allreduce_gradients([with_gradient(torch.ones(3))])
+
+
+def wraps_one_by_one() -> None:
+    with two_ranks():
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        apply(layers, Plan((Choice(("0", "1")),)))
+        for i in range(2):
+            layers[i] = FullyShardedDataParallel(layers[i], device_id=torch.device("cpu"))
+        layers(torch.ones(2, 3))
 
 
 def reduces_sparse_gradients() -> None:
@@ -1082,6 +1092,15 @@ CASES = [
         "the plan recomputes 2 layers together, but each of them was sharded on its own: in backward the earlier ones "
         "are replayed while only the last one's parameters are gathered.\n"
         "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
+        "  or recompute them one by one:  recompute_num_layers=1",
+    ),
+    Case(
+        "wrapped_apart",
+        ArgumentError,
+        wraps_one_by_one,
+        "the plan recomputes 2 layers together, but FullyShardedDataParallel was put around each of them alone: in "
+        "backward the earlier ones are replayed while only the last one's parameters are sure to be there.\n"
+        "  Wrap a module that holds all of them, or keep parameters after forward (ShardingStrategy.SHARD_GRAD_OP),\n"
         "  or recompute them one by one:  recompute_num_layers=1",
     ),
     Case(

@@ -332,3 +332,40 @@ def test_first_generation(ranks, strategy, original):
             assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True)), way
             assert ours == gathers, way
             assert our_peak < 0.9 * peak, way
+
+
+def pairs_wrapped(strategy, when):
+    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    results = []
+    for with_regions in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer() for _ in range(4)))
+        if with_regions and when == "before":
+            apply(model, config.plan(model))
+        fsdp = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=None if strategy == "one unit" else ModuleWrapPolicy({Layer}),
+            sharding_strategy=getattr(ShardingStrategy, strategy, ShardingStrategy.FULL_SHARD),
+            device_id=torch.device("cpu"),
+        )
+        if with_regions and when == "after":
+            paths = [path for path, module in fsdp.named_modules() if isinstance(module, Layer)]
+            apply(fsdp, Plan((Choice(tuple(paths[:2])), Choice(tuple(paths[2:])))))
+        try:
+            results.append(trained(fsdp))
+        except ArgumentError as error:
+            results.append(str(error))
+    return results
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("strategy", ["one unit", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_groups_in_the_first_generation(ranks, strategy, when):
+    """Layers recomputed together work where their parameters stay or are gathered together; else they are refused."""
+    for (gathers, peak, wanted), ours in ranks.run(pairs_wrapped, strategy, when):
+        if strategy == "FULL_SHARD":
+            assert "FullyShardedDataParallel was put around each of them alone" in ours
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(ours[2], wanted, strict=True))
+            assert ours[0] == gathers
+            assert ours[1] < 0.9 * peak

@@ -91,6 +91,7 @@ from .plans import (
     sharded_apart,
     store_missing,
     store_unused,
+    wrapped_apart,
 )
 from .replays import (
     changed_input,
@@ -251,6 +252,7 @@ __all__ = [
     "unknown_method",
     "unknown_role",
     "value_requires_grad",
+    "wrapped_apart",
 ]
 
 
