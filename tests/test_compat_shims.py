@@ -309,6 +309,13 @@ def test_sequence_of() -> None:
     assert _compat.sequence_of(y.grad_fn) < _compat.sequence_of(z.grad_fn) < _compat.sequence_of(leaf)
 
 
+def test_function_of() -> None:
+    """A node made by an autograd Function names it, and PyTorch's own nodes name none."""
+    x = torch.ones(2, requires_grad=True)
+    assert _compat.function_of(Look.apply(x, lambda: None).grad_fn) is Look
+    assert _compat.function_of(x.sin().grad_fn) is None
+
+
 def test_set_grad_enabled() -> None:
     """Switches grad mode on this thread."""
     _compat.set_grad_enabled(False)

@@ -15,6 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError
 
 import torch_recompute
@@ -52,6 +57,7 @@ from torch_recompute import (
     values,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
+from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
@@ -517,6 +523,65 @@ def turns_checkpointing_on_in_other_words() -> None:
 
 def has_no_policy() -> None:
     huggingface.RecomputeCallback().on_train_begin(None, None, None, Switched())
+
+
+@contextlib.contextmanager
+def two_ranks() -> Any:
+    """The first of two ranks; the second is imagined, and agrees with whatever the first says."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def with_gradient(grad: torch.Tensor) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = grad
+    return weight
+
+
+def reduces_without_a_group() -> None:
+    fused_allreduce_gradients([with_gradient(torch.ones(3))])
+
+
+def reduces_in_a_group_of_others() -> None:
+    with two_ranks():
+        fused_allreduce_gradients([with_gradient(torch.ones(3))], dist.new_group([1]))
+
+
+def reduces_a_module() -> None:
+    with two_ranks():
+        fused_allreduce_gradients(Scale())
+
+
+def reduces_over_shards() -> None:
+    with two_ranks():
+        mesh = init_device_mesh("cpu", (2,))
+        shard = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+        fused_allreduce_gradients([torch.nn.Parameter(shard)])
+
+
+def reduces_other_parameters() -> None:
+    def all_reduce(tensor: torch.Tensor, *_: Any) -> None:
+        tensor[0] += 1  # what the other rank says
+
+    with two_ranks(), unittest.mock.patch.object(dist, "all_reduce", all_reduce):
+        fused_allreduce_gradients([with_gradient(torch.ones(3))])
+
+
+def wraps_one_by_one() -> None:
+    with two_ranks():
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        apply(layers, Plan((Choice(("0", "1")),)))
+        for i in range(2):
+            layers[i] = FullyShardedDataParallel(layers[i], device_id=torch.device("cpu"))
+        layers(torch.ones(2, 3))
+
+
+def reduces_sparse_gradients() -> None:
+    with two_ranks():
+        fused_allreduce_gradients([with_gradient(torch.ones(3)), with_gradient(torch.ones(3).to_sparse())])
 
 
 @dataclass(frozen=True)
@@ -1116,6 +1181,15 @@ CASES = [
         "the plan recomputes 2 layers together, but each of them was sharded on its own: in backward the earlier ones "
         "are replayed while only the last one's parameters are gathered.\n"
         "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
+        "  or recompute them one by one:  recompute_num_layers=1",
+    ),
+    Case(
+        "wrapped_apart",
+        ArgumentError,
+        wraps_one_by_one,
+        "the plan recomputes 2 layers together, but FullyShardedDataParallel was put around each of them alone: in "
+        "backward the earlier ones are replayed while only the last one's parameters are sure to be there.\n"
+        "  Wrap a module that holds all of them, or keep parameters after forward (ShardingStrategy.SHARD_GRAD_OP),\n"
         "  or recompute them one by one:  recompute_num_layers=1",
     ),
     Case(
@@ -2004,6 +2078,70 @@ CASES = [
         lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
         "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
         "  Costs are made by profiling a model; by hand, see plan/cost.py.",
+    # between ranks
+    Case(
+        "bad_bucket_bytes",
+        ArgumentError,
+        lambda: fused_allreduce_gradients([], bucket_bytes=0),
+        "bucket_bytes=0, where a number of bytes is expected, 1 or more.\n"
+        "  Leave it out for 128 MiB, or write bucket_bytes=32 * 2**20.",
+    ),
+    Case(
+        "no_process_group",
+        ArgumentError,
+        reduces_without_a_group,
+        "fused_allreduce_gradients: there is no process group to take the mean over.\n"
+        '  Call torch.distributed.init_process_group("nccl") first ("gloo" on CPU), in a process that torchrun has '
+        "started; one process alone has nothing to reduce.",
+    ),
+    Case(
+        "not_in_the_group",
+        ArgumentError,
+        reduces_in_a_group_of_others,
+        "fused_allreduce_gradients: rank 0 is not in the group that it was given.\n"
+        "  Call it with the group that this rank has made of itself and those with other data; new_group and "
+        "init_device_mesh are called by all ranks, and give each its own.",
+    ),
+    Case(
+        "not_parameters",
+        ArgumentError,
+        reduces_a_module,
+        "fused_allreduce_gradients takes an iterable of parameters, but got Scale: Scale().\n"
+        "  Write:  fused_allreduce_gradients(model.parameters())",
+    ),
+    Case(
+        "sharded_over_the_group",
+        ArgumentError,
+        reduces_over_shards,
+        "fused_allreduce_gradients: parameter 0, a DTensor of shape (4, 3), is sharded over ranks 0, 1, and the group "
+        "holds more than one of them: their shards are different parts of the parameter, and have no mean.\n"
+        "  Pass the group of ranks that hold the same shard (for tensor parallel the data parallel one: "
+        'mesh["dp"].get_group()). What fully_shard has sharded it reduces itself.',
+    ),
+    Case(
+        "other_parameters",
+        ArgumentError,
+        reduces_other_parameters,
+        "fused_allreduce_gradients: this rank was given 1 parameters, and some other rank different ones: another "
+        "number, order, shape, dtype, or main_grad on one side alone.\n"
+        "  Pass the same parameters in the same order on every rank, as model.parameters() gives them, also those that "
+        "this rank has no gradient for.",
+    ),
+    Case(
+        "sparse_gradient",
+        ArgumentError,
+        reduces_sparse_gradients,
+        "fused_allreduce_gradients: parameter 1 has a sparse gradient, which cannot share a bucket with others.\n"
+        "  Make it dense (nn.Embedding(..., sparse=False)), or reduce it alone and leave it out here: "
+        "torch.distributed.all_reduce(p.grad)",
+    ),
+    Case(
+        "not_a_graph",
+        ArgumentError,
+        lambda: find_reentrant(torch.ones(3)),
+        "find_reentrant walks the autograd graph of a model's output or loss, but found no graph on Tensor of shape "
+        "(3,).\n"
+        "  Pass the tensor that backward is called on, before or after backward: find_reentrant(loss, model)",
     ),
 ]
 

@@ -146,6 +146,11 @@ def sequence_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+def function_of(node: Any) -> type | None:
+    """The autograd Function that made a node; None for a node of PyTorch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 # --- ambient modes ------------------------------------------------------------------------------------------------

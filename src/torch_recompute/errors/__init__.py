@@ -50,6 +50,16 @@ from .configs import (
     unknown_method,
 )
 from .discards import changed_result, no_fp8, no_manager, not_a_consumer, nothing_to_discard
+from .distributed import (
+    bad_bucket_bytes,
+    no_process_group,
+    not_a_graph,
+    not_in_the_group,
+    not_parameters,
+    other_parameters,
+    sharded_over_the_group,
+    sparse_gradient,
+)
 from .doors import cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
 from .faces import (
     bad_ctx,
@@ -83,6 +93,7 @@ from .plans import (
     sharded_apart,
     store_missing,
     store_unused,
+    wrapped_apart,
 )
 from .replays import (
     changed_input,
@@ -136,6 +147,7 @@ __all__ = [
     "args_not_a_tuple",
     "bad_budget",
     "bad_costs",
+    "bad_bucket_bytes",
     "bad_ctx",
     "bad_file",
     "bad_flags",
@@ -182,6 +194,7 @@ __all__ = [
     "no_manager",
     "no_module_to_audit",
     "no_policy",
+    "no_process_group",
     "no_regions",
     "no_sharded_inputs",
     "no_sharded_store",
@@ -195,6 +208,7 @@ __all__ = [
     "not_a_deepspeed_config",
     "not_a_device",
     "not_a_flag",
+    "not_a_graph",
     "not_a_mapping",
     "not_a_model",
     "not_a_model_config",
@@ -206,11 +220,13 @@ __all__ = [
     "not_built",
     "not_callable",
     "not_importable",
+    "not_in_the_group",
     "not_indices",
     "not_labels",
     "not_made_of_modules",
     "not_on_or_off",
     "not_one_input",
+    "not_parameters",
     "not_paths",
     "not_plannable",
     "offload_without_regions",
@@ -222,6 +238,7 @@ __all__ = [
     "other_calls",
     "other_checkpointing_inside",
     "other_inputs",
+    "other_parameters",
     "other_results",
     "other_tensor",
     "other_values",
@@ -234,6 +251,8 @@ __all__ = [
     "sequence_parallel_shards_already",
     "sharded_apart",
     "store_missing",
+    "sharded_over_the_group",
+    "sparse_gradient",
     "store_returned",
     "store_unused",
     "suppressed",
@@ -253,6 +272,7 @@ __all__ = [
     "unknown_unit",
     "value_requires_grad",
     "values_in_graph",
+    "wrapped_apart",
 ]
 
 
