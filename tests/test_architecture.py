@@ -43,6 +43,7 @@ ROOMS = (
     ("region",),
     ("compat",),
     ("memory",),
+    ("simulation",),
     ("plan",),
     ("auditing",),
     ("config",),
@@ -81,6 +82,7 @@ LEAN = {
     "region",
     "compat",
     "memory",
+    "simulation",
     "plan",
     "auditing",
     "config",
@@ -90,7 +92,7 @@ LEAN = {
 LATE = {"numpy": LEAN, "yaml": {"config"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
-PLAN_FILES_WITH_TORCH = {"units", "profile", "apply", "calls", "observe"}
+PLAN_FILES_WITH_TORCH = {"units", "profile", "apply", "calls", "observe", "simulating"}
 
 MAX_LINES = 400
 # File (from the package folder) -> why it is one idea all the same.

@@ -23,8 +23,9 @@ from .errors import (
     StoreError,
 )
 from .memory import Measurement, SavedActivations, measure, saved_activations
-from .plan import Applied, Choice, Plan, apply
+from .plan import Applied, Choice, Plan, apply, simulate
 from .region import no_recompute, recompute
+from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
@@ -47,6 +48,7 @@ __all__ = [
     "RecomputeError",
     "SaveError",
     "SavedActivations",
+    "Simulation",
     "Store",
     "StoreError",
     "apply",
@@ -62,5 +64,6 @@ __all__ = [
     "replay",
     "save_for_recompute",
     "saved_activations",
+    "simulate",
     "state",
 ]

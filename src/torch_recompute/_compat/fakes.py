@@ -1,0 +1,34 @@
+"""Fake tensors: tensors with a shape, a type, a device and a storage of a known size, and no memory.
+
+PyTorch's compiler uses them; their names are private. `simulation/` is what uses them here.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_C: Any = torch._C
+
+without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDispatch
+"""A context in which operations run as they are, whatever dispatch modes are active."""
+
+is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
+"""Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a `DTensor`, a part of one that lies on several ranks."""
+    return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of a tensor made of others, taken apart and put together again."""
+    return mode.from_tensor(tensor, static_shapes=True)
