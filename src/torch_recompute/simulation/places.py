@@ -3,7 +3,8 @@
 A module is on a stack while it is called. In backward no module runs; there the node of the graph tells, by the number
 that autograd gave it when the operation of some module made it. In a replay modules are called again, below the region.
 A replay ends by an exception, which no hook of a module sees; so what lies on the stack belongs to a run of a region
-(or to none), and what does not belong to the present one is not looked at.
+(or to none), and what does not belong to the present one is not looked at. Runs are known by `id`, since whoever refers
+to one keeps alive what it has rebuilt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Places:
     def __init__(self, names: Mapping[int, str]) -> None:
         self.step = "forward"
         self._names = names
-        self._stack: list[tuple[str, Any]] = []
+        self._stack: list[tuple[str, int]] = []
         self._nodes: dict[int, str] = {}
 
     def now(self) -> tuple[str, str]:
@@ -43,6 +44,7 @@ class Places:
         if run is not None and run.replaying:
             return "replay", self._running(run)
         if self.step == "backward":
+            self._stack.clear()
             node = _compat.current_node()
             return "backward", self._nodes.get(_compat.sequence_of(node), "") if node is not None else ""
         if self.step == "optimizer":
@@ -53,7 +55,7 @@ class Places:
 
     def _running(self, run: Any) -> str:
         for i in range(len(self._stack) - 1, -1, -1):
-            if self._stack[i][1] is run:
+            if self._stack[i][1] == id(run):
                 del self._stack[i + 1 :]
                 return self._stack[i][0]
         return run.name
@@ -65,7 +67,7 @@ class Places:
         def enter(module: nn.Module, _args: object) -> None:
             name = self._names.get(id(module))
             if name is not None:
-                self._stack.append((name, thread.run))
+                self._stack.append((name, id(thread.run)))
 
         def leave(module: nn.Module, _args: object, _result: object) -> None:
             name = self._names.get(id(module))
