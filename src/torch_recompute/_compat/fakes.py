@@ -24,6 +24,21 @@ is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass
 """Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
 
 
+def is_operator(func: object) -> bool:
+    """Whether what a dispatch mode is shown is one operator, not an operator of other functions."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation makes of fake tensors; the mode is not active."""
+    return mode.dispatch(func, (), args, kwargs)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """A tensor's device; a fake one is not asked by way of the dispatcher."""
+    return cast("Any", tensor).fake_device if type(tensor) is FakeTensor else tensor.device
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a `DTensor`, a part of one that lies on several ranks."""
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)

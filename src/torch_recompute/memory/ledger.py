@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._compat.fakes import FakeTensor, device_of
+
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "other", "activations")
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, ACTIVATIONS = range(len(CATEGORIES))
 
@@ -180,7 +182,9 @@ def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage
 
     Sparse and other tensors without a storage of their own yield nothing.
     """
-    if isinstance(value, torch.Tensor):
+    if type(value) is FakeTensor:
+        yield device_of(value), value.untyped_storage()
+    elif isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is not None:
             for name in flatten()[0]:

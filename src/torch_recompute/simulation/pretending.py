@@ -28,7 +28,7 @@ import torch
 
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
-from .._compat.fakes import FakeTensor, FakeTensorMode, without_modes
+from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, on_fakes, without_modes
 
 INTEGERS = 2**24
 FLOATS = 2**10
@@ -36,6 +36,7 @@ STAND_INS = 2**22
 
 aten: Any = torch.ops.aten
 _MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
+_DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -45,11 +46,12 @@ class Pretend(TorchDispatchMode):
     """Runs operations on real small tensors, simulates those on fake ones.
 
     Args:
-        fakes: The mode that simulates; it is active around this one.
+        fakes: What simulates; it is not active itself, which saves a turn of each operation.
         where: Says which module is running.
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
+        seen: Called with each operation, its arguments and its result, or None.
     """
 
     supports_higher_order_operators = True
@@ -59,6 +61,7 @@ class Pretend(TorchDispatchMode):
         self._fakes = fakes
         self._where = where
         self.assumed: dict[str, None] = {}
+        self.seen: Callable[[Any, Any, Any], None] | None = None
 
     def __torch_dispatch__(
         self,
@@ -67,7 +70,14 @@ class Pretend(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        if func is _DEVICE:  # how a fake tensor is asked for its device, at every turn
+            return device_of(args[0])
+        out = self._out(func, args, kwargs or {})
+        if self.seen is not None and out is not NotImplemented:
+            self.seen(func, (args, kwargs), out)
+        return out
+
+    def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake = real = False
         for kind in map(type, _tensors(args, kwargs)):
             if kind is FakeTensor:
@@ -76,8 +86,9 @@ class Pretend(TorchDispatchMode):
                 real = True
             else:
                 return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
+        if not is_operator(func):
+            with self._fakes:
+                return func(*args, **kwargs)
         if not fake:
             return self._real(func, args, kwargs, real)
         if func in _MASKED:
@@ -87,8 +98,9 @@ class Pretend(TorchDispatchMode):
         if not _READS.isdisjoint(func.tags) and func not in _MASKED:
             return self._kept(self._run(func, args, kwargs))
         if func is _GROUPED:
-            return _grouped(*args, **kwargs)
-        out = func(*self._all_fake(args), **self._all_fake(kwargs)) if real else func(*args, **kwargs)
+            with self._fakes:
+                return _grouped(*args, **kwargs)
+        out = self._simulated(func, args, kwargs, real)
         if func.is_view or func._schema.is_mutable:
             return out
         return self._decided(func, args, out)
@@ -96,11 +108,16 @@ class Pretend(TorchDispatchMode):
     def _real(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         """An operation on real tensors alone, or on none."""
         if not (func.is_view or func._schema.is_mutable or not _READS.isdisjoint(func.tags)):
-            out = func(*self._all_fake(args), **self._all_fake(kwargs)) if real else func(*args, **kwargs)
+            out = self._simulated(func, args, kwargs, real)
             if not all(map(_stays, _tensors(out, {}))):
                 return out
         with without_modes():
             return func(*args, **kwargs)
+
+    def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
+        if real:
+            args, kwargs = self._all_fake(args), self._all_fake(kwargs)
+        return on_fakes(self._fakes, func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that reads or writes real values, with stand-ins for the fake ones."""
@@ -169,7 +186,8 @@ class Pretend(TorchDispatchMode):
         return _mapped(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+        with self._fakes:
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
 def _grouped(

@@ -6,7 +6,9 @@ PyTorch's own formulas (`torch.utils.flop_counter`), each operation on its own; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -15,12 +17,14 @@ from torch.utils.flop_counter import flop_registry
 from ..memory.ledger import ACTIVATIONS, Entry, Ledger, Place, storages
 from ..memory.measurement import Measurement
 from .places import PHASES, Places
+from .pretending import Pretend
 
 
 class Recording(Measurement):
     """The books of one simulated step.
 
     Args:
+        pretend: The mode under which the step runs.
         places: Knows where the step is.
         device: The device whose figures are wanted.
         rounding: Sizes are rounded up to multiples of this many bytes.
@@ -30,13 +34,25 @@ class Recording(Measurement):
         kept: What the forward keeps for backward: entries of activations and their bytes.
     """
 
-    def __init__(self, places: Places, device: torch.device, rounding: int) -> None:
+    def __init__(self, pretend: Pretend, places: Places, device: torch.device, rounding: int) -> None:
         super().__init__(device)
+        self._pretend = pretend
         self._rounding = rounding
         self._places = places
         self.flops = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
+
+    @contextlib.contextmanager
+    def _shown(self) -> Generator[None]:
+        self._pretend.seen = self.record
+        try:
+            yield
+        finally:
+            self._pretend.seen = None
+
+    def _watcher(self) -> AbstractContextManager[Any]:
+        return self._shown()
 
     def _ledger(self, device: torch.device) -> Ledger:
         if device not in self._ledgers:
@@ -45,8 +61,6 @@ class Recording(Measurement):
 
     def record(self, func: object, inputs: object, outputs: object) -> None:
         """Books one operation."""
-        if func is torch.ops.prim.device.default:  # how a fake tensor is asked for its device
-            return
         phase, module = self._places.now()
         shape = next((tuple(map(int, t.shape)) for t in _tensors(outputs)), ())
         place = Place(self._events + 1, phase, module, str(func), shape)

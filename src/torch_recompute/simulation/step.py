@@ -146,7 +146,7 @@ class _Step:
         self._places = Places({id(module): path for path, module in self._model.named_modules()})
         self._pretend = Pretend(self._fakes, lambda: self._places.now()[1])
         if optimizer is not None and self._optimizer is None:
-            with self._fakes, self._pretend:
+            with self._pretend:
                 self._optimizer = optimizer(list(self._model.parameters()))
             if not isinstance(self._optimizer, torch.optim.Optimizer):
                 raise errors.ArgumentError(errors.not_an_optimizer(optimizer, self._optimizer))
@@ -158,10 +158,10 @@ class _Step:
     ) -> Simulation:
         """Runs the step."""
         args, kwargs = self._faker.arguments(args, kwargs)
-        books = Recording(self._places, self._device, self._rounding)
+        books = Recording(self._pretend, self._places, self._device, self._rounding)
         books.track(self._model)
         logits: tuple[int, int] | None = None
-        with self._fakes, self._pretend, self._places.watching(), books:
+        with self._pretend, self._places.watching(), books:
             for _ in range(accumulate):
                 self._places.step = "forward"
                 output = self._model(*args, **kwargs)
@@ -179,13 +179,13 @@ class _Step:
             if self._optimizer is not None:
                 self._places.step = "optimizer"
         if self._optimizer is not None:
-            with self._fakes, self._pretend:
+            with self._pretend:
                 self._optimizer.step()
-            second = Recording(self._places, self._device, self._rounding)
+            second = Recording(self._pretend, self._places, self._device, self._rounding)
             second.go_on_from(books)
             second.track(self._model, self._optimizer)
             state = second.on(self._device).live_by_category["optimizer"]
-            with self._fakes, self._pretend, second:
+            with self._pretend, second:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
         return self._result(books, second, state, logits)
