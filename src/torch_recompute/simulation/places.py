@@ -50,7 +50,7 @@ class Places:
         if self.step == "optimizer":
             return "optimizer", ""
         module = self._stack[-1][0] if self._stack else ""
-        self._nodes[_compat.sequence_number() - 1] = module
+        self._nodes.setdefault(_compat.sequence_number() - 1, module)  # later operations may have made no node
         return self.step, module
 
     def _running(self, run: Any) -> str:

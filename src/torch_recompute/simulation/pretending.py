@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
-from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, on_fakes, without_modes
+from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes
+from .kernels import Kernels
 
 INTEGERS = 2**24
 FLOATS = 2**10
@@ -40,6 +41,24 @@ _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+class _Kind(NamedTuple):
+    """Whether an operation returns views, writes to its arguments, reads values."""
+
+    views: bool
+    writes: bool
+    reads: bool
+
+
+_kinds: dict[Any, _Kind] = {}
+
+
+def _kind(func: Any) -> _Kind:
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _Kind(func.is_view, _compat.writes(func), not _READS.isdisjoint(func.tags))
+    return kind
 
 
 class Pretend(TorchDispatchMode):
@@ -59,6 +78,7 @@ class Pretend(TorchDispatchMode):
     def __init__(self, fakes: FakeTensorMode, where: Callable[[], str]) -> None:
         super().__init__()
         self._fakes = fakes
+        self._kernels = Kernels(fakes)
         self._where = where
         self.assumed: dict[str, None] = {}
         self.seen: Callable[[Any, Any, Any], None] | None = None
@@ -91,23 +111,26 @@ class Pretend(TorchDispatchMode):
                 return func(*args, **kwargs)
         if not fake:
             return self._real(func, args, kwargs, real)
+        kind = _kind(func)
         if func in _MASKED:
             args = self._by_index(args)
-        if real and any(type(t) is not FakeTensor for t in _tensors(_compat.written_by(func, args, kwargs), {})):
-            return self._run(func, args, kwargs)
-        if not _READS.isdisjoint(func.tags) and func not in _MASKED:
+        elif kind.reads:
             return self._kept(self._run(func, args, kwargs))
+        if real and kind.writes:
+            written = _tensors(_compat.written_by(func, args, kwargs), {})
+            if any(type(tensor) is not FakeTensor for tensor in written):
+                return self._run(func, args, kwargs)
         if func is _GROUPED:
             with self._fakes:
                 return _grouped(*args, **kwargs)
         out = self._simulated(func, args, kwargs, real)
-        if func.is_view or func._schema.is_mutable:
+        if kind.views or kind.writes:
             return out
         return self._decided(func, args, out)
 
     def _real(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         """An operation on real tensors alone, or on none."""
-        if not (func.is_view or func._schema.is_mutable or not _READS.isdisjoint(func.tags)):
+        if not any(_kind(func)):
             out = self._simulated(func, args, kwargs, real)
             if not all(map(_stays, _tensors(out, {}))):
                 return out
@@ -117,7 +140,7 @@ class Pretend(TorchDispatchMode):
     def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         if real:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
-        return on_fakes(self._fakes, func, args, kwargs)
+        return self._kernels.run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that reads or writes real values, with stand-ins for the fake ones."""

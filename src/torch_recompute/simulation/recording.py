@@ -68,11 +68,8 @@ class Recording(Measurement):
             self._ledger(device)
         for ledger in self._ledgers.values():
             ledger.place = place
-        before = {device: len(ledger.timeline) for device, ledger in self._ledgers.items()}
+        self.at[place.event] = place
         super().record(func, inputs, outputs)
-        for device, ledger in self._ledgers.items():
-            if len(ledger.timeline) > before[device]:
-                self.at[place.event] = place
         formula: Any = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -59,3 +60,35 @@ class Simulation(NamedTuple):
     rounding: int
     assumed: tuple[str, ...]
     advice: str
+
+    def __str__(self) -> str:
+        where = f" of {self.peak.module}" if self.peak.module else ""
+        lines = [
+            f"peak {_said(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
+            *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in self.by_category.items() if nbytes),
+            f"kept for backward {_said(self.saved_bytes)}",
+            *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in _grouped(self.saved_by_module)[:_LINES]),
+            "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),
+            *(f"assumed: {words}" for words in self.assumed[:_LINES]),
+        ]
+        return "\n".join([*lines, *filter(None, [self.advice])])
+
+
+_LINES = 12
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _grouped(sums: dict[str, int]) -> list[tuple[str, int]]:
+    """Sums by path, with those that differ only in numbers as one."""
+    groups: dict[str, list[int]] = {}
+    for path, nbytes in sums.items():
+        groups.setdefault(_INDEX.sub("*", path), []).append(nbytes)
+    named = [
+        (f"{path or '(the model itself)'}" + (f"  ({len(parts)} modules)" if len(parts) > 1 else ""), sum(parts))
+        for path, parts in groups.items()
+    ]
+    return sorted(named, key=lambda item: -item[1])
+
+
+def _said(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.2f} MiB"
