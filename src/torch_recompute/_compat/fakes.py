@@ -39,6 +39,25 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return cast("Any", tensor).fake_device if type(tensor) is FakeTensor else tensor.device
 
 
+def over(
+    storage: torch.UntypedStorage, offset: Any, like: torch.Tensor, device: torch.device | str = "meta"
+) -> torch.Tensor:
+    """A tensor of the type, shape and strides of another over a storage; fake where a fake mode is active."""
+    return lay(storage, offset, (like.shape, like.stride()), like.dtype, device)
+
+
+def lay(
+    storage: torch.UntypedStorage, offset: Any, layout: tuple[Any, Any], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A tensor with a shape and strides over a storage, which keeps its size."""
+    made: Any = torch.empty(0, dtype=dtype, device=device)
+    size = storage.nbytes()
+    made.set_(storage, offset, *layout)
+    if storage.nbytes() != size:  # memory that has been discarded can be viewed, and stays so
+        storage.resize_(size)
+    return made
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a `DTensor`, a part of one that lies on several ranks."""
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)

@@ -79,7 +79,7 @@ def not_a_loss(value: object) -> str:
 def not_an_optimizer(factory: object, made: object) -> str:
     """Text for `optimizer=` that makes no optimizer."""
     return (
-        f"simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list of parameters "
+        "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list of parameters "
         f"to one, but {say(factory)} returned {say(made)}\n"
         "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
     )

@@ -171,9 +171,12 @@ class Ledger:
         entry.nbytes = nbytes
 
     def _reread_all(self, entries: dict[int, Entry]) -> None:
+        rounding = self._rounding
         for entry in tuple(entries.values()):
             storage = entry()
-            if storage is not None and self._size(storage) != entry.nbytes:
+            if storage is None or (rounding == 1 and storage.nbytes() == entry.nbytes):
+                continue
+            if self._size(storage) != entry.nbytes:
                 self._reread(entry, storage)
 
 

@@ -191,7 +191,7 @@ class Measurement:
     def __exit__(self, *exception: object) -> None:
         if self._watch is None:
             return
-        self._watch.__exit__(*exception)
+        self._watch.__exit__(*cast("tuple[None, None, None]", exception))
         with self._lock:
             self._look()
             self._watch = None

@@ -14,7 +14,6 @@ never does; the caller checks afterwards that nothing of the original was touche
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat, errors
-from .._compat.fakes import FakeTensor, FakeTensorMode, fake_like, is_sharded, is_wrapper
+from .._compat.fakes import FakeTensor, FakeTensorMode, fake_like, is_sharded, is_wrapper, over
 from .pretending import FLOATS, INTEGERS
 
 
@@ -46,10 +45,8 @@ class Faker:
         """A deep copy with fake tensors of modules, optimizers and what they hold."""
         for thing in things if isinstance(things, (list, tuple)) else [things]:
             if isinstance(thing, nn.Module):
-                for path, module in thing.named_modules():
-                    for name, parameter in module._parameters.items():
-                        if parameter is not None:
-                            self.tensor(parameter, f"{path}.{name}".lstrip("."))
+                for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
+                    self.tensor(tensor, name)
         with _Copying(self):
             return copy.deepcopy(things, self._memo)
 
@@ -82,7 +79,8 @@ class Faker:
             made = self._plain(tensor, name)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, tensor.requires_grad)
-                made.__dict__.update({k: v for k, v in tensor.__dict__.items() if k != "_is_param"} if type(tensor) is nn.Parameter else {})
+                for attribute, value in vars(tensor).items() if type(tensor) is nn.Parameter else ():  # such as `sequence_parallel`, which optimizers look at
+                    setattr(made, attribute, value)
             else:
                 made.requires_grad_(tensor.requires_grad)
         return made
@@ -102,20 +100,17 @@ class Faker:
             return self._over_storage(tensor, device)
 
     def _over_storage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        known = self._storages.get(_compat.storage_id(tensor))
+        identity, whole = _compat.storage_id(tensor), tensor.untyped_storage()
         with self._fakes:
-            if known is not None:
-                made = torch.empty(0, dtype=tensor.dtype, device=device)
-                return made.set_(known[0], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if tensor.storage_offset() or storage.nbytes() != made.untyped_storage().nbytes():
-                made.untyped_storage().resize_(storage.nbytes())
+            if identity not in self._storages:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 place = made.untyped_storage()
-                made = torch.empty(0, dtype=tensor.dtype, device=device)
-                made = made.set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
-            self._storages[_compat.storage_id(tensor)] = made.untyped_storage(), storage
-            return made
+                self._storages[identity] = place, whole
+                if not tensor.storage_offset() and place.nbytes() == whole.nbytes():
+                    return made
+                place.resize_(whole.nbytes())
+            place, _ = self._storages[identity]
+            return over(place, tensor.storage_offset(), tensor, device)
 
 
 class _Copying(TorchFunctionMode):
@@ -128,7 +123,7 @@ class _Copying(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.__deepcopy__:
+        if func is torch.Tensor.__deepcopy__ or func is torch.Tensor.clone:  # the latter by nn.Parameter
             return self._faker.tensor(args[0])
         return func(*args, **(kwargs or {}))
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _compat
-from .._compat.fakes import FakeTensor, FakeTensorMode, on_fakes
+from .._compat.fakes import FakeTensor, FakeTensorMode, lay, on_fakes
 
 
 class _Made(NamedTuple):
@@ -83,12 +83,7 @@ class Kernels:
         if source is None:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
-            storage = tensors[source].untyped_storage()
-            size = storage.nbytes()
-            made = torch.empty(0, dtype=dtype, device="meta")
-            made.set_(storage, offset, shape, stride)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            if storage.nbytes() != size:  # memory that has been discarded is viewed as well, and stays so
-                storage.resize_(size)
+            made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
         return FakeTensor(self._mode, made, device)
 
 
@@ -120,7 +115,8 @@ def _recipe_of(out: Any, tensors: Sequence[FakeTensor], sources: dict[int, int],
     if index is not None:
         return index
     storage = _compat.storage_id(out)
-    made = _Made(tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, out.fake_device, sources.get(storage))
+    offset = int(out.storage_offset())
+    made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, sources.get(storage))
     if made.source is not None:
         return made
     size = out.untyped_storage().nbytes()

@@ -20,7 +20,6 @@ Invariants. No tensor of the caller's is written to: what stays real is a copy. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -144,6 +143,7 @@ class Pretend(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that reads or writes real values, with stand-ins for the fake ones."""
+
         def real(value: Any) -> Any:
             return self._stand_in(value, str(func)) if type(value) is FakeTensor else value
 
@@ -165,6 +165,7 @@ class Pretend(TorchDispatchMode):
 
     def _decided(self, func: Any, args: Any, out: Any) -> Any:
         """The results with stand-ins for integers, as far as they are new and small."""
+
         def decide(value: Any) -> Any:
             integers = type(value) is FakeTensor and not _floats(value) and value.dtype is not torch.bool
             if not integers or value.numel() > STAND_INS:

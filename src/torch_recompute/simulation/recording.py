@@ -39,7 +39,7 @@ class Recording(Measurement):
         self._pretend = pretend
         self._rounding = rounding
         self._places = places
-        self.flops = dict.fromkeys(PHASES, 0)
+        self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
 

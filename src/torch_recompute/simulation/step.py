@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
-from ..memory.ledger import ACTIVATIONS, CATEGORIES, Entry, by_category
+from ..memory.ledger import ACTIVATIONS, Entry
 from ..state import DEFAULT
 from .advising import advise
 from .faking import Faker
@@ -137,19 +137,19 @@ class _Step:
 
     def set_up(self, model: nn.Module, optimizer: Any, prepare: Callable[[nn.Module], object] | None) -> None:
         """Copies the model and the optimizer."""
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._model, self._optimizer = self._faker.copy((model, optimizer))
-        else:
-            self._model = self._faker.copy(model)
+        instance = isinstance(optimizer, torch.optim.Optimizer)
+        self._model, self._optimizer = self._faker.copy((model, optimizer if instance else None))
         for parameter in self._model.parameters():
             parameter.grad = None
         self._places = Places({id(module): path for path, module in self._model.named_modules()})
         self._pretend = Pretend(self._fakes, lambda: self._places.now()[1])
-        if optimizer is not None and self._optimizer is None:
+        if optimizer is not None and not instance:
             with self._pretend:
                 self._optimizer = optimizer(list(self._model.parameters()))
             if not isinstance(self._optimizer, torch.optim.Optimizer):
                 raise errors.ArgumentError(errors.not_an_optimizer(optimizer, self._optimizer))
+        if self._optimizer is not None and self._device.type == "cuda":
+            _as_on_cuda(self._optimizer)
         if prepare is not None:
             prepare(self._model)
 
@@ -207,7 +207,6 @@ class _Step:
         peak_bytes = peak_of.peak_bytes + extra
         peak = next(moment for moment in timeline if moment.live_bytes == peak_bytes)
         activations = [(entry, nbytes) for entry, nbytes in ledger.at_peak() if entry.rank == ACTIVATIONS]
-        flops = dict(books.flops)
         return Simulation(
             device=device,
             peak_bytes=peak_bytes,
@@ -219,11 +218,21 @@ class _Step:
             peak_by_module=_by_module(activations),
             saved_bytes=sum(nbytes for _, nbytes in books.kept),
             saved_by_module=_by_module(books.kept),
-            flops=flops,
+            flops=books.flops,
             rounding=self._rounding,
             assumed=(*self._faker.assumed, *self._pretend.assumed),
             advice=advise(activations, peak_bytes, logits),
         )
+
+
+def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer take the way over lists of tensors that it takes by itself on CUDA, where it knows one.
+
+    It looks at the class of its parameters, and does not know that of fakes.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = not group.get("differentiable", False)
 
 
 def _moment(sample: Any, places: dict[int, Any], more: int) -> Moment:
