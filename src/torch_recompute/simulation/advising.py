@@ -34,5 +34,5 @@ def advise(activations: list[tuple[Entry, int]], peak_bytes: int, logits: tuple[
     return (
         f"{share:.0%} of the peak are {len(wide)} tensors of the loss as wide as the logits ({width:,}), "
         f"{sum(wide):,} bytes, which no recomputation of layers frees. Compute the head and the loss for some tokens "
-        "at a time: recompute(head_and_loss, tiles=8, tile_dim=...)(hidden, labels), with a loss per token."
+        "at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
     )

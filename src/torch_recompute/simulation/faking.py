@@ -79,8 +79,9 @@ class Faker:
             made = self._plain(tensor, name)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, tensor.requires_grad)
-                for attribute, value in vars(tensor).items() if type(tensor) is nn.Parameter else ():  # such as `sequence_parallel`, which optimizers look at
-                    setattr(made, attribute, value)
+                if type(tensor) is nn.Parameter:
+                    for attribute, value in vars(tensor).items():  # such as `sequence_parallel`, which others look at
+                        setattr(made, attribute, value)
             else:
                 made.requires_grad_(tensor.requires_grad)
         return made
