@@ -53,7 +53,6 @@ from torch_recompute.plan.units import find_units, register
 from torch_recompute.simulation.faking import Faker
 
 
-
 def nn_linear() -> torch.nn.Module:
     return torch.nn.Linear(3, 3)
 
@@ -1244,7 +1243,7 @@ CASES = [
         ArgumentError,
         lambda: simulate(nn_linear(), (vector(),), accumulate=0),
         "simulate(accumulate=...) is how many forwards and backwards come before a step of the optimizer, an integer "
-        "from 1, but got 0",
+        "from 1, but got int: 0",
     ),
     Case(
         "no_such_device",
@@ -1290,22 +1289,22 @@ CASES = [
         "no_loss",
         ArgumentError,
         lambda: simulate(torch.nn.Identity(), (3,)),
-        "simulate: the model returned 3, which has no `.loss` and no floating tensor.\n"
+        "simulate: the model returned int: 3, which has no `.loss` and no floating tensor.\n"
         "  Say how the loss is computed:  simulate(model, args, loss=lambda output: ...)",
     ),
     Case(
         "not_a_loss",
         ArgumentError,
         lambda: simulate(nn_linear(), (vector(),), loss=lambda out: 3),
-        "simulate: the loss must be a tensor with one element that requires grad, but is 3\n"
+        "simulate: the loss must be a tensor with one element that requires grad, but is int: 3\n"
         "  Say how it is computed:  simulate(model, args, loss=lambda output: output.logits.float().mean())",
     ),
     Case(
         "not_an_optimizer",
         ArgumentError,
-        lambda: simulate(nn_linear(), (vector(),), optimizer=list),
+        lambda: simulate(nn_linear(), (vector(),), optimizer=len),
         "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list of parameters "
-        "to one, but <class 'list'> returned PLACEHOLDER\n"
+        "to one, but builtin_function_or_method: <built-in function len> returned int: 2\n"
         "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1).",
     ),
     # the lens

@@ -84,7 +84,10 @@ def _grouped(sums: dict[str, int]) -> list[tuple[str, int]]:
     for path, nbytes in sums.items():
         groups.setdefault(_INDEX.sub("*", path), []).append(nbytes)
     named = [
-        (f"{path or '(the model itself, the loss)'}" + (f"  ({len(parts)} modules)" if len(parts) > 1 else ""), sum(parts))
+        (
+            f"{path or '(the model itself, the loss)'}" + (f"  ({len(parts)} modules)" if len(parts) > 1 else ""),
+            sum(parts),
+        )
         for path, parts in groups.items()
     ]
     return sorted(named, key=lambda item: -item[1])
