@@ -1,4 +1,4 @@
-"""The peak of a training step that `simulate` predicts, beside the real one: every model of the tests, plain and planned.
+"""The peak of a training step that `simulate` predicts, beside the real one, for every model of the tests.
 
     python benchmarks/simulated_peak.py
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _measure import arguments, finish
 from torch.profiler import ProfilerActivity, profile
 
-from _measure import arguments, finish
 from torch_recompute import Plan, apply, measure, simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -366,14 +366,9 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
-def writes(func: Any) -> bool:
-    """Whether an operation's schema says that it writes to an argument; False where it has no schema."""
-    return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
-
-
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of an operation that its schema says it writes to; empty where it has no schema."""
-    if not writes(func):
+    if not getattr(getattr(func, "_schema", None), "is_mutable", False):
         return []
     arguments = enumerate(func._schema.arguments)
     written = ((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)

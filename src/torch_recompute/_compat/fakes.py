@@ -29,6 +29,11 @@ def is_operator(func: object) -> bool:
     return isinstance(func, torch._ops.OpOverload)
 
 
+def writes(func: Any) -> bool:
+    """Whether an operation's schema says that it writes to an argument; False where it has no schema."""
+    return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
 def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operation makes of fake tensors; the mode is not active."""
     return mode.dispatch(func, (), args, kwargs)

@@ -27,7 +27,7 @@ import torch
 
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
-from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes
+from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes, writes
 from .kernels import Kernels
 
 INTEGERS = 2**24
@@ -56,7 +56,7 @@ _kinds: dict[Any, _Kind] = {}
 def _kind(func: Any) -> _Kind:
     kind = _kinds.get(func)
     if kind is None:
-        kind = _kinds[func] = _Kind(func.is_view, _compat.writes(func), not _READS.isdisjoint(func.tags))
+        kind = _kinds[func] = _Kind(func.is_view, writes(func), not _READS.isdisjoint(func.tags))
     return kind
 
 
