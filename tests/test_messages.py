@@ -1265,8 +1265,8 @@ CASES = [
         "cannot_fake",
         ArgumentError,
         lambda: simulate(nn_linear(), (vector().to_sparse(),)),
-        "simulate: args[0] is Tensor of shape (3,), of which no fake copy can be made: its class or layout says nothing "
-        "of where its memory lies.\n"
+        "simulate: args[0] is Tensor of shape (3,), of which no fake copy can be made: its class or layout says "
+        "nothing of where its memory lies.\n"
         "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation).",
     ),
     Case(

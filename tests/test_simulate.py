@@ -74,10 +74,10 @@ def test_nothing_of_the_users_is_changed() -> None:
 
 
 def test_a_model_on_meta_is_simulated_where_it_could_run() -> None:
-    """A model that was never allocated has the figures of the real one, tied weights and ids without values included."""
+    """A model that was never allocated has the figures of the real one, also with tied weights."""
     model, inputs = build("gpt2")
     real = simulate(model, (), inputs)
-    meta = model.to("meta")
+    meta: Any = model.to("meta")
     meta.tie_weights()
     without = simulate(meta, (), {key: value.to("meta") for key, value in inputs.items()}, device="cpu")
     assert without.by_category == real.by_category
