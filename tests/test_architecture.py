@@ -44,6 +44,7 @@ ROOMS = (
     ("region",),
     ("compat",),
     ("memory",),
+    ("simulation",),
     ("plan",),
     ("auditing",),
     ("config",),
@@ -83,6 +84,7 @@ LEAN = {
     "region",
     "compat",
     "memory",
+    "simulation",
     "plan",
     "auditing",
     "config",
@@ -92,7 +94,7 @@ LEAN = {
 LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
-PLAN_FILES_WITH_TORCH = {"units", "profile", "apply", "calls", "observe"}
+PLAN_FILES_WITH_TORCH = {"units", "profile", "apply", "calls", "observe", "simulating"}
 
 MAX_LINES = 400
 # File (from the package folder) -> why it is one idea all the same.

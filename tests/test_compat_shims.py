@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
-from torch_recompute._compat import capture, storages
+from torch_recompute._compat import capture, fakes, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -646,3 +646,44 @@ def test_capturing() -> None:
         torch.rand(4, device="cuda")
         assert capture.captured_state(generator)[1] > 0
     assert not capture.capturing()
+
+
+# --- fake tensors -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_of_tensors_is_told_from_a_sharded_one() -> None:
+    """Only a `DTensor` of torch counts as sharded, whatever else wraps tensors."""
+    own = type("DTensor", (torch.Tensor,), {"__module__": "mine"})
+    torchs = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
+    assert not fakes.is_sharded(torch.ones(2).as_subclass(own))
+    assert fakes.is_sharded(torch.ones(2).as_subclass(torchs))
+    assert not fakes.is_wrapper(torch.ones(2))
+
+
+def test_operations_on_fakes_need_no_active_mode() -> None:
+    """`on_fakes` answers without values, and a tensor laid over a storage leaves its size alone."""
+    mode = fakes.FakeTensorMode()
+    with mode:
+        x = torch.empty(4, 4)
+    y = fakes.on_fakes(mode, torch.ops.aten.mm.default, (x, x), {})
+    assert type(y) is fakes.FakeTensor
+    assert y.shape == (4, 4)
+    assert fakes.device_of(y) == torch.device("cpu")
+    assert fakes.is_operator(torch.ops.aten.mm.default)
+    y.untyped_storage().resize_(0)
+    with mode:
+        view = fakes.over(y.untyped_storage(), 0, y, "cpu")
+    assert view.untyped_storage().nbytes() == 0
+    with fakes.without_modes():
+        assert torch.ones(2).sum().item() == 2
+
+
+def test_an_operation_that_writes_is_known() -> None:
+    """`writes` follows the schema, and a class of tensors is plain as a tensor of it is."""
+    assert fakes.writes(torch.ops.aten.add_.Tensor)
+    assert not fakes.writes(torch.ops.aten.add.Tensor)
+    assert not fakes.writes(len)
+    assert _compat.is_plain_kind(torch.Tensor)
+    assert _compat.is_plain(torch.ones(2))
+    mode = fakes.FakeTensorMode()
+    assert type(fakes.fake_like(mode, torch.ones(2))) is fakes.FakeTensor

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointError
 
 import torch_recompute
@@ -55,6 +56,7 @@ from torch_recompute import (
     show,
     state,
     values,
+    simulate,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
@@ -66,6 +68,37 @@ from torch_recompute.plan.units import find_units, register
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
 from torch_recompute.stores.parcels import Depot
+from torch_recompute.simulation.faking import Faker
+
+
+def nn_linear() -> torch.nn.Module:
+    return torch.nn.Linear(3, 3)
+
+
+class Reads(torch.nn.Module):
+    """Reads values of its argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero()
+
+
+class Reaches(torch.nn.Module):
+    """Reaches its weight through a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = self.inner = torch.nn.Linear(3, 3)
+        self.call = lambda x: inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def a_dtensor() -> torch.Tensor:
+    """A tensor of a class of that name; a true one needs a process group."""
+    kind = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
+    return vector().as_subclass(kind)
+
 
 REASONS = (
     "\n  The function must do the same work each time it is called with the same arguments. Common reasons that it "
@@ -1366,6 +1399,76 @@ CASES = [
         "the replay of layer 3 reached the saved call attention with another tensor than its forward as input 0:\n"
         "      forward: float32[3] on cpu\n"
         f"      replay:  float32[2] on cpu{WHY}",
+    ),
+    # simulated steps
+    Case(
+        "bad_accumulate",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), accumulate=0),
+        "simulate(accumulate=...) is how many forwards and backwards come before a step of the optimizer, an integer "
+        "from 1, but got int: 0",
+    ),
+    Case(
+        "no_such_device",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), device="hpu"),
+        "simulate(device='hpu'): this build of PyTorch, on this machine, has no such device, and which kernels would "
+        "run there cannot be asked.\n"
+        "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one.",
+    ),
+    Case(
+        "sharded_model",
+        ArgumentError,
+        lambda: Faker(FakeTensorMode(), None).tensor(a_dtensor(), "layers.0.weight"),
+        "simulate: layers.0.weight is a DTensor: the model is sharded (fully_shard, tensor parallelism), and its "
+        "collectives cannot be simulated on one process.\n"
+        "  Simulate the model as it was before sharding.",
+    ),
+    Case(
+        "cannot_fake",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector().to_sparse(),)),
+        "simulate: args[0] is Tensor of shape (3,), of which no fake copy can be made: its class or layout says "
+        "nothing of where its memory lies.\n"
+        "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation).",
+    ),
+    Case(
+        "too_large_to_read",
+        RecomputeError,
+        lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),
+        "simulate: the model reads the values of a tensor of shape (33554432,) (aten.nonzero.default), and simulated "
+        "tensors have none.\n"
+        "  Simulate a smaller batch, or pass arguments of integers and masks as real tensors, not on meta.",
+    ),
+    Case(
+        "original_reached",
+        RecomputeError,
+        lambda: simulate(Reaches(), (vector(),)),
+        "simulate: the copy of Reaches used parameters of the original, through a closure or a bound method that "
+        "copy.deepcopy does not follow, so its figures mean nothing. The gradients of the original have been put back."
+        "\n  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is independent.",
+    ),
+    Case(
+        "no_loss",
+        ArgumentError,
+        lambda: simulate(torch.nn.Identity(), (3,)),
+        "simulate: the model returned int: 3, which has no `.loss` and no floating tensor.\n"
+        "  Say how the loss is computed:  simulate(model, args, loss=lambda output: ...)",
+    ),
+    Case(
+        "not_a_loss",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), loss=lambda out: 3),
+        "simulate: the loss must be a tensor with one element that requires grad, but is int: 3\n"
+        "  Say how it is computed:  simulate(model, args, loss=lambda output: output.logits.float().mean())",
+    ),
+    Case(
+        "not_an_optimizer",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), optimizer=len),
+        "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list of parameters "
+        "to one, but builtin_function_or_method: <built-in function len> returned int: 2\n"
+        "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1).",
     ),
     # the lens
     Case(

@@ -24,8 +24,9 @@ from .errors import (
     StoreError,
 )
 from .memory import Measurement, SavedActivations, measure, saved_activations
-from .plan import Applied, Choice, Plan, apply
+from .plan import Applied, Choice, Plan, apply, simulate
 from .region import no_recompute, recompute
+from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
@@ -49,6 +50,7 @@ __all__ = [
     "RecomputeError",
     "SaveError",
     "SavedActivations",
+    "Simulation",
     "Store",
     "StoreError",
     "apply",
@@ -64,5 +66,6 @@ __all__ = [
     "replay",
     "save_for_recompute",
     "saved_activations",
+    "simulate",
     "state",
 ]

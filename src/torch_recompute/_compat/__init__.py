@@ -343,6 +343,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
+def is_plain_kind(kind: type) -> bool:
+    """The same of a tensor's class."""
+    return kind in _PLAIN
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the memory behind `tensor`, shared by its views; 0 where it has none (sparse layouts).
 
