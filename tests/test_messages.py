@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointError
 
 import torch_recompute
@@ -54,9 +54,9 @@ from torch_recompute import (
     save_for_recompute,
     saved_activations,
     show,
+    simulate,
     state,
     values,
-    simulate,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
@@ -65,10 +65,10 @@ from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
 from torch_recompute.stores.parcels import Depot
-from torch_recompute.simulation.faking import Faker
 
 
 def nn_linear() -> torch.nn.Module:
@@ -2181,6 +2181,7 @@ CASES = [
         lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
         "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
         "  Costs are made by profiling a model; by hand, see plan/cost.py.",
+    ),
     # between ranks
     Case(
         "bad_bucket_bytes",
