@@ -94,7 +94,9 @@ LEAN = {
 LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
-PLAN_FILES_WITH_TORCH = {"units", "profile", "apply", "calls", "observe", "simulating"}
+PLAN_FILES_WITH_TORCH = {
+    *("units", "profile", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named"),
+}
 
 MAX_LINES = 400
 # File (from the package folder) -> why it is one idea all the same.

@@ -54,6 +54,7 @@ class Frame(Run):
 
     Attributes:
         later: Slots outside of the region that are views of its results (`_discard.py`), filled by its replays.
+        names: Who decides about calls with a name in it.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class Frame(Run):
         "fingerprints",
         "inputs",
         "later",
+        "names",
         "options",
         "slots",
         "store",
@@ -87,6 +89,7 @@ class Frame(Run):
             if outer.replaying:
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
+        self.names = thread.names
         self.transient = self.complete = self._aliased = False
         self._aliases: dict[int, torch.Tensor] = _NONE
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
@@ -276,15 +279,15 @@ class Frame(Run):
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
         run = Replay(self, ids, self._need() if self.options.early_stop else None)
-        grad, outer = torch.is_grad_enabled(), thread.run
+        grad, outer, names = torch.is_grad_enabled(), thread.run, thread.names
         _compat.set_grad_enabled(True)
-        thread.run = run
+        thread.run, thread.names = run, self.names
         try:
             self._world.run(self.name, run.go, fn, args, kwargs)
             if self.fingerprints is not None:
                 run.compare_values()
         finally:
-            thread.run = outer
+            thread.run, thread.names = outer, names
             _compat.set_grad_enabled(grad)
         return run.filled
 

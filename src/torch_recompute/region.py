@@ -132,6 +132,8 @@ def recompute(
 
     @functools.wraps(fn, updated=())
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
+        if name is not None and thread.names is not None:
+            thread.names.region(name)
         if torch.is_grad_enabled():
             one = _traced if torch.compiler.is_compiling() else call
             if tiles is not None:
@@ -160,7 +162,8 @@ def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | 
 
     Args:
         fn: A function, bound method or module.
-        name: How errors and reports call it; by default its own name.
+        name: How errors and reports call it, by default its own name; one that is given here can also stand among
+            the labels of a `RecomputeConfig`, which then recomputes the call.
         store: A `Store` for what it keeps, by default where it is.
 
     Returns:
@@ -179,6 +182,10 @@ def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | 
 
     @functools.wraps(fn, updated=())
     def saved_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if name is not None and thread.names is not None:
+            instead = thread.names.saved_call(name, fn)
+            if instead is not None:
+                return instead(*args, **kwargs)
         run = thread.run
         if run is None or torch.compiler.is_compiling():
             return fn(*args, **kwargs)

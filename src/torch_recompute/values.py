@@ -18,7 +18,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -136,15 +136,27 @@ class Run:
         return children[self._child - 1][1] if self._child <= len(children) else None
 
 
+class Names(Protocol):
+    """Whoever decides, from outside, about calls that the author of a model gave a name."""
+
+    def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is called in the place of a saved call of this name; None where it is left as it is written."""
+
+    def region(self, name: str) -> None:
+        """Told that a region of this name is called."""
+
+
 class Thread(threading.local):
-    """What this thread is doing.
+    """Where this thread is.
 
     Attributes:
         run: The run that it is in; None outside of every region, and inside a saved call.
+        names: Who decides about calls with a name; None where nobody does. A replay finds who did in its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
     """
 
     run: Run | None = None
+    names: Names | None = None
     calls = 0
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from .. import errors
 from ..plan import Plan
+from ..plan.named import find
 from . import flags, reading, trying
 from .placing import placed
 from .rules import SELECTIVE, check, check_types
@@ -48,8 +49,8 @@ class RecomputeConfig:
             larger than the longest of them, and a shorter stack is one region ("uniform") or recomputed as a whole
             ("block").
         recompute_modules: For "selective": labels (`core_attn`, `mlp`, `layernorm`, `moe`, `moe_act`,
-            `shared_experts`, `mla_up_proj`), module paths, or patterns of paths. None stands for ["core_attn"]; []
-            recomputes nothing.
+            `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's author gave to
+            calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes nothing.
         distribute_saved_activations: Not available yet.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
         moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
@@ -131,7 +132,8 @@ class RecomputeConfig:
         Args:
             model: A `torch.nn.Module`: the whole model, or one stage or chunk of a pipeline. Without an example call
                 it is only looked at.
-            args: Positional arguments of an example call. With one, each label is tried by a forward of its own.
+            args: Positional arguments of an example call. With one, each label is tried by a forward of its own, and
+                labels may be names of calls, which are found by one more.
             kwargs: Keyword arguments of the example call.
 
         Returns:
@@ -141,9 +143,10 @@ class RecomputeConfig:
             ArgumentError: No layers are found, there are fewer of them than `recompute_num_layers`, a label matches
                 nothing, or, where there is an example call, a label frees nothing.
         """
-        choices = placed(self, model)
-        if args is not None or kwargs is not None:
-            trying.check(model, choices, args or (), kwargs)
+        if args is None and kwargs is None:
+            return Plan(placed(self, model, None), source=repr(self))
+        choices = placed(self, model, lambda: find(model, args or (), kwargs))
+        trying.check(model, choices, args or (), kwargs)
         return Plan(choices, source=repr(self))
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,14 +7,15 @@ on in silence: a number of layers beyond the stage, a label that nothing answers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from .. import errors
 from ..plan import Choice
-from ..plan.labels import choices, matching, merge, routed
+from ..plan.labels import choices, matching, merge, named, routed
+from ..plan.named import Found
 from ..plan.units import Units, find_units
 from .offloading import check_merged, layers_on_host, part_on_host
 from .rules import FULL, UNIFORM
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def placed(config: RecomputeConfig, model: object) -> tuple[Choice, ...]:
-    """The choices that these settings mean in this model."""
+def placed(config: RecomputeConfig, model: object, look: Callable[[], Found] | None) -> tuple[Choice, ...]:
+    """The choices that these settings mean in this model; `look` calls it to find the names of calls, if it can be."""
     if not isinstance(model, torch.nn.Module):
         raise errors.ArgumentError(errors.not_plannable(model))
     if config.recompute_granularity == FULL:
         method, number = config.recompute_method or "", config.recompute_num_layers or 0
         return _layers(config, find_units(model), type(model).__name__, method, number)
     labels = tuple(dict.fromkeys(config.recompute_modules or ()))
-    return _parts(config, find_units(model), type(model).__name__, labels) if labels else ()
+    return _parts(config, find_units(model), type(model).__name__, labels, look) if labels else ()
 
 
 def _layers(config: RecomputeConfig, units: Units, model: str, method: str, number: int) -> tuple[Choice, ...]:
@@ -67,12 +68,21 @@ def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]
     return [(layer,) for layer in layers[:number]]
 
 
-def _parts(config: RecomputeConfig, units: Units, model: str, labels: Sequence[str]) -> tuple[Choice, ...]:
+def _parts(
+    config: RecomputeConfig, units: Units, model: str, labels: Sequence[str], look: Callable[[], Found] | None
+) -> tuple[Choice, ...]:
     found: list[Choice] = []
+    names: Found | None = None
     for label in labels:
         here = choices(units, label)
+        if not here and look is not None:
+            names = names or look()
+            here = named(units, label, names.calls.get(label, ()))
+            if not here and label in names.regions:
+                raise errors.ArgumentError(errors.a_region_anyway(label, model, names.regions[label]))
         if not here:
-            raise errors.ArgumentError(errors.matches_nothing(label, model, matching(units)))
+            calls = None if names is None else {name: len(paths) for name, paths in names.calls.items()}
+            raise errors.ArgumentError(errors.matches_nothing(label, model, matching(units), calls))
         found.extend(part_on_host(config, label, here))
     merged = merge(units, tuple(found))
     check_merged(config, merged)

@@ -25,6 +25,7 @@ from .arguments import (
 )
 from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
 from .configs import (
+    a_region_anyway,
     bad_file,
     bad_flags,
     frees_nothing,
@@ -154,6 +155,7 @@ __all__ = [
     "RecomputeError",
     "SaveError",
     "StoreError",
+    "a_region_anyway",
     "applied_twice",
     "args_not_a_tuple",
     "bad_budget",

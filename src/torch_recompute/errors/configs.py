@@ -200,8 +200,16 @@ def no_layers(model: str) -> str:
     )
 
 
-def matches_nothing(label: str, model: str, matching: Mapping[str, int]) -> str:
-    """Text for a label that finds no part of the model."""
+def matches_nothing(label: str, model: str, matching: Mapping[str, int], calls: Mapping[str, int] | None) -> str:
+    """Text for a label that finds no part of the model; `calls` are the names that its author gave, if it was run."""
+    matching = {**matching, **(calls or {})}
+    if calls is None:
+        names = (
+            '\n  Names that the author gave to calls, no_recompute(fn, name="..."), match if plan is given an example '
+            "call, which alone shows them: config.plan(model, args, kwargs)."
+        )
+    else:
+        names = "" if calls else '\n  Its author gave no call a name: no_recompute(fn, name="...").'
     if matching:
         width = max(map(len, matching))
         rows = "".join(
@@ -214,7 +222,18 @@ def matches_nothing(label: str, model: str, matching: Mapping[str, int]) -> str:
         f"recompute_modules: {label!r} matches nothing in {model}, so nothing would be recomputed for it.\n"
         f"{known}"
         '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
-        "ModuleList does not, since it is never called."
+        f"ModuleList does not, since it is never called.{names}"
+    )
+
+
+def a_region_anyway(label: str, model: str, paths: Sequence[str]) -> str:
+    """Text for a label that is the name of a region in the model's own code."""
+    where = ", ".join(path or "the model itself" for path in paths[:3]) + (" ..." if len(paths) > 3 else "")
+    return (
+        f"recompute_modules: {label!r} is a region in the code of {model} (in {where}): recompute(fn, name={label!r}) "
+        "is recomputed whatever a plan says, so naming it would have no effect.\n"
+        "  Leave it out. A call that is recomputed only where it is listed is written in the model as "
+        f"no_recompute(fn, name={label!r}), which is the plain call otherwise."
     )
 
 

@@ -3,7 +3,6 @@
     torch_recompute.integrations.huggingface    transformers, its Trainer, PEFT, TRL
     torch_recompute.integrations.lightning      Lightning and Fabric
 
-`policies.py` makes a plan from what fits into a configuration file, `switch.py` keeps a plan when a framework turns on
-its own checkpointing, `caches.py` lets a region be replayed that writes into a cache of keys and values.
-`import torch_recompute` loads none of them.
+`policies.py` makes a plan from what fits into a configuration file. What keeps a plan right in a model of another
+library, whichever way it came there, is the business of `plan.apply`. `import torch_recompute` loads none of these.
 """

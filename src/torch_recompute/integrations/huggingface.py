@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from .. import errors, memory
-from ..plan import Applied as AnyApplied
 from .door import Applied, apply
 from .policies import Policy, plan_of
 
@@ -58,10 +57,10 @@ class RecomputeCallback(TrainerCallback):
         peak: Whether to measure a step on the CPU, which makes that step slow.
     """
 
-    def __init__(self, policy: Policy | AnyApplied | None = None, *, remove: bool = False, peak: bool = True) -> None:
-        self.handle: AnyApplied | None = policy if isinstance(policy, AnyApplied) else None
+    def __init__(self, policy: Policy | Applied | None = None, *, remove: bool = False, peak: bool = True) -> None:
+        self.handle: Applied | None = policy if isinstance(policy, Applied) else None
         self.figures: dict[str, float] = {}
-        self._policy = None if isinstance(policy, AnyApplied) else policy
+        self._policy = None if isinstance(policy, Applied) else policy
         self._remove = remove
         self._peak = peak
         self._measured: memory.Measurement | None = None

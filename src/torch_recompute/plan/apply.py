@@ -9,6 +9,10 @@ each is a region of its own, and hands its result over to the next, which then h
 (`_discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
 is kept, and no layer runs more than once in forward and once in backward.
 
+A model that has a checkpointing switch of its own gets, besides the regions, a switch that keeps the plan
+(`switch.py`), and regions that can be given a cache (`caches.py`). From the inside out a module's `forward` is then:
+its own, `Inside`, the region; on a whole model, `Root` is outermost.
+
 Rejected: wrapper modules, which change paths under everybody's feet (`_checkpoint_wrapped_module.`); patching classes;
 flags on modules. Each call finds its own state, so a module may have any number of live calls.
 """
@@ -16,10 +20,8 @@ flags on modules. Each call finds its own state, so a module may have any number
 from __future__ import annotations
 
 import difflib
-import inspect
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,53 +36,17 @@ from .._frame import Frame, Options
 from ..region import no_recompute, recompute
 from ..stores import OnHost, Store
 from ..values import thread
+from .anatomy import inside
+from .caches import Inside, Root
 from .calls import Carry, Keep
+from .named import Listed, module_of, name_in
 from .observe import Figures
+from .placed import Placed
 from .plan import Choice, Plan, kind_in
 from .report import Report, Row
+from .switch import Switch, roots
 
 _FREED = ("FULL_SHARD", "HYBRID_SHARD")
-
-
-class Placed:
-    """What stands as `forward` on a module: the module's own forward, called in some way.
-
-    Attributes:
-        module: The module.
-        path: Its path in the model that the plan was applied to.
-        out: Whether it has been taken out again.
-    """
-
-    def __init__(self, module: nn.Module, path: str) -> None:
-        self.module = module
-        self.path = path
-        self._before: Callable[..., Any] | None = None
-        self.out = False
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._before or types.MethodType(type(self.module).forward, self.module))
-
-    def put(self) -> None:
-        """Takes the place of the module's forward."""
-        self._before = self.module.__dict__.get("forward")
-        self.module.__dict__["forward"] = self
-
-    def take_out(self) -> None:
-        """Gives the module its forward back; one that somebody has put on top stays, and calls the plain one."""
-        self.out = True
-        if self.module.__dict__.get("forward") is not self:
-            return
-        if self._before is None:
-            self.module.__dict__.pop("forward", None)
-        else:
-            self.module.__dict__["forward"] = self._before
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
-        if self._before is not None:
-            return self._before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class Region(Placed):
@@ -88,6 +54,8 @@ class Region(Placed):
 
     Attributes:
         store: Where its inputs lie; None for where they are.
+        resting: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
+        figures: What it frees and costs.
     """
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
@@ -95,17 +63,22 @@ class Region(Placed):
         self.store = store
         self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
         self._carry = choice.carry
+        self.resting = False
         self.figures = Figures()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
-        if self.out:
+        if self.out or self.resting:
             return self.plain(*args, **kwargs)
         name = self.path or type(self.module).__name__
         return recompute(self.body, name=name, inputs=self.store)(*args, **kwargs)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """What is run in forward and again in a replay."""
+        return self.run(self.plain, args, kwargs)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function as the region does, in forward and in a replay."""
         run = thread.run
         with ExitStack() as stack:
             if isinstance(run, Frame):
@@ -116,7 +89,39 @@ class Region(Placed):
                 stack.enter_context(Keep(self._kinds))
             if self._carry:
                 stack.enter_context(Carry())
+            return fn(*args, **kwargs)
+
+
+class NamedCalls(Region):
+    """Calls of one name, made while a module runs, that are recomputed.
+
+    Each is a region of its own, or a part of the region that it is made in, which runs it again anyway.
+    """
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
+        super().__init__(module, path, choice, store)
+        self._name = name_in(path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, and decides about calls in it."""
+        if self.out or self.resting:
             return self.plain(*args, **kwargs)
+        around = thread.names
+        thread.names = Listed(self._name, self.region, around)
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            thread.names = around
+
+    def region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in the place of a call with the name."""
+        if thread.run is not None:
+            return fn
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            return self.run(fn, args, kwargs)
+
+        return recompute(body, name=self.path, inputs=self.store)
 
 
 class Saved(Placed):
@@ -219,7 +224,7 @@ class Member(Region):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
-        if self.out or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.out or self.resting or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         if self._first:
             self._chain.check()
@@ -243,13 +248,13 @@ class Applied:
         plan: The plan.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, placed: list[Placed]) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, placed: list[Placed | Switch]) -> None:
         self.model = model
         self.plan = plan
         self._placed = placed
 
     def remove(self) -> None:
-        """Gives every module the forward back that it had; calling it again does nothing."""
+        """Gives the model everything back that it had; calling it again does nothing."""
         for placed in reversed(self._placed):
             placed.take_out()
         self._placed = []
@@ -292,8 +297,9 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         ...
         handle.remove()
 
-    Apply it before `torch.compile` and `fully_shard`. Parameters, buffers, paths, `state_dict`, hooks, copies and
-    pickles of the model are as before.
+    Apply it before `torch.compile`, `fully_shard` and a trainer. Parameters, buffers, paths, `state_dict`, hooks,
+    copies and pickles of the model are as before. A checkpointing switch that the model has of its own
+    (`gradient_checkpointing_enable` and the like) turns the plan's regions on and off while the plan is there.
 
     Args:
         model: The model, or the part of it that is on this rank.
@@ -305,7 +311,8 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
 
     Raises:
         ArgumentError: The model has no module of such a path, or has a plan already, or one module lies under two of
-            the paths; the plan names a store that is not given, or one is given that it does not name.
+            the paths, or is checkpointed by a wrapper; the plan names a store that is not given, or one is given that
+            it does not name.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
@@ -317,7 +324,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         raise errors.ArgumentError(errors.applied_twice(type(model).__name__, already))
     by_word = _stores(plan, stores or {})
     placed: list[Placed] = []
-    wanted: dict[int, str] = {}
+    wanted: dict[tuple[int, str], str] = {}
 
     def find(path: str) -> nn.Module:
         if path not in modules:
@@ -326,15 +333,16 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         return modules[path]
 
     for choice in plan:
-        chain = Chain([find(path) for path in choice.paths], model)
+        chain = Chain([find(module_of(path)) for path in choice.paths], model)
         for path, module in zip(choice.paths, chain.modules, strict=True):
-            if wanted.setdefault(id(module), path) != path:
-                raise errors.ArgumentError(errors.one_module_twice(path, wanted[id(module)]))
-            several = len(choice.paths) > 1
+            key = id(module), name_in(path)
+            if wanted.setdefault(key, path) != path:
+                raise errors.ArgumentError(errors.one_module_twice(path, wanted[key]))
             store = by_word[choice.store]
-            placed.append(
-                Member(module, path, choice, store, chain) if several else Region(module, path, choice, store)
-            )
+            if len(choice.paths) > 1:
+                placed.append(Member(module, path, choice, store, chain))
+            else:
+                placed.append((NamedCalls if name_in(path) else Region)(module, path, choice, store))
     kept: dict[tuple[int, str], Placed] = {}
     for choice in plan:
         for word in choice.keep:
@@ -344,9 +352,17 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                 module = find(path)
                 kept.setdefault((id(module), kind), Scope(module, path, [kind]) if kind else Saved(module, path))
     placed.extend(kept.values())
-    for one in placed:
+    regions = [one for one in placed if isinstance(one, Region)]
+    for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
+        if any(inside(path, module_of(one.path)) or inside(module_of(one.path), path) for one in regions):
+            raise errors.ArgumentError(errors.other_checkpointing_inside(path))
+    tops = list(roots(model))
+    inner = [Inside(one.module, one.path) for one in regions if tops and one.module not in tops]
+    outer = [Root(top, "") for top in tops]
+    everything: list[Placed | Switch] = [*inner, *placed, *outer, Switch(model, regions)]
+    for one in everything:
         one.put()
-    return Applied(model, plan, placed)
+    return Applied(model, plan, everything)
 
 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:

@@ -16,7 +16,8 @@ layer, an MLP that its layer calls itself), a region around the layer in which e
     layernorm        region around each layer, everything with products saved: norms, residual adds and dropout remain
     mla_up_proj      region around each MLA attention, down-projections, output projection and attention call saved
 
-Anything else is a path of a module, or a glob over paths: a region around each match, the outermost where they nest.
+Anything else is a path of a module, or a glob over paths: a region around each match, the outermost where they nest;
+or, if there is no such module, a name that the model's author gave to calls (`named.py`): a region around each call.
 
 `merge` settles what happens when labels meet. In one region a call is saved only if every label that asked for the
 region saves it. Of two regions, one in the other: if the inner one lies in a call that the outer one saves, both stay,
@@ -141,6 +142,17 @@ def choices(units: Units, label: str) -> tuple[Choice, ...]:
     return tuple(_region(units, label, path) for path in outermost)
 
 
+def named(units: Units, label: str, paths: Iterable[str]) -> tuple[Choice, ...]:
+    """The regions around calls with this name.
+
+    Args:
+        units: What the model is made of.
+        label: The name.
+        paths: The modules that make such calls.
+    """
+    return tuple(Choice((f"{path}@{label}",), (), routed(units, path), (label,)) for path in paths)
+
+
 def matching(units: Units) -> dict[str, int]:
     """How many regions each label makes in this model; labels that match nothing are left out."""
     counts = {label: len(placed(units)) for label, placed in LABELS.items()}
@@ -154,8 +166,13 @@ def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """
     order = {path: number for number, path in enumerate(units.modules)}
     merged: list[Choice] = []
+
+    def place(choice: Choice) -> tuple[int, str]:
+        path, _, name = choice.paths[0].partition("@")
+        return order.get(path, len(order)), name
+
     # The outer ones first, so that each is complete before one inside it is looked at.
-    for choice in sorted(choices, key=lambda choice: order.get(choice.paths[0], len(order))):
+    for choice in sorted(choices, key=place):
         around = next((other for other in reversed(merged) if _replays(other, choice)), None)
         if around is None:
             merged.append(choice)
@@ -167,7 +184,7 @@ def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
 def _replays(outer: Choice, inner: Choice) -> bool:
     """Whether the outer region runs the inner one's module again, rather than saving it."""
     (top, *more), (low, *others) = outer.paths, inner.paths
-    if more or others or not inside(low, top):
+    if more or others or "@" in top + low or not inside(low, top):  # a named call finds out for itself
         return False
     kept = [_absolute(word, top) for word in outer.keep if not word.startswith("@")]
     return not any(inside(low, path) for path in kept)

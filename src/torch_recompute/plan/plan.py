@@ -13,6 +13,9 @@ region or, with a path before the sign, in one module of it:
 Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
 part on each rank of a group, and any other word is one that the stores given to `apply` are called by.
 
+A path may also mean calls rather than a module: `layers.0.attn@scores` are the calls that its author named "scores"
+(`no_recompute(fn, name="scores")`), made while that module runs.
+
 Everything that users say in other words (Megatron's labels, a budget) becomes these choices.
 """
 
@@ -37,7 +40,8 @@ class Choice:
     """One region.
 
     Attributes:
-        paths: The module, or several that the model calls one after the other and that are recomputed together.
+        paths: The module, or several that the model calls one after the other and that are recomputed together; or
+            named calls in one.
         keep: Calls inside that are not repeated; only with a single path.
         carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
             replay and not made again; for whatever routes tokens.
@@ -92,6 +96,10 @@ class Plan:
                 why = (
                     f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
                 )
+                raise errors.ArgumentError(errors.bad_plan(why))
+            calls = next((path for path in choice.paths if "@" in path), None)
+            if calls is not None and (len(choice.paths) > 1 or any(not word.startswith("@") for word in choice.keep)):
+                why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
                 raise errors.ArgumentError(errors.bad_plan(why))
             seen.update(choice.paths)
 

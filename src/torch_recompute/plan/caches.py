@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..plan.apply import Placed
 from ..values import replay
+from .placed import Placed
 
 LIBRARY = "transformers"
 
@@ -84,35 +84,12 @@ class Note:
         return self._copied(self._cache, lambda tensor: tensor)
 
 
-class Inside:
-    """What stands as `forward` inside of a region: the module's own, given the caches that the forward was given.
-
-    It is no `Placed` itself, by which `apply` would know that there is a plan already: the region comes on top of it.
-    """
-
-    def __init__(self, module: nn.Module, path: str) -> None:
-        self.module = module
-        self.path = path
-        self._place = Placed(module, path)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return self._place.__signature__
-
-    def put(self) -> None:
-        """Takes the place of the module's forward."""
-        self._place.put()
-        self.module.__dict__["forward"] = self
-
-    def take_out(self) -> None:
-        """Gives the module its forward back."""
-        if self.module.__dict__.get("forward") is self:
-            self.module.__dict__["forward"] = self._place
-        self._place.take_out()
+class Inside(Placed):
+    """What stands as `forward` inside of a region: the module's own, given the caches that the forward was given."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        forward = self._place.plain
+        forward = self.plain
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         if getattr(self.module, "gradient_checkpointing", False) is True and self.module.training:

@@ -1,36 +1,38 @@
 """Models that have a checkpointing switch of their own, and a plan that is to stay when a framework flips it.
 
 Problem. A trainer calls `model.gradient_checkpointing_enable()` (`activation_checkpointing_enable` in newer versions of
-transformers, `enable_gradient_checkpointing` in diffusers) when its arguments say so, whatever was done to the model
-before; TRL turns it off around generation and on again. The library's checkpoint would then lie inside each region of a
-plan: everything is replayed twice over, and some models do not survive it. And the trainer asks the model whether it
-is checkpointing, to choose DDP's settings, and would be told no.
+transformers, `enable_gradient_checkpointing` in diffusers, `set_grad_checkpointing` in timm) when its arguments say so,
+whatever was done to the model before; TRL turns it off around generation and on again. The library's checkpoint would
+then lie inside each region of a plan: everything is replayed twice over, and some models do not survive it. And the
+trainer asks the model whether it is checkpointing, to choose DDP's settings, and would be told no.
 
 Idea. The instance gets these methods anew, for as long as the plan is there. Enabling is agreed to, since the plan is
 what does it; disabling makes the regions plain calls until the next enabling; the question is answered by the flag
 that the library looks at. Settings that would choose what is recomputed are refused: the plan has chosen.
 
-Invariants. Nothing is imported from these libraries: they are known by the names of their methods. All that is put on
-a model can be pickled and copied with it, and `take_out` leaves the model's attributes as they were.
+Invariants. Nothing is imported from these libraries: they are known by the names of their methods, so `apply` can look
+at every model. All that is put on a model can be pickled and copied with it, and `take_out` leaves the model's
+attributes as they were.
 
 Rejected: the library's own function slot (`_gradient_checkpointing_func`), which a trainer fills anew, which is not
-looked at in `eval()`, and which only whole layers have.
+looked at in `eval()`, and which only whole layers have. Refusing models whose switch is on: a trainer may turn it on
+afterwards, and nobody would look then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 
 from .. import errors
-from ..plan.apply import Placed, Region
 
 ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
 DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable", "disable_gradient_checkpointing")
 SET = "_set_gradient_checkpointing"
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+TIMM_SET, TIMM_FLAG = "set_grad_checkpointing", "grad_checkpointing"
 # How the recomputation is done, not what is recomputed; none of it changes a gradient here.
 MEANS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
 
@@ -40,38 +42,30 @@ def call(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = 
     return function(*args, **kwargs)
 
 
+class Resting(Protocol):
+    """What a switch turns off: a region that is a plain call while it rests."""
+
+    resting: bool
+
+
 class State:
     """Whether the regions of a plan are regions now.
 
     Attributes:
-        on: False between disabling and enabling.
-        regions: Whether the plan has any.
+        regions: The regions.
         roots: The modules whose flag says it.
     """
 
-    def __init__(self, regions: bool) -> None:
-        self.on = True
-        self.regions = regions
+    def __init__(self, regions: Sequence[Resting]) -> None:
+        self.regions = list(regions)
         self.roots: list[nn.Module] = []
 
     def turn(self, on: bool) -> None:
         """Makes the regions regions, or plain calls."""
-        self.on = on
+        for region in self.regions:
+            region.resting = not on
         for root in self.roots:
-            root.__dict__[FLAG] = on and self.regions
-
-
-class Gate(Placed):
-    """What stands in front of a region: it passes it by while the switch is off."""
-
-    def __init__(self, region: Region, state: State) -> None:
-        super().__init__(region.module, region.path)
-        self.region = region
-        self._state = state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the region, or what is in it."""
-        return (self.region if self._state.on else self.region.plain)(*args, **kwargs)
+            root.__dict__[FLAG] = on and bool(self.regions)
 
 
 class Enable:
@@ -130,8 +124,22 @@ class Set:
             Disable(self._state)()
 
 
+class SetTimm:
+    """What stands for timm's one method for on and off."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __call__(self, enable: bool = True) -> None:
+        """Turns the plan's regions on or off."""
+        self._state.turn(enable)
+
+
+METHODS = {**dict.fromkeys(ENABLE, Enable), **dict.fromkeys(DISABLE, Disable), SET: Set, TIMM_SET: SetTimm}
+
+
 def roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that have a switch."""
+    """The outermost modules that have a switch with a flag that others read."""
     if any(callable(getattr(type(model), name, None)) for name in (*ENABLE, SET)):
         yield model
         return
@@ -143,24 +151,25 @@ class Switch:
     """The switches of a model, while a plan is in it.
 
     Args:
-        model: The model, with the plan's regions in place.
-        regions: These.
+        model: The model.
+        regions: The plan's regions.
     """
 
-    def __init__(self, model: nn.Module, regions: list[Region]) -> None:
-        self._state = State(bool(regions))
-        self._gates = [Gate(region, self._state) for region in regions]
+    def __init__(self, model: nn.Module, regions: Sequence[Resting]) -> None:
+        self._model = model
+        self._state = State(regions)
         self._before: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
-        for gate in self._gates:
-            gate.put()
-        for module in model.modules():
-            if getattr(module, FLAG, False) is True:  # turned on before the plan came
-                self._set(module, FLAG, False)
-            for names, kind in ((ENABLE, Enable), (DISABLE, Disable), ((SET,), Set)):
-                for name in names:
-                    if callable(getattr(type(module), name, None)):
-                        self._set(module, name, kind(self._state))
-        for root in roots(model):
+
+    def put(self) -> None:
+        """Takes the places of the model's own switches, which are off from now on."""
+        for module in self._model.modules():
+            for flag in (FLAG, TIMM_FLAG):
+                if getattr(module, flag, False) is True:  # turned on before the plan came
+                    self._set(module, flag, False)
+            for name, kind in METHODS.items():
+                if callable(getattr(type(module), name, None)):
+                    self._set(module, name, kind(self._state))
+        for root in roots(self._model):
             self._state.roots.append(root)
             self._set(root, FLAG, False)
             self._set(root, FUNCTION, call)
@@ -178,6 +187,4 @@ class Switch:
                 module.__dict__[name] = before[0]
             else:
                 module.__dict__.pop(name, None)
-        for gate in reversed(self._gates):
-            gate.take_out()
-        self._before, self._gates = [], []
+        self._before = []

@@ -1,0 +1,56 @@
+"""What stands as `forward` on a module while a plan is in it, and how it comes and goes.
+
+Everything that a plan does to a model goes through `Placed`: an object in the instance dictionary of a module, which
+can be pickled and deep-copied with it and which knows the forward that was there before. Several may lie on one module,
+one over the other; they are taken out in the opposite order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Placed:
+    """What stands as `forward` on a module: the module's own forward, called in some way.
+
+    Attributes:
+        module: The module.
+        path: Its path in the model that the plan was applied to.
+        out: Whether it has been taken out again.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.module = module
+        self.path = path
+        self._before: Callable[..., Any] | None = None
+        self.out = False
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._before or types.MethodType(type(self.module).forward, self.module))
+
+    def put(self) -> None:
+        """Takes the place of the module's forward."""
+        self._before = self.module.__dict__.get("forward")
+        self.module.__dict__["forward"] = self
+
+    def take_out(self) -> None:
+        """Gives the module its forward back; one that somebody has put on top stays, and calls the plain one."""
+        self.out = True
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self._before is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._before
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
