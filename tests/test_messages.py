@@ -131,6 +131,10 @@ PATHS = (
     '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
     "ModuleList does not, since it is never called."
 )
+UNCALLED = (
+    '\n  Names that the author gave to calls, no_recompute(fn, name="..."), match if plan is given an example call, '
+    "which alone shows them: config.plan(model, args, kwargs)."
+)
 FIELDS = (
     "\n  The fields are Megatron-LM's, written out: recompute_granularity, recompute_method, recompute_num_layers, "
     "recompute_modules."
@@ -152,6 +156,17 @@ class Turns:
         body = self.bodies[min(self.calls, len(self.bodies) - 1)]
         self.calls += 1
         return body(*args, **kwargs)
+
+
+class Named(torch.nn.Module):
+    """Two calls with names."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return recompute(torch.sqrt, name="roots")(no_recompute(torch.square, name="squares")(x))
+
+
+def selects(label: str) -> RecomputeConfig:
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=[label])
 
 
 class Scale(torch.nn.Module):
@@ -1908,7 +1923,7 @@ CASES = [
         "      core_attn   3 places\n"
         "      mlp         3 places\n"
         "      layernorm   3 places\n"
-        f"{PATHS}",
+        f"{PATHS}{UNCALLED}",
     ),
     Case(
         "matches_nothing",
@@ -1922,7 +1937,7 @@ CASES = [
         "      core_attn   1 place\n"
         "      mlp         1 place\n"
         "      layernorm   1 place\n"
-        f"{PATHS}",
+        f"{PATHS}{UNCALLED}",
     ),
     Case(
         "matches_nothing",
@@ -1930,7 +1945,33 @@ CASES = [
         lambda: RecomputeConfig(recompute_granularity="selective").plan(Scale()),
         "recompute_modules: 'core_attn' matches nothing in Scale, so nothing would be recomputed for it.\n"
         "  No label does.\n"
+        f"{PATHS}{UNCALLED}",
+    ),
+    Case(
+        "matches_nothing",
+        ArgumentError,
+        lambda: selects("sums").plan(Named(), (vector(),)),
+        "recompute_modules: 'sums' matches nothing in Named, so nothing would be recomputed for it.\n"
+        "  These labels match:\n"
+        "      squares   1 place\n"
         f"{PATHS}",
+    ),
+    Case(
+        "matches_nothing",
+        ArgumentError,
+        lambda: selects("sums").plan(Scale(), (vector(),)),
+        "recompute_modules: 'sums' matches nothing in Scale, so nothing would be recomputed for it.\n"
+        "  No label does.\n"
+        f'{PATHS}\n  Its author gave no call a name: no_recompute(fn, name="...").',
+    ),
+    Case(
+        "a_region_anyway",
+        ArgumentError,
+        lambda: selects("roots").plan(Named(), (vector(),)),
+        "recompute_modules: 'roots' is a region in the code of Named (in the model itself): recompute(fn, "
+        "name='roots') is recomputed whatever a plan says, so naming it would have no effect.\n"
+        "  Leave it out. A call that is recomputed only where it is listed is written in the model as "
+        "no_recompute(fn, name='roots'), which is the plain call otherwise.",
     ),
     Case(
         "no_layers",

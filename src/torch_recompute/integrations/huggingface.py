@@ -44,7 +44,9 @@ class RecomputeCallback(TrainerCallback):
     The figures are added to the Trainer's log: `recompute_saved_bytes` (freed by the regions in one forward),
     `recompute_replay_share` (replays, as a part of the time of the steps; left out where a step was measured) and
     `recompute_peak_bytes` (the CUDA allocator's; on the CPU, what the second step was measured to need, without what
-    the optimizer keeps from earlier ones).
+    the optimizer keeps from earlier ones). Where tokens are routed in a region, `recompute_routing_flips` (decisions
+    that the replay of one call made otherwise than its forward; those that are carried cannot flip) and
+    `recompute_regions_carrying` (how many regions carry theirs) are added.
 
     Attributes:
         handle: The plan in the model, once training has begun.
@@ -112,6 +114,10 @@ class RecomputeCallback(TrainerCallback):
             figures["recompute_peak_bytes"] = torch.cuda.max_memory_allocated()
         elif self._measured is not None:
             figures["recompute_peak_bytes"] = self._measured.peak_bytes
+        carrying = sum(row.choice.carry for row in report.rows)
+        if carrying or report.decisions:
+            figures["recompute_routing_flips"] = report.flips
+            figures["recompute_regions_carrying"] = carrying
         self.figures, self._busy, self._slowed = figures, 0.0, False
         logger.info("step %s: %s", state.global_step, figures)
         if logs is not None:

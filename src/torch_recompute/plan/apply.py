@@ -38,7 +38,7 @@ from ..stores import OnHost, Store
 from ..values import thread
 from .anatomy import inside
 from .caches import Inside, Root
-from .calls import Carry, Keep
+from .calls import Carry, Compare, Keep
 from .named import Listed, module_of, name_in
 from .observe import Figures
 from .placed import Placed
@@ -81,6 +81,7 @@ class Region(Placed):
         """Calls a function as the region does, in forward and in a replay."""
         run = thread.run
         with ExitStack() as stack:
+            compare = not self._carry and run is not None and self.figures.compares(run)
             if isinstance(run, Frame):
                 self.figures.forward(run)
             elif run is not None:
@@ -89,6 +90,8 @@ class Region(Placed):
                 stack.enter_context(Keep(self._kinds))
             if self._carry:
                 stack.enter_context(Carry())
+            elif compare:
+                stack.enter_context(Compare(self.figures.decided))
             return fn(*args, **kwargs)
 
 
@@ -279,6 +282,8 @@ class Applied:
                     sum(f.flops or 0 for f in figures),
                     sum(s for s in seconds if s is not None) if None not in seconds else None,
                     sum(f.replays for f in figures),
+                    sum(f.flips for f in figures),
+                    sum(f.decisions for f in figures),
                 )
             )
             for f in figures:

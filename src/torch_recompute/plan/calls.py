@@ -10,6 +10,8 @@ gradients are of other experts. Of `topk` and `sort` the indices are carried and
 scores keep their gradient, bit for bit that of `topk`. What is read back from the device (`item`, `nonzero`) is carried
 too, which also saves the replay its synchronisation.
 
+Where decisions are not carried, `Compare` counts those that a replay made otherwise, so that a flip is not silent.
+
 `nn.MultiheadAttention` is one call to a function mode, `F.multi_head_attention_forward`; the calls in it are shown too.
 Not seen: what other Python functions do that torch treats as one call.
 """
@@ -25,8 +27,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._replay import Replay
 from ..region import no_recompute
-from ..values import replay
+from ..values import replay, thread
 
 Function = Callable[..., Any]
 
@@ -132,12 +135,61 @@ class Carry(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _ordered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    scores: torch.Tensor = args[0] if args else kwargs["input"]
+TOPK = _named("topk", "Tensor.topk")
+PICKS = _named(*(f"{where}{name}" for where in ("", "Tensor.") for name in ("argmax", "multinomial")))
+
+
+class Compare(TorchFunctionMode):
+    """Counts the decisions of a region that its replays make otherwise than its forward, and carries none.
+
+    A decision is one row of a `topk` or `multinomial`, in any order, or one entry of an `argmax`: the experts of one
+    token. (A `sort` is not: an order of all that there is changes anywhere.) It must be active in the forward too.
+
+    Args:
+        seen: Told, in a replay, how many decisions differ (on their device) and how many there are.
+    """
+
+    def __init__(self, seen: Callable[[torch.Tensor, int], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if "out" not in kwargs:
+            if func in TOPK:
+                self._compare(result[1], _dim(func, args, kwargs))
+            elif func in PICKS:
+                self._compare(result, None if "argmax" in func.__name__ else -1)
+        return result
+
+    def _compare(self, picked: torch.Tensor, dim: int | None) -> None:
+        then = replay(picked.clone)()  # the caller may change what it got in place
+        if not isinstance(thread.run, Replay):
+            return
+        if then.shape != picked.shape:
+            rows = then.new_ones(then.shape if dim is None else then.select(dim, 0).shape)
+        elif dim is None or not then.ndim:
+            rows = then != picked
+        else:
+            rows = (then.sort(dim).values != picked.sort(dim).values).any(dim)
+        self._seen(rows.sum(), rows.numel())
+
+
+def _dim(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along which dimension `topk` or `sort` picks."""
     dim = kwargs.get("dim")
     if dim is None:
-        place = 2 if func in (torch.topk, torch.Tensor.topk) else 1
+        place = 2 if func in TOPK else 1
         dim = args[place] if len(args) > place else -1
+    return dim
+
+
+def _ordered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scores: torch.Tensor = args[0] if args else kwargs["input"]
+    dim = _dim(func, args, kwargs)
     if isinstance(dim, bool):  # sort(input, stable) has no dimension there
         return func(*args, **kwargs)
     indices = replay(lambda *a, **k: func(*a, **k)[1])(*args, **kwargs)

@@ -3,7 +3,8 @@
 The bytes are those of the tensors that autograd saves in the region's forward and that the region then drops: counted
 by storage, so a norm's output that three projections save counts once, and only if the region left a place for it
 (a parameter, an input, what a saved call stores is not freed). The cost is that of the replays: seconds of every one
-but the first, which warms caches, and FLOPs of products, of one.
+but the first, which warms caches, and FLOPs of products, of one. Where decisions are not carried, those of one forward
+are compared with its replay's.
 
 Looking at every saved tensor and every operation is not free, so it is done in one step: the first after `apply`, or
 after a report was taken. From then on a replay is only timed (0.3 us; on CUDA two events, read when a report is taken).
@@ -26,7 +27,9 @@ from torch.utils.flop_counter import flop_registry
 from .. import _compat
 from .._compat.capture import capturing
 from .._frame import Frame
+from ..values import Run, save_for_recompute
 
+COMPARED = "torch_recompute: decisions are compared"
 Stamp = float | torch.cuda.Event
 
 
@@ -37,10 +40,13 @@ class Figures:
         saved_bytes: Bytes dropped by one call's forward; None before the first one.
         flops: FLOPs of one replay's products; None before the first one.
         replays: How often the region was replayed.
+        decisions: How many decisions of one call were compared with those of its replay.
     """
 
     def __init__(self) -> None:
         self.saved_bytes: int | None = None
+        self.decisions = 0
+        self._flips: list[torch.Tensor] = []
         self.flops: int | None = None
         self.replays = 0
         self._seconds = 0.0
@@ -52,6 +58,22 @@ class Figures:
     def start_again(self) -> None:
         """Forgets everything, so that the next step is looked at."""
         self.__init__()
+
+    @property
+    def flips(self) -> int:
+        """How many of these decisions came out differently."""
+        return sum(int(count) for count in self._flips)
+
+    def decided(self, flips: torch.Tensor, decisions: int) -> None:
+        """Called by a replay that compares its decisions with the forward's."""
+        self._flips.append(flips)
+        self.decisions += decisions
+
+    def compares(self, run: Run) -> bool:
+        """Whether the decisions of this run are compared: those of a forward that is looked at, and of its replays."""
+        if not run.replaying and self.saved_bytes is None:
+            save_for_recompute(key=COMPARED)
+        return run.trace is not None and COMPARED in run.trace.values
 
     def forward(self, frame: Frame) -> None:
         """Called when the function starts in a forward."""

@@ -28,6 +28,9 @@ class Row:
         flops: FLOPs of products in one replay.
         seconds: Mean seconds of a replay; None before the second one.
         replays: How often it was replayed.
+        flips: How many decisions (the experts of a token) a replay made otherwise than its forward; 0 where they are
+            carried.
+        decisions: Of how many; 0 where they are carried, or there are none.
     """
 
     choice: Choice
@@ -36,6 +39,8 @@ class Row:
     flops: int
     seconds: float | None
     replays: int
+    flips: int = 0
+    decisions: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,25 @@ class Report:
         """Mean seconds of one replay of each, as far as they are known."""
         return sum(row.seconds or 0.0 for row in self.rows)
 
+    @property
+    def flips(self) -> int:
+        """Decisions that came out differently in one replay of each."""
+        return sum(row.flips for row in self.rows)
+
+    @property
+    def decisions(self) -> int:
+        """Decisions that were compared."""
+        return sum(row.decisions for row in self.rows)
+
     def remark(self, row: Row) -> str:
-        """Why a region is not worth its cost; empty where it is, or where that cannot be said."""
+        """What is wrong with a region, or why it is not worth its cost; empty where neither can be said."""
+        if row.flips:
+            return (
+                f"{row.flips} of {row.decisions} decisions came out differently in the replay: carry them (carry=True)"
+            )
         if row.saved_bytes is None:
-            return "has not run with gradients"
+            outside = " outside of other regions" if "@" in row.choice.paths[0] else ""
+            return f"has not run with gradients{outside}"
         if not row.saved_bytes:
             return "frees nothing: all that is saved inside are inputs, parameters and what saved calls store"
         freed = row.saved_bytes / self.saved_bytes
@@ -106,6 +126,6 @@ def _pattern(text: str) -> str:
 def _alike(rows: Iterable[Row]) -> list[list[Row]]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        key = (_pattern(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays)
+        key = (_pattern(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays, row.flips)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
