@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute import ArgumentError, Plan, RecomputeConfig, measure
+import torch_recompute
+from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, doing_recompute, measure
 from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
 from zoo import LAYERS, build
 
@@ -98,6 +99,24 @@ def test_the_switch_turns_the_plan_off_and_on() -> None:
             step(model, inputs)
         seen.append((count[0], model.is_activation_checkpointing))
     assert seen == [(2 * LAYERS, True), (LAYERS, False), (2 * LAYERS, True)]
+
+
+def test_apply_is_one_for_all_models() -> None:
+    """The library's plain `apply` watches the model's own switch too: one replay, whatever was turned on and when."""
+    for first in (True, False):
+        model, inputs = build("llama")
+        if first:
+            model.activation_checkpointing_enable()
+        torch_recompute.apply(model, plan_of("full", model))
+        if not first:
+            model.activation_checkpointing_enable()
+        with runs(model) as count:
+            step(model, inputs)
+        assert count[0] == 2 * LAYERS
+        model.activation_checkpointing_disable()
+        with runs(model) as count:
+            step(model, inputs)
+        assert count[0] == LAYERS
 
 
 def test_a_switch_below_is_the_same_switch() -> None:
@@ -345,6 +364,22 @@ def test_the_measured_peak_is_lower_with_a_plan(tmp_path: Path) -> None:
     assert peaks["full"] < peaks["none"]
 
 
+@pytest.mark.parametrize("carry", [False, True])
+def test_the_callback_logs_routing_flips(carry: bool, tmp_path: Path) -> None:
+    """Tokens that a replay routes otherwise are in the log where decisions are not carried; else none, and it says so."""
+    model, _ = build("mixtral")
+    plan = Plan(tuple(Choice((path,), carry=carry) for choice in plan_of("full", model) for path in choice.paths))
+    routers = [module for module in model.modules() if type(module).__name__ == "MixtralTopKRouter"]
+    assert len(routers) == LAYERS
+    for router in routers:
+        router.register_forward_pre_hook(lambda _, args: (args[0].roll(1, -1),) if doing_recompute() else None)
+    callback = RecomputeCallback(plan, peak=False)
+    _, trainer = train(model, tmp_path, [callback])
+    logged = trainer.state.log_history[0]
+    assert logged["recompute_regions_carrying"] == (LAYERS if carry else 0)
+    assert (logged["recompute_routing_flips"] > 0) is not carry
+
+
 @pytest.mark.parametrize("on", [False, True])
 def test_the_policy_can_stand_among_the_training_arguments(on: bool, tmp_path: Path) -> None:
     """A callback without a plan takes the string from the arguments, whether or not they turn checkpointing on too."""
@@ -415,6 +450,49 @@ def test_adapters_train_through_the_trainer(tmp_path: Path) -> None:
         weights, _ = train(model, tmp_path, activation_checkpointing=True)
     assert same(weights, expected)
     assert count[0] == 4 * 2 * LAYERS
+
+
+# --- TRL ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_checkpointing(model: Any, kwargs: dict[str, Any] | None = None) -> Iterator[None]:
+    """The calls that TRL 1.16 makes around generation (`trl.models.utils.disable_gradient_checkpointing`)."""
+    was_on = model.is_gradient_checkpointing
+    if was_on:
+        model.gradient_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            model.gradient_checkpointing_enable(kwargs)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["its calls", "itself"])
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}])
+def test_a_plan_comes_back_after_trl_generates(kwargs: dict[str, Any] | None, adapters: bool, real: bool) -> None:
+    """Between TRL's disabling and enabling the layers run once, and before and after it twice, PEFT around or not."""
+    off: Any = without_checkpointing
+    if real:
+        reason = "trl is no development dependency (it needs datasets and pyarrow); its calls are made above"
+        off = pytest.importorskip("trl.models.utils", reason=reason).disable_gradient_checkpointing
+    model, inputs = build("llama")
+    apply(model, "block:2")
+    tuned = with_adapters(model) if adapters else model
+    seen: list[int] = []
+
+    def look() -> None:
+        with runs(model) as count:
+            step(tuned, inputs)
+        seen.append(count[0])
+
+    look()
+    with off(tuned, kwargs):
+        look()
+        tuned.generate(input_ids=inputs["input_ids"], max_new_tokens=2, do_sample=False)
+    look()
+    assert seen == [LAYERS + 2, LAYERS, LAYERS + 2]
 
 
 # --- policies -----------------------------------------------------------------------------------------------------
