@@ -366,7 +366,7 @@ def test_the_measured_peak_is_lower_with_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("carry", [False, True])
 def test_the_callback_logs_routing_flips(carry: bool, tmp_path: Path) -> None:
-    """Tokens that a replay routes otherwise are in the log where decisions are not carried; else none, and it says so."""
+    """Tokens that a replay routes otherwise are in the log; where decisions are carried, that they are, and none."""
     model, _ = build("mixtral")
     plan = Plan(tuple(Choice((path,), carry=carry) for choice in plan_of("full", model) for path in choice.paths))
     routers = [module for module in model.modules() if type(module).__name__ == "MixtralTopKRouter"]
