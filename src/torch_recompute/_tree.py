@@ -228,3 +228,19 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64)
     return (sums * (weights * 2 - 1) * 0x9E3779B1).sum()
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, with the gradient of `clone`. Of a DTensor it has the same placements; `clone` would reduce a partial one.
+
+    Duck typing keeps torch.distributed, which need not be there, out of `import torch_recompute`.
+    """
+    placements: Any = getattr(tensor, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return tensor.clone()
+    from torch.distributed.tensor import Replicate
+
+    d: Any = tensor
+    local = d.to_local(grad_placements=[Replicate() if p.is_partial() else p for p in placements])
+    layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
+    return type(d).from_local(local.clone(), d.device_mesh, placements, **layout)

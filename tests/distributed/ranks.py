@@ -1,0 +1,185 @@
+"""Ranks: a few processes in one gloo group on this machine, which run what a test asks them to.
+
+    ranks = pytest.fixture(scope="module")(started(2))       # one set of processes for all tests of a file
+
+    def sums(wanted):                                        # a scenario: a function at the top level of a file
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item() == wanted
+
+    def test_sums(ranks):
+        assert ranks.run(sums, 2.0) == [True, True]          # its result on each rank
+
+Starting a process that imports torch takes seconds, so the processes live as long as the fixture, and each scenario
+gets a process group of its own (`dist.init_process_group` has been called when it starts, and is undone when it
+ends), with the seed 0 and one thread. A scenario that fails on one rank therefore does not spoil the next.
+
+- `run` returns the results, one per rank, and raises `RankError` with every rank's traceback if one has failed.
+- `outcomes` raises nothing: one `Outcome` per rank, with `.value` or `.error` (the traceback as text). It is for
+  scenarios that are to fail, or to kill a rank.
+- Arguments and results are pickled: numbers, texts, containers, tensors, plans.
+- A collective that waits longer than `PATIENCE` fails by itself. A rank that has said nothing within `LIMIT` writes
+  all its stacks to stderr, is killed, and a new set of ranks is started for the next scenario.
+
+A scenario is found by its file and name, so it may stand in the test's own file; that file is then imported by the
+ranks too. Ranks make no errors of warnings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = datetime.timedelta(seconds=30)  # for one collective
+LIMIT = 60.0  # seconds for one scenario
+
+
+class RankError(AssertionError):
+    """A scenario failed on some rank."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank made of a scenario: a value, or the text of an error."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class Ranks:
+    """`count` processes in one group."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the file by which a group finds itself
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._scenarios = 0
+
+    def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of `scenario(*args)`, one per rank; `RankError` if it fails anywhere."""
+        outcomes = self.outcomes(scenario, *args)
+        if any(outcome.error is not None for outcome in outcomes):
+            texts = [f"-- rank {rank} --\n{outcome.error or 'done'}" for rank, outcome in enumerate(outcomes)]
+            raise RankError("\n".join([scenario.__name__, *texts]))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, scenario: Callable[..., Any], *args: Any) -> list[Outcome]:
+        """What each rank made of `scenario(*args)`."""
+        if self._folder is None:
+            self._start()
+        assert self._folder is not None
+        self._scenarios += 1
+        store = str(Path(self._folder.name) / str(self._scenarios))
+        task = pickle.dumps((scenario.__code__.co_filename, scenario.__name__, args, store))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        deadline = time.monotonic() + LIMIT + 5
+        outcomes = [self._answer(rank, deadline) for rank in range(self.count)]
+        if any(process.exitcode is not None for process in self._processes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def _answer(self, rank: int, deadline: float) -> Outcome:
+        pipe, process = self._pipes[rank], self._processes[rank]
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return pickle.loads(pipe.recv_bytes())
+            process.kill()
+            process.join()
+            return Outcome(error=f"killed: no answer within {LIMIT:.0f} s; its stacks are on stderr")
+        except EOFError:
+            process.join()
+            return Outcome(error=f"ended with exit code {process.exitcode}")
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        environment = {"OMP_NUM_THREADS": "1"}
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not be known to itself
+        context = multiprocessing.get_context("spawn")
+        with mock.patch.dict(os.environ, environment):
+            for rank in range(self.count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.count, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+
+def started(count: int) -> Callable[[], Iterator[Ranks]]:
+    """A function to make a fixture of: yields `Ranks(count)` and ends them."""
+
+    def ranks() -> Iterator[Ranks]:
+        one = Ranks(count)
+        yield one
+        one.close()
+
+    return ranks
+
+
+def _serve(rank: int, count: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            file, name, args, store = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(LIMIT)
+        try:
+            scenario = getattr(_module(file), name)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=PATIENCE
+            )
+            torch.manual_seed(0)
+            answer = pickle.dumps(Outcome(scenario(*args)))
+        except BaseException:
+            answer = pickle.dumps(Outcome(error=traceback.format_exc()))
+        finally:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(answer)
+
+
+def _module(file: str) -> Any:
+    """The module in a file, imported once, under the name that its folder and itself make (`distributed.test_ddp`)."""
+    path = Path(file)
+    name = f"{path.parent.name}.{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
