@@ -231,7 +231,7 @@ def _weighted(sums: torch.Tensor) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, with the gradient of `clone`. Of a DTensor it has the same placements; `clone` would reduce a partial one.
+    """A copy, as `clone` makes it; but that of a DTensor has the same placements, where `clone` reduces a partial one.
 
     Duck typing keeps torch.distributed, which need not be there, out of `import torch_recompute`.
     """

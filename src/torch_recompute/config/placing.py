@@ -7,6 +7,7 @@ on in silence: a number of layers beyond the stage, a label that nothing answers
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,7 +31,9 @@ def placed(config: RecomputeConfig, model: object) -> tuple[Choice, ...]:
         raise errors.ArgumentError(errors.not_plannable(model))
     if config.recompute_granularity == FULL:
         method, number = config.recompute_method or "", config.recompute_num_layers or 0
-        return _layers(find_units(model), type(model).__name__, method, number)
+        found = _layers(find_units(model), type(model).__name__, method, number)
+        store = "sharded" if config.distribute_saved_activations else ""
+        return tuple(dataclasses.replace(choice, store=store) for choice in found)
     labels = tuple(dict.fromkeys(config.recompute_modules or ()))
     return _parts(find_units(model), type(model).__name__, labels) if labels else ()
 

@@ -34,13 +34,13 @@ from .configs import (
     no_effect,
     no_layers,
     no_offload_plans,
-    no_sharded_store,
     no_yaml,
     not_a_count,
     not_a_mapping,
     not_a_switch,
     not_labels,
     not_plannable,
+    parts_are_not_shared,
     said_twice,
     sequence_parallel_shards_already,
     too_many_layers,
@@ -98,6 +98,15 @@ from .replays import (
     other_values,
     store_returned,
 )
+from .sharding import (
+    no_ranks,
+    not_a_member,
+    not_in_rows,
+    nothing_to_share,
+    ranks_differ,
+    split_already,
+    store_of_a_group,
+)
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -121,6 +130,13 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "no_ranks",
+    "not_a_member",
+    "not_in_rows",
+    "nothing_to_share",
+    "ranks_differ",
+    "split_already",
+    "store_of_a_group",
     "ArgumentError",
     "ChangedError",
     "MismatchError",
@@ -172,7 +188,7 @@ __all__ = [
     "no_policy",
     "no_regions",
     "no_sharded_inputs",
-    "no_sharded_store",
+    "parts_are_not_shared",
     "no_such_dim",
     "no_such_key",
     "no_such_model",
