@@ -49,7 +49,7 @@ from torch_recompute import (
     show,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
-from torch_recompute.distributed import ShardedOver
+from torch_recompute.distributed import RngStreams, ShardedOver, keep_collectives
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.units import find_units, register
 
@@ -1043,6 +1043,46 @@ CASES = [
         lambda: among(2, 0, lambda: pickle.dumps(ShardedOver())),
         "ShardedOver cannot be pickled: it belongs to the process group of this run.\n"
         "  Save model.state_dict(), or take the plan out first: handle.remove().",
+    ),
+    Case(
+        "no_rank",
+        ArgumentError,
+        lambda: RngStreams(1234, tensor=None),  # type: ignore[arg-type]
+        "RngStreams: tensor is NoneType: None, where a process group or this rank's number in it is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).',
+    ),
+    Case(
+        "no_rank",
+        ArgumentError,
+        lambda: RngStreams(-1),
+        "RngStreams: seed is int: -1, where a whole number, 0 or more is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).',
+    ),
+    Case(
+        "stream_twice",
+        ArgumentError,
+        lambda: RngStreams(10).add("expert", 3),
+        "add('expert', 3): there is a stream 'expert' already.\n  Use another name.",
+    ),
+    Case(
+        "stream_twice",
+        ArgumentError,
+        lambda: RngStreams(10).add("mine", 10),
+        "add('mine', 10): the stream 'default' has the seed 10 too, so both would draw the same numbers.\n"
+        "  Use another seed.",
+    ),
+    Case(
+        "no_such_stream",
+        ArgumentError,
+        lambda: RngStreams(10).fork("model_parallel").__enter__(),
+        "fork('model_parallel'): there is no such stream; known are 'default', 'model-parallel', 'expert'.\n"
+        "  Write one of these, or make it first, on all ranks:  streams.add(name, seed)",
+    ),
+    Case(
+        "no_such_collectives",
+        ArgumentError,
+        lambda: keep_collectives(torch.sin, kind="all_reduce"),
+        "keep_collectives: kind='all_reduce', where one of '@reduction', '@collective' is expected.",
     ),
     # plans
     Case(

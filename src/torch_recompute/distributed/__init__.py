@@ -4,6 +4,8 @@
 ranks; `collectives.py` says which collectives a replay repeats.
 """
 
+from .collectives import keep_collectives
+from .rng import RngStreams
 from .sharded import ShardedOver
 
-__all__ = ["ShardedOver"]
+__all__ = ["RngStreams", "ShardedOver", "keep_collectives"]

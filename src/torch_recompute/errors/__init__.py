@@ -99,13 +99,17 @@ from .replays import (
     store_returned,
 )
 from .sharding import (
+    no_rank,
     no_ranks,
+    no_such_collectives,
+    no_such_stream,
     not_a_member,
     not_in_rows,
     nothing_to_share,
     ranks_differ,
     split_already,
     store_of_a_group,
+    stream_twice,
 )
 from .tiles import (
     bad_tiles,
@@ -130,6 +134,10 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "no_rank",
+    "no_such_collectives",
+    "no_such_stream",
+    "stream_twice",
     "no_ranks",
     "not_a_member",
     "not_in_rows",

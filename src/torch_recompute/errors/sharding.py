@@ -1,8 +1,8 @@
-"""Texts for what lies in parts on several ranks, and for the random streams of parallel ranks."""
+"""Texts for what lies in parts on several ranks, collectives, and the random streams of parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ._say import kind, say
 
@@ -70,3 +70,32 @@ def store_of_a_group(value: object) -> str:
         f"{kind(value)} cannot be pickled: it belongs to the process group of this run.\n"
         "  Save model.state_dict(), or take the plan out first: handle.remove()."
     )
+
+
+def no_rank(what: str, value: object) -> str:
+    """Text for a seed or a rank that is none."""
+    kinds = "a whole number, 0 or more" if what == "seed" else "a process group or this rank's number in it"
+    return (
+        f"RngStreams: {what} is {say(value)}, where {kinds} is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).'
+    )
+
+
+def stream_twice(name: str, seed: int, known: str, other: int) -> str:
+    """Text for a stream of the name or the seed of another one."""
+    what = f"there is a stream {known!r} already" if name == known else f"the stream {known!r} has the seed {other} too"
+    why = "" if name == known else ", so both would draw the same numbers"
+    return f"add({name!r}, {seed}): {what}{why}.\n  Use another {'name' if name == known else 'seed'}."
+
+
+def no_such_stream(name: object, known: Iterable[str]) -> str:
+    """Text for a fork of a stream that there is not."""
+    return (
+        f"fork({name!r}): there is no such stream; known are {', '.join(map(repr, known))}.\n"
+        "  Write one of these, or make it first, on all ranks:  streams.add(name, seed)"
+    )
+
+
+def no_such_collectives(given: object, known: Iterable[str]) -> str:
+    """Text for a kind of collectives that there is not."""
+    return f"keep_collectives: kind={given!r}, where one of {', '.join(map(repr, known))} is expected."
