@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,7 +143,6 @@ def compared(how: str, dropout: float) -> Any:
 def test_plans_on_dtensors(ranks, how: str, dropout: float) -> None:
     """Gradients are bit for bit those without a plan, which are the single process's; replays repeat what is said."""
     for worst, (comm, _, whole), answers in ranks.run(compared, how, dropout):
-        print(how, dropout, whole, {n: k for n, (*_, k) in answers.items()})
         assert worst < 1e-6
         assert [name for name, (same, *_) in answers.items() if not same] == []
         reductions, gathers = ("reduce_scatter_tensor", "all_gather_into_tensor")
@@ -258,3 +262,27 @@ def test_a_saved_module_keeps_its_placements(ranks) -> None:
         assert placements == "(Partial(sum),)"
         assert comm == {}
         assert worst < 1e-6
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = re.compile(r"^(tensor|sequence), (.+?) +loss ([\d. ]+?) +kept +(\d+) KiB   repeated +(\d+)$", re.MULTILINE)
+
+
+def test_the_example() -> None:
+    """The example prints equal losses for each kind of parallelism, less memory with regions, and what is repeated."""
+    path = ROOT / "examples" / "distributed" / "tensor_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    rows = {(how, what): (loss, int(kept), int(again)) for how, what, loss, kept, again in ROW.findall(run.stdout)}
+    assert len(rows) == 8
+    for how in ("tensor", "sequence"):
+        assert len({loss for (one, _), (loss, _, _) in rows.items() if one == how}) == 1
+        kept = {what: kept for (one, what), (_, kept, _) in rows.items() if one == how}
+        assert kept["regions"] < kept["collectives kept"] < kept["plain"]
+        assert rows[how, "collectives kept"][2] == 0 < rows[how, "regions"][2]
+    assert rows["tensor", "inputs sharded"][1] < rows["tensor", "regions"][1]
+    assert 0 < rows["sequence", "reductions kept"][2] < rows["sequence", "regions"][2]
