@@ -161,6 +161,8 @@ def test_plans_on_dtensors(ranks, how: str, dropout: float) -> None:
             first = {key: found[key] - again.get(key, 0) for key in found}
             assert first == comm, name  # forward and backward communicate as without a plan
         assert kept["each"] < kept["reductions"] <= kept["collectives"] < whole
+        assert kept["group"] < 0.6 * kept["each"]  # one input, where each of the two layers has one
+        assert kept["products"] < 0.6 * whole  # the inputs of saved products are rebuilt
 
 
 def implicit() -> Any:
@@ -277,7 +279,10 @@ def test_the_example() -> None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
-    rows = {(how, what): (loss, int(kept), int(again)) for how, what, loss, kept, again in ROW.findall(run.stdout)}
+    rows = {
+        (how, what.split(", ")[-1]): (loss, int(kept), int(again))
+        for how, what, loss, kept, again in ROW.findall(run.stdout)
+    }
     assert len(rows) == 8
     for how in ("tensor", "sequence"):
         assert len({loss for (one, _), (loss, _, _) in rows.items() if one == how}) == 1

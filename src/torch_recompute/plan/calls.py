@@ -22,7 +22,7 @@ Not seen: what other Python functions do that torch treats as one call.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -129,7 +129,7 @@ class KeepCollectives(_compat.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def enter_keeping(stack: ExitStack, kinds: Iterable[str]) -> None:
+def enter_keeping(stack: ExitStack, kinds: Sequence[str]) -> None:
     """Enters what makes saved calls of all calls of some kinds, of `plan.KINDS`."""
     functions = [kind for kind in kinds if kind not in COLLECTIVES]
     collectives = [kind for kind in kinds if kind in COLLECTIVES]
