@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
+from torch_recompute._compat import capture, fakes, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -308,6 +309,13 @@ def test_sequence_of() -> None:
     assert _compat.sequence_of(y.grad_fn) < _compat.sequence_of(z.grad_fn) < _compat.sequence_of(leaf)
 
 
+def test_function_of() -> None:
+    """A node made by an autograd Function names it, and PyTorch's own nodes name none."""
+    x = torch.ones(2, requires_grad=True)
+    assert _compat.function_of(Look.apply(x, lambda: None).grad_fn) is Look
+    assert _compat.function_of(x.sin().grad_fn) is None
+
+
 def test_set_grad_enabled() -> None:
     """Switches grad mode on this thread."""
     _compat.set_grad_enabled(False)
@@ -575,3 +583,107 @@ def test_every_shim_is_tried() -> None:
 
 
 PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves"}
+
+
+# --- memory held weakly -----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_found_again_while_it_is_alive() -> None:
+    """Weakly held memory is the same memory as long as a tensor has it, and nothing afterwards."""
+    tensor = torch.arange(6.0)
+    memory = storages.Memory(tensor[2:])
+    again = memory.flat(6, torch.float32)
+    assert again is not None
+    assert again.data_ptr() == tensor.data_ptr()
+    assert torch.equal(again, tensor)
+    del tensor
+    assert memory.flat(6, torch.float32) is not None
+    del again
+    assert memory.flat(6, torch.float32) is None
+
+
+def test_memory_that_torch_cannot_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the private name memory is not found again, so that it is copied once more."""
+    monkeypatch.setattr(storages, "_revive", None)
+    tensor = torch.arange(6.0)
+    assert storages.Memory(tensor).flat(6, torch.float32) is None
+
+
+# --- captures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_generator_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed and offset are read from a state of sixteen bytes, and written back as one."""
+
+    class Generator:
+        state = torch.tensor([-5, 8], dtype=torch.int64).view(torch.uint8)
+
+        def get_state(self) -> torch.Tensor:
+            return self.state
+
+        def set_state(self, state: torch.Tensor) -> None:
+            assert (state.dtype, state.device.type, state.numel()) == (torch.uint8, "cpu", 16)
+            self.state = state
+
+    generator: Any = Generator()
+    pair = capture.captured_state(generator)
+    assert pair == (-5, 8)
+    with torch.device("meta"):
+        capture.set_captured_state(generator, (-5, 20))
+    assert capture.captured_state(generator) == (-5, 20)
+
+
+@pytest.mark.gpu
+def test_capturing() -> None:
+    """Inside a capture, and only there, work is captured; the offset in it begins at 0."""
+    torch.rand(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    assert not capture.capturing()
+    with torch.cuda.graph(graph):
+        assert capture.capturing()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        assert capture.captured_state(generator)[1] == 0
+        torch.rand(4, device="cuda")
+        assert capture.captured_state(generator)[1] > 0
+    assert not capture.capturing()
+
+
+# --- fake tensors -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_of_tensors_is_told_from_a_sharded_one() -> None:
+    """Only a `DTensor` of torch counts as sharded, whatever else wraps tensors."""
+    own = type("DTensor", (torch.Tensor,), {"__module__": "mine"})
+    torchs = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
+    assert not fakes.is_sharded(torch.ones(2).as_subclass(own))
+    assert fakes.is_sharded(torch.ones(2).as_subclass(torchs))
+    assert not fakes.is_wrapper(torch.ones(2))
+
+
+def test_operations_on_fakes_need_no_active_mode() -> None:
+    """`on_fakes` answers without values, and a tensor laid over a storage leaves its size alone."""
+    mode = fakes.FakeTensorMode()
+    with mode:
+        x = torch.empty(4, 4)
+    y = fakes.on_fakes(mode, torch.ops.aten.mm.default, (x, x), {})
+    assert type(y) is fakes.FakeTensor
+    assert y.shape == (4, 4)
+    assert fakes.device_of(y) == torch.device("cpu")
+    assert fakes.is_operator(torch.ops.aten.mm.default)
+    y.untyped_storage().resize_(0)
+    with mode:
+        view = fakes.over(y.untyped_storage(), 0, y, "cpu")
+    assert view.untyped_storage().nbytes() == 0
+    with fakes.without_modes():
+        assert torch.ones(2).sum().item() == 2
+
+
+def test_an_operation_that_writes_is_known() -> None:
+    """`writes` follows the schema, and a class of tensors is plain as a tensor of it is."""
+    assert fakes.writes(torch.ops.aten.add_.Tensor)
+    assert not fakes.writes(torch.ops.aten.add.Tensor)
+    assert not fakes.writes(len)
+    assert _compat.is_plain_kind(torch.Tensor)
+    assert _compat.is_plain(torch.ones(2))
+    mode = fakes.FakeTensorMode()
+    assert type(fakes.fake_like(mode, torch.ones(2))) is fakes.FakeTensor

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from torch_recompute import ArgumentError, Plan, RecomputeConfig, apply, saved_activations
+from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, saved_activations
+from torch_recompute.config.offloading import BELONGING
 from torch_recompute.config.placing import groups
 from torch_recompute.config.reading import INSIDE
-from torch_recompute.config.rules import BELONGING
 from torch_recompute.plan.labels import LABELS
 from zoo import build, scalar_loss
 
@@ -440,6 +440,82 @@ def test_fields_that_belong_to_a_switch_exist() -> None:
     for switch, fields in BELONGING.items():
         assert defaults[switch] is False
         assert all(defaults[name] in allowed for name, allowed in fields.items())
+
+
+# --- offloading -----------------------------------------------------------------------------------------------------
+
+
+def offloaded(config: RecomputeConfig, model: nn.Module) -> list[str]:
+    """The modules whose inputs the plan keeps in host memory."""
+    return [choice.paths[0] for choice in config.plan(model) if choice.store == "host"]
+
+
+@pytest.mark.parametrize(
+    ("config", "paths"),
+    [
+        (full("uniform", 1, cpu_offloading=True, cpu_offloading_num_layers=2), ["h.0", "h.1"]),
+        (full("uniform", 2, cpu_offloading=True, cpu_offloading_num_layers=3), ["h.0", "h.2"]),
+        (full("uniform", 5, cpu_offloading=True, cpu_offloading_num_layers=5), ["h.0"]),
+        (full("block", 3, cpu_offloading=True, cpu_offloading_num_layers=3), ["h.0", "h.1", "h.2"]),
+        (
+            RecomputeConfig(
+                recompute_granularity="selective",
+                recompute_modules=["core_attn", "mlp"],
+                fine_grained_activation_offloading=True,
+                offload_modules=["mlp"],
+            ),
+            [f"h.{n}.mlp" for n in range(5)],
+        ),
+    ],
+    ids=repr,
+)
+def test_offload_fields_put_inputs_into_host_memory(config: RecomputeConfig, paths: list[str]) -> None:
+    """The regions meant keep their inputs in host memory, so many bytes of it, and gradients are the plain ones."""
+    torch.manual_seed(0)
+    model, tokens = GPT(5), torch.randint(16, (2, 6))
+    assert offloaded(config, model) == paths
+    assert RecomputeConfig.from_dict(config.to_dict()) == config
+    plain = torch.autograd.grad(model(tokens).square().sum(), list(model.parameters()))
+    store = OnHost()
+    handle = apply(model, config.plan(model), stores={"host": store})
+    loss = model(tokens).square().sum()
+    assert store.host_bytes == len(paths) * 2 * 6 * WIDTH * 4
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    del loss
+    assert store.host_bytes == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"cpu_offloading_num_layers": 0}, "cpu_offloading_num_layers"),
+        ({"cpu_offloading_num_layers": True}, "cpu_offloading_num_layers"),
+        ({"cpu_offloading_num_layers": 6}, "cpu_offloading_num_layers"),
+        ({"recompute_method": "block", "recompute_num_layers": 2}, "cpu_offloading_num_layers"),
+        ({"cpu_offloading_activations": False}, "cpu_offloading_activations"),
+        ({"cpu_offloading_weights": True}, "cpu_offloading_weights"),
+        ({"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}, "cpu_offloading"),
+    ],
+)
+def test_offload_fields_without_effect(fields: dict[str, Any], field: str) -> None:
+    """A field that would move nothing, or more than there is, is refused by name."""
+    settings = {**UNIFORM, "cpu_offloading": True, "cpu_offloading_num_layers": 3, **fields}
+    with pytest.raises(ArgumentError, match=rf"^{field}(=| is )"):
+        RecomputeConfig(**settings).plan(GPT(5))
+
+
+def test_a_label_inside_of_regions_that_stay() -> None:
+    """A label whose regions are part of others, which are not moved, moves nothing: an error."""
+    config = RecomputeConfig(
+        recompute_granularity="selective",
+        recompute_modules=["h.*", "mlp"],
+        fine_grained_activation_offloading=True,
+        offload_modules=["mlp"],
+    )
+    with pytest.raises(ArgumentError, match="inside of other regions, whose inputs stay"):
+        config.plan(GPT(2))
 
 
 # --- files and nested keys ------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ import importlib.util
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torch_recompute
 
@@ -34,7 +36,16 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.fixture
+def no_process_group() -> Iterator[None]:
+    """Ends the process group that a page has started."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @each_page
+@pytest.mark.usefixtures("no_process_group")
 def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The Python blocks of a page run from top to bottom, without a warning, and what is said of output is so."""
     if "import transformers" in page.read_text(encoding="utf-8") and not importlib.util.find_spec("transformers"):
@@ -43,6 +54,7 @@ def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "OnHost: torch sees no CUDA device", RuntimeWarning)  # which is so in tests
         for line, code in blocks(page):
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), scope)
             printed = capsys.readouterr().out

@@ -10,19 +10,25 @@ import pickle
 import sys
 import types
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError
 
 import torch_recompute
 from torch_recompute import (
     ArgumentError,
+    BudgetError,
     ChangedError,
     Choice,
     MismatchError,
@@ -34,6 +40,9 @@ from torch_recompute import (
     RecomputeError,
     SaveError,
     StoreError,
+    _compat,
+    _fingerprints,
+    _generators,
     apply,
     audit,
     checkpoint,
@@ -47,11 +56,57 @@ from torch_recompute import (
     save_for_recompute,
     saved_activations,
     show,
+    simulate,
+    state,
+    values,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
-from torch_recompute.distributed import RngStreams, ShardedOver, keep_collectives
+from torch_recompute.distributed import (
+    RngStreams,
+    ShardedOver,
+    find_reentrant,
+    fused_allreduce_gradients,
+    keep_collectives,
+)
 from torch_recompute.integrations import door, huggingface
+from torch_recompute.plan.budget import read_budget
+from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
+from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.simulation.faking import Faker
+from torch_recompute.stores import bandwidth, host
+from torch_recompute.stores.lanes import Direct
+from torch_recompute.stores.parcels import Depot
+
+
+def nn_linear() -> torch.nn.Module:
+    return torch.nn.Linear(3, 3)
+
+
+class Reads(torch.nn.Module):
+    """Reads values of its argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero()
+
+
+class Reaches(torch.nn.Module):
+    """Reaches its weight through a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = self.inner = torch.nn.Linear(3, 3)
+        self.call = lambda x: inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def a_dtensor() -> torch.Tensor:
+    """A tensor of a class of that name; a true one needs a process group."""
+    kind = type("DTensor", (torch.Tensor,), {"__module__": "torch.distributed.tensor"})
+    return vector().as_subclass(kind)
+
 
 REASONS = (
     "\n  The function must do the same work each time it is called with the same arguments. Common reasons that it "
@@ -74,12 +129,7 @@ COUNT = (
     ", where a whole number of layers is expected, 1 or more.\n"
     "  Write recompute_num_layers=1, without quotes; leave it out, or write None (null in a file), for no number."
 )
-NO_OFFLOAD = (
-    " is not available yet: a plan says what is recomputed, not yet what is moved to host memory. (Nothing forbids the "
-    "two together, as Megatron-LM does.)\n"
-    "  Leave it out, and place stores by hand: recompute(layer, inputs=OnHost()) for the inputs of a region, "
-    "no_recompute(fn, store=OnHost()) for what a saved call keeps."
-)
+NO_OFFLOAD = " (What a module keeps without being recomputed is not moved; Megatron-LM does that in its own layers.)\n"
 PATHS = (
     '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
     "ModuleList does not, since it is never called."
@@ -157,6 +207,74 @@ def vector() -> torch.Tensor:
 def step(fn: Callable[..., Any], **options: Any) -> None:
     """One forward and backward of `fn` as the region `layer 3`."""
     recompute(fn, name="layer 3", **options)(vector()).sum().backward()
+
+
+class Stamped:
+    """The generator of a device while a CUDA graph is captured: seed and relative offset."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor([7, self.offset]).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def captured(generator: Stamped | None = None) -> Iterator[None]:
+    """As if a CUDA graph were captured."""
+    with contextlib.ExitStack() as stack:
+        for module in (_generators, values, _fingerprints, host):
+            stack.enter_context(unittest.mock.patch.object(module, "capturing", return_value=True))
+        stack.enter_context(unittest.mock.patch.object(_compat, "device_generators", return_value=[generator]))
+        stack.enter_context(unittest.mock.patch.object(torch.cuda, "current_device", return_value=0))
+        yield
+
+
+def captured_step(fn: Callable[..., Any], **options: Any) -> None:
+    with captured():
+        step(fn, **options)
+
+
+def draws_in_another_graph() -> None:
+    generator = Stamped()
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        generator.offset += 4
+        return x.sin().exp()
+
+    with captured(generator):
+        y = recompute(draw, name="layer 3", state=[state.DEVICE_RNG])(vector())
+        generator.offset = 0
+        y.sum().backward()
+
+
+def reads_in_a_graph() -> None:
+    def size() -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+
+    size.__qualname__ = "size"
+    captured_step(lambda x: x.sin().exp() * replay(size)())
+
+
+def changes_on_the_way() -> None:
+    class Slow(Direct):
+        direct = False
+
+    depot = Depot(Slow())
+    with unittest.mock.patch.object(host, "depot_of", return_value=depot):
+        x = vector() * 2
+        y = recompute(lambda x: x.sin().exp(), inputs=OnHost())(x)
+        with torch.no_grad():
+            x.add_(1)
+        y.sum().backward()
+
+
+def changes_what_stayed() -> None:
+    x = vector() * 2
+    y = recompute(lambda x: x.sin().exp(), inputs=OnHost(smallest=1000))(x)
+    with torch.no_grad():
+        x.add_(1)
+    y.sum().backward()
 
 
 # --- misuses --------------------------------------------------------------------------------------------------------
@@ -473,6 +591,65 @@ def has_no_policy() -> None:
     huggingface.RecomputeCallback().on_train_begin(None, None, None, Switched())
 
 
+@contextlib.contextmanager
+def two_ranks() -> Any:
+    """The first of two ranks; the second is imagined, and agrees with whatever the first says."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def with_gradient(grad: torch.Tensor) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = grad
+    return weight
+
+
+def reduces_without_a_group() -> None:
+    fused_allreduce_gradients([with_gradient(torch.ones(3))])
+
+
+def reduces_in_a_group_of_others() -> None:
+    with two_ranks():
+        fused_allreduce_gradients([with_gradient(torch.ones(3))], dist.new_group([1]))
+
+
+def reduces_a_module() -> None:
+    with two_ranks():
+        fused_allreduce_gradients(Scale())
+
+
+def reduces_over_shards() -> None:
+    with two_ranks():
+        mesh = init_device_mesh("cpu", (2,))
+        shard = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+        fused_allreduce_gradients([torch.nn.Parameter(shard)])
+
+
+def reduces_other_parameters() -> None:
+    def all_reduce(tensor: torch.Tensor, *_: Any) -> None:
+        tensor[0] += 1  # what the other rank says
+
+    with two_ranks(), unittest.mock.patch.object(dist, "all_reduce", all_reduce):
+        fused_allreduce_gradients([with_gradient(torch.ones(3))])
+
+
+def wraps_one_by_one() -> None:
+    with two_ranks():
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        apply(layers, Plan((Choice(("0", "1")),)))
+        for i in range(2):
+            layers[i] = FullyShardedDataParallel(layers[i], device_id=torch.device("cpu"))
+        layers(torch.ones(2, 3))
+
+
+def reduces_sparse_gradients() -> None:
+    with two_ranks():
+        fused_allreduce_gradients([with_gradient(torch.ones(3)), with_gradient(torch.ones(3).to_sparse())])
+
+
 @dataclass(frozen=True)
 class Case:
     """A misuse and what it is answered: `of` is the function of `errors.py` that makes the text."""
@@ -481,6 +658,20 @@ class Case:
     kind: type[Exception]
     misuse: Callable[[], object]
     text: str
+
+
+GIB = 2**30
+COSTS = Costs(
+    {"layer": Kind((Option(None, 2 * GIB, 3 * GIB, 4 * GIB, 0.0), Option((), GIB, 3 * GIB, 4 * GIB, 0.5)))},
+    tuple(Segment(f"layers.{i}", "layer", GIB, 5 * GIB // 4) for i in range(4)),
+    (Point(4, 5 * GIB + 1, "in the loss"),),
+)
+
+
+def without(package: str, misuse: Callable[[], object]) -> None:
+    """A misuse where a package is not installed."""
+    with unittest.mock.patch.dict(sys.modules, {package: None}):
+        misuse()
 
 
 CASES = [
@@ -1157,6 +1348,15 @@ CASES = [
         "  or recompute them one by one:  recompute_num_layers=1",
     ),
     Case(
+        "wrapped_apart",
+        ArgumentError,
+        wraps_one_by_one,
+        "the plan recomputes 2 layers together, but FullyShardedDataParallel was put around each of them alone: in "
+        "backward the earlier ones are replayed while only the last one's parameters are sure to be there.\n"
+        "  Wrap a module that holds all of them, or keep parameters after forward (ShardingStrategy.SHARD_GRAD_OP),\n"
+        "  or recompute them one by one:  recompute_num_layers=1",
+    ),
+    Case(
         "frees_nothing",
         ArgumentError,
         lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["1"]).plan(
@@ -1330,6 +1530,76 @@ CASES = [
         "the replay of layer 3 reached the saved call attention with another tensor than its forward as input 0:\n"
         "      forward: float32[3] on cpu\n"
         f"      replay:  float32[2] on cpu{WHY}",
+    ),
+    # simulated steps
+    Case(
+        "bad_accumulate",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), accumulate=0),
+        "simulate(accumulate=...) is how many forwards and backwards come before a step of the optimizer, an integer "
+        "from 1, but got int: 0",
+    ),
+    Case(
+        "no_such_device",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), device="hpu"),
+        "simulate(device='hpu'): this build of PyTorch, on this machine, has no such device, and which kernels would "
+        "run there cannot be asked.\n"
+        "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one.",
+    ),
+    Case(
+        "sharded_model",
+        ArgumentError,
+        lambda: Faker(FakeTensorMode(), None).tensor(a_dtensor(), "layers.0.weight"),
+        "simulate: layers.0.weight is a DTensor: the model is sharded (fully_shard, tensor parallelism), and its "
+        "collectives cannot be simulated on one process.\n"
+        "  Simulate the model as it was before sharding.",
+    ),
+    Case(
+        "cannot_fake",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector().to_sparse(),)),
+        "simulate: args[0] is Tensor of shape (3,), of which no fake copy can be made: its class or layout says "
+        "nothing of where its memory lies.\n"
+        "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation).",
+    ),
+    Case(
+        "too_large_to_read",
+        RecomputeError,
+        lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),
+        "simulate: the model reads the values of a tensor of shape (33554432,) (aten.nonzero.default), and simulated "
+        "tensors have none.\n"
+        "  Simulate a smaller batch, or pass arguments of integers and masks as real tensors, not on meta.",
+    ),
+    Case(
+        "original_reached",
+        RecomputeError,
+        lambda: simulate(Reaches(), (vector(),)),
+        "simulate: the copy of Reaches used parameters of the original, through a closure or a bound method that "
+        "copy.deepcopy does not follow, so its figures mean nothing. The gradients of the original have been put back."
+        "\n  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is independent.",
+    ),
+    Case(
+        "no_loss",
+        ArgumentError,
+        lambda: simulate(torch.nn.Identity(), (3,)),
+        "simulate: the model returned int: 3, which has no `.loss` and no floating tensor.\n"
+        "  Say how the loss is computed:  simulate(model, args, loss=lambda output: ...)",
+    ),
+    Case(
+        "not_a_loss",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), loss=lambda out: 3),
+        "simulate: the loss must be a tensor with one element that requires grad, but is int: 3\n"
+        "  Say how it is computed:  simulate(model, args, loss=lambda output: output.logits.float().mean())",
+    ),
+    Case(
+        "not_an_optimizer",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), optimizer=len),
+        "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list of parameters "
+        "to one, but builtin_function_or_method: <built-in function len> returned int: 2\n"
+        "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1).",
     ),
     # the lens
     Case(
@@ -1506,7 +1776,7 @@ CASES = [
         ArgumentError,
         lambda: RecomputeConfig.from_args(["--cpu-offloading-num-layers", "4"]),
         "cpu_offloading_num_layers=4 would have no effect: cpu_offloading is False.\n"
-        "  Write cpu_offloading=True with it (which is not available yet), or leave cpu_offloading_num_layers out.",
+        "  Write cpu_offloading=True with it, or leave cpu_offloading_num_layers out.",
     ),
     Case(
         "sequence_parallel_shards_already",
@@ -1516,6 +1786,17 @@ CASES = [
         "layer is already split over the tensor parallel ranks, so each rank keeps its own part and there is nothing "
         "to distribute.\n"
         "  Leave distribute_saved_activations out.",
+    ),
+    Case(
+        "in_two_places",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            **FULL, distribute_saved_activations=True, cpu_offloading=True, cpu_offloading_num_layers=1
+        ),
+        "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of regions "
+        "in parts on the tensor parallel ranks, the other in host memory, and they lie in one place.\n"
+        '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some layers, '
+        'store="host"  for others.',
     ),
     Case(
         "parts_are_not_shared",
@@ -1537,16 +1818,125 @@ CASES = [
         '  Write recompute_granularity="full" with it, or leave distribute_saved_activations out.',
     ),
     Case(
-        "no_offload_plans",
+        "offload_without_regions",
         ArgumentError,
-        lambda: RecomputeConfig(**FULL, cpu_offloading=True, cpu_offloading_num_layers=2),
-        f"cpu_offloading=True{NO_OFFLOAD}",
+        lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
+        "cpu_offloading=True moves the inputs of whole layers, that are recomputed, to host memory, and here there are "
+        f'none: it needs recompute_granularity="full".{NO_OFFLOAD}'
+        '  Write recompute_granularity="full" with it, or place a store by hand: no_recompute(fn, store=OnHost()) '
+        "inside a region.",
     ),
     Case(
-        "no_offload_plans",
+        "offload_without_regions",
         ArgumentError,
         lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
-        f"fine_grained_activation_offloading=True{NO_OFFLOAD}",
+        "fine_grained_activation_offloading=True moves the inputs of parts, named in offload_modules too, that are "
+        'recomputed, to host memory, and here there are none: it needs recompute_granularity="selective".'
+        f"{NO_OFFLOAD}"
+        '  Write recompute_granularity="selective" with it, or place a store by hand: '
+        "no_recompute(fn, store=OnHost()) inside a region.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            recompute_granularity="selective",
+            recompute_modules=["mlp"],
+            fine_grained_activation_offloading=True,
+            offload_modules=["core_attn"],
+        ),
+        "offload_modules=['core_attn'] would have no effect: 'core_attn' is not among recompute_modules, and only "
+        "inputs of what is recomputed are moved.\n"
+        "  Write recompute_modules=['mlp', 'core_attn'], or leave offload_modules out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            recompute_granularity="selective",
+            recompute_modules=["mlp"],
+            fine_grained_activation_offloading=True,
+            offload_modules=["mlp"],
+            activation_offload_fraction=0.5,
+        ),
+        "activation_offload_fraction=0.5 would have no effect: a plan says whose inputs lie in host memory, and the "
+        "store how many of them.\n"
+        '  Write apply(model, plan, stores={"host": store}) with store = OnHost(fraction=...), or leave '
+        "activation_offload_fraction out.",
+    ),
+    Case(
+        "bad_host_option",
+        ArgumentError,
+        lambda: OnHost(at_most="24GiB"),  # type: ignore[arg-type]
+        "OnHost(at_most='24GiB'): at_most must be a number of bytes, 0 or more.",
+    ),
+    Case(
+        "changed_on_its_way",
+        ChangedError,
+        changes_on_the_way,
+        "a tensor that OnHost was given has been changed in place while it was being copied to the host (version 0 "
+        "then, 1 now), so neither its old nor its new values are known to be there.\n"
+        "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of x += y, "
+        "or give the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "changed_on_device",
+        ChangedError,
+        changes_what_stayed,
+        "a tensor that OnHost left on the device has been changed in place since (version 0 then, 1 now). It was left "
+        "there because of smallest=, at_most= or fraction=.\n"
+        "  Write x = x + y instead of x += y, or give the region a copy: region(x.clone()).",
+    ),
+    Case(
+        "not_a_device",
+        ArgumentError,
+        lambda: bandwidth("meta"),
+        "bandwidth('meta'): expected a CUDA device of this machine, or 'cpu'.\n"
+        "  Write bandwidth() for the machine's accelerator, or for the CPU where there is none.",
+    ),
+    Case(
+        "host_in_graph",
+        StoreError,
+        lambda: captured_step(torch.sin, inputs=OnHost()),
+        "OnHost was given a tensor while a CUDA graph is captured. What is copied in one graph could not be waited for "
+        "in another, and pinned memory would be the same at every launch.\n"
+        "  Keep the tensors of captured regions on the device: leave out inputs=OnHost() and store=OnHost() there, or "
+        "capture only parts of the model that hold no such region.",
+    ),
+    Case(
+        "drawn_in_another_graph",
+        MismatchError,
+        draws_in_another_graph,
+        "the replay of layer 3 draws random numbers, but is not captured in the CUDA graph in which its forward was. "
+        "Each graph is launched from the generator's offset at that moment, so the replay would draw other numbers "
+        "than the forward, and the gradients would be wrong.\n"
+        "  Capture forward and backward in one graph (torch.cuda.graph around the whole step); or keep what is drawn: "
+        "no_recompute(F.dropout) is not repeated; or leave the region out of make_graphed_callables.",
+    ),
+    Case(
+        "through_the_host",
+        SaveError,
+        lambda: captured_step(lambda x: (save_for_recompute(3), x.sin())[1]),
+        "layer 3 carries 3 from its forward to its replay while a CUDA graph is captured. Every launch of the graph "
+        "would use this one: what is decided on the host is decided once, when the graph is captured.\n"
+        "  Carry a tensor on the device (a mask, indices) instead, or decide before the capture and pass the decision "
+        "as an argument of the region.",
+    ),
+    Case(
+        "read_in_graph",
+        SaveError,
+        reads_in_a_graph,
+        "replay(size) failed while a CUDA graph is captured: operation not permitted when stream is capturing\n"
+        "  Nothing can be read from the device then (.item(), .tolist(), a branch on a tensor), because nothing runs. "
+        "Let it return a tensor on the device (a mask, indices), or decide before the capture.",
+    ),
+    Case(
+        "values_in_graph",
+        ArgumentError,
+        lambda: captured_step(torch.sin, check="values"),
+        'check="values" was asked for while a CUDA graph is captured; it reads the values that it compares, and '
+        "nothing can be read from the device then.\n"
+        '  Check the model once without a graph, and capture it with check="metadata", the default.',
     ),
     Case(
         "moe_layers_twice",
@@ -1873,6 +2263,139 @@ CASES = [
         '  Write RecomputeCallback("full"), or put activation_checkpointing_kwargs={"policy": "full"} into the '
         "TrainingArguments; to report on a plan that is applied already, pass its handle: RecomputeCallback(handle)",
     ),
+    # budgets of memory
+    Case(
+        "over_budget",
+        BudgetError,
+        lambda: choose(COSTS, 8 * GIB),
+        "budget=8.00 GiB is too small: no choice of what to recompute needs less than 9.01 GiB (9663676417 bytes).\n"
+        "  With that choice the peak is in the loss, where 5.00 GiB are not for a plan to change: parameters, "
+        "gradients, optimizer state and what lies between the planned modules.\n"
+        '  Pass budget="9.01GiB" or more, or a smaller batch. The choice that needs the least is .solution of this '
+        "error, and its bytes are .smallest.",
+    ),
+    Case(
+        "over_budget",
+        BudgetError,
+        lambda: choose(Costs({"a": Kind((Option(None, 5, 5, 7, 0.0),))}, (Segment("net", "a", 1, 2),)), 8),
+        "budget=8 bytes is too small: no choice of what to recompute needs less than 9 bytes.\n"
+        "  With that choice the peak is in the backward of net, where 2 bytes are not for a plan to change: "
+        "parameters, gradients, optimizer state and what lies between the planned modules.\n"
+        '  Pass budget="9bytes" or more, or a smaller batch. The choice that needs the least is .solution of this '
+        "error, and its bytes are .smallest.",
+    ),
+    Case(
+        "bad_budget",
+        ArgumentError,
+        lambda: read_budget("plenty"),
+        "budget='plenty' is not a budget.\n"
+        '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
+        'between 0 and 1 (0.4, "40%"), or "fit" for what the device has free.',
+    ),
+    Case(
+        "unknown_unit",
+        ArgumentError,
+        lambda: read_budget("24G"),
+        "budget='24G': 'g' is not a unit of memory; 'g' could be GB or GiB, which differ.\n"
+        "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).",
+    ),
+    Case(
+        "unknown_unit",
+        ArgumentError,
+        lambda: read_budget("3 pages"),
+        "budget='3 pages': 'pages' is not a unit of memory.\n"
+        "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).",
+    ),
+    Case(
+        "unknown_solver",
+        ArgumentError,
+        lambda: choose(COSTS, 20 * GIB, "gurobi"),
+        "solver='gurobi' is not a solver.\n  Write one of auto, labels, blocks, highs; auto is the one to use.",
+    ),
+    Case(
+        "needs_highs",
+        ArgumentError,
+        lambda: without("highspy", lambda: choose(COSTS, 20 * GIB, "highs")),
+        'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy',
+    ),
+    Case(
+        "needs_numpy",
+        ArgumentError,
+        lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),
+        "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy",
+    ),
+    Case(
+        "bad_costs",
+        ArgumentError,
+        lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
+        "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
+        "  Costs are made by profiling a model; by hand, see plan/cost.py.",
+    ),
+    # between ranks
+    Case(
+        "bad_bucket_bytes",
+        ArgumentError,
+        lambda: fused_allreduce_gradients([], bucket_bytes=0),
+        "bucket_bytes=0, where a number of bytes is expected, 1 or more.\n"
+        "  Leave it out for 128 MiB, or write bucket_bytes=32 * 2**20.",
+    ),
+    Case(
+        "no_process_group",
+        ArgumentError,
+        reduces_without_a_group,
+        "fused_allreduce_gradients: there is no process group to take the mean over.\n"
+        '  Call torch.distributed.init_process_group("nccl") first ("gloo" on CPU), in a process that torchrun has '
+        "started; one process alone has nothing to reduce.",
+    ),
+    Case(
+        "not_in_the_group",
+        ArgumentError,
+        reduces_in_a_group_of_others,
+        "fused_allreduce_gradients: rank 0 is not in the group that it was given.\n"
+        "  Call it with the group that this rank has made of itself and those with other data; new_group and "
+        "init_device_mesh are called by all ranks, and give each its own.",
+    ),
+    Case(
+        "not_parameters",
+        ArgumentError,
+        reduces_a_module,
+        "fused_allreduce_gradients takes an iterable of parameters, but got Scale: Scale().\n"
+        "  Write:  fused_allreduce_gradients(model.parameters())",
+    ),
+    Case(
+        "sharded_over_the_group",
+        ArgumentError,
+        reduces_over_shards,
+        "fused_allreduce_gradients: parameter 0, a DTensor of shape (4, 3), is sharded over ranks 0, 1, and the group "
+        "holds more than one of them: their shards are different parts of the parameter, and have no mean.\n"
+        "  Pass the group of ranks that hold the same shard (for tensor parallel the data parallel one: "
+        'mesh["dp"].get_group()). What fully_shard has sharded it reduces itself.',
+    ),
+    Case(
+        "other_parameters",
+        ArgumentError,
+        reduces_other_parameters,
+        "fused_allreduce_gradients: this rank was given 1 parameters, and some other rank different ones: another "
+        "number, order, shape, dtype, or main_grad on one side alone.\n"
+        "  Pass the same parameters in the same order on every rank, as model.parameters() gives them, also those that "
+        "this rank has no gradient for.",
+    ),
+    Case(
+        "sparse_gradient",
+        ArgumentError,
+        reduces_sparse_gradients,
+        "fused_allreduce_gradients: parameter 1 has a sparse gradient, which cannot share a bucket with others.\n"
+        "  Make it dense (nn.Embedding(..., sparse=False)), or reduce it alone and leave it out here: "
+        "torch.distributed.all_reduce(p.grad)",
+    ),
+    Case(
+        "not_a_graph",
+        ArgumentError,
+        lambda: find_reentrant(torch.ones(3)),
+        "find_reentrant walks the autograd graph of a model's output or loss, but found no graph on Tensor of shape "
+        "(3,).\n"
+        "  Pass the tensor that backward is called on, before or after backward: find_reentrant(loss, model)",
+    ),
 ]
 
 
@@ -1947,6 +2470,7 @@ def test_after_a_misuse_the_next_step_is_right(case: Case) -> None:
     [
         (RecomputeError, (RuntimeError,)),
         (ArgumentError, (RecomputeError, TypeError, ValueError)),
+        (BudgetError, (ArgumentError,)),
         (MismatchError, (RecomputeError, CheckpointError)),
         (ChangedError, (RecomputeError,)),
         (SaveError, (RecomputeError, AssertionError)),

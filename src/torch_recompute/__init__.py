@@ -15,6 +15,7 @@ from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
 from .config import RecomputeConfig
 from .errors import (
     ArgumentError,
+    BudgetError,
     ChangedError,
     MismatchError,
     NotRecomputingError,
@@ -23,8 +24,9 @@ from .errors import (
     StoreError,
 )
 from .memory import Measurement, SavedActivations, measure, saved_activations
-from .plan import Applied, Choice, Plan, apply
+from .plan import Applied, Choice, Plan, apply, simulate
 from .region import no_recompute, recompute
+from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Applied",
     "ArgumentError",
+    "BudgetError",
     "Audit",
     "ChangedError",
     "Choice",
@@ -47,6 +50,7 @@ __all__ = [
     "RecomputeError",
     "SaveError",
     "SavedActivations",
+    "Simulation",
     "Store",
     "StoreError",
     "apply",
@@ -62,5 +66,6 @@ __all__ = [
     "replay",
     "save_for_recompute",
     "saved_activations",
+    "simulate",
     "state",
 ]

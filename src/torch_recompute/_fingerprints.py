@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from . import _compat, _tree
+from . import _compat, _tree, errors
 from ._compat import version_of
+from ._compat.capture import capturing
 
 
 class Fingerprints:
     """Those of one run, by position."""
 
     def __init__(self) -> None:
+        if capturing():
+            raise errors.ArgumentError(errors.values_in_graph())
         self._taken: dict[int, tuple[object, torch.Tensor]] = {}
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._sequence = -1

@@ -110,6 +110,7 @@ class Frame(Run):
             captured = () if found is None else found.tensors
             self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
         self._world = state.World(found, self.ambients, cells=self.store is None)
+        thread.calls += 1
         self.inputs = Inputs(call, () if found is None else found.tensors, self.store, self.name)
         self._ids = self.inputs.ids
 
@@ -279,7 +280,7 @@ class Frame(Run):
         _compat.set_grad_enabled(True)
         thread.run = run
         try:
-            self._world.run(run.go, fn, args, kwargs)
+            self._world.run(self.name, run.go, fn, args, kwargs)
             if self.fingerprints is not None:
                 run.compare_values()
         finally:

@@ -9,7 +9,7 @@ can depend on besides its arguments when a region is entered, and puts it in pla
   the replay and only written where they differ.
 * consumables: random generators and the user's own `Ambient` objects. A generator's state is read before and after
   the forward and dropped when the two are equal: that is how we know that nothing was drawn, and then the replay
-  touches no generator. Accelerator generators are a (seed, offset) pair, read without a device sync.
+  touches no generator (`_generators.py`).
 * what the function reaches (`_reach.py`): the buffers of its modules, so that running statistics are updated once
   and not twice; `training` flags; closure cells that were rebound or deleted meanwhile.
 
@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
-import random
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +32,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import _compat, errors
 from ._compat import version_of
 from ._diagnose import leads_to
+from ._generators import CPU_RNG, DEVICE_RNG, GENERATORS, elsewhere, same, undrawn
+from ._generators import CpuRng as CpuRng
+from ._generators import DeviceRng as DeviceRng
+from ._generators import GeneratorRng as GeneratorRng
+from ._generators import NumpyRng as NumpyRng
+from ._generators import PythonRng as PythonRng
 from ._reach import Reach, Seen
 from ._tree import apart, each_once
 
@@ -56,95 +60,6 @@ class Ambient(Protocol):
     def restore(self, value: Any) -> None:
         """Makes a captured state the present one."""
         ...
-
-
-class CpuRng:
-    """PyTorch's default CPU generator. The state is 5,056 bytes."""
-
-    def capture(self) -> torch.Tensor:
-        """The generator's state: uint8 [5056]."""
-        return torch.default_generator.get_state()
-
-    def restore(self, value: torch.Tensor) -> None:
-        """Sets the generator's state."""
-        torch.default_generator.set_state(value)
-
-
-class GeneratorRng:
-    """An explicit `torch.Generator`, of any device."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def capture(self) -> torch.Tensor:
-        """The generator's state, a uint8 tensor on the CPU."""
-        return self.generator.get_state()
-
-    def restore(self, value: torch.Tensor) -> None:
-        """Sets the generator's state."""
-        self.generator.set_state(value)
-
-
-class DeviceRng:
-    """The default generators of all initialised accelerator devices, as (seed, offset) pairs."""
-
-    def capture(self) -> list[tuple[int, int]]:
-        """One (seed, philox offset) pair per device."""
-        return [(g.initial_seed(), g.get_offset()) for g in _compat.device_generators()]
-
-    def restore(self, value: list[tuple[int, int]]) -> None:
-        """Sets seed and offset of each generator, touching only those that differ.
-
-        A device that was initialised after `capture` had drawn nothing then: its offset was 0.
-        """
-        for generator, pair in itertools.zip_longest(_compat.device_generators(), value):
-            seed, offset = pair or (generator.initial_seed(), 0)
-            if generator.initial_seed() != seed:
-                generator.manual_seed(seed)
-            if generator.get_offset() != offset:
-                generator.set_offset(offset)
-
-
-class PythonRng:
-    """The `random` module's generator, on request: `recompute(fn, state=[PythonRng()])`."""
-
-    def capture(self) -> object:
-        """The result of `random.getstate()`."""
-        return random.getstate()
-
-    def restore(self, value: Any) -> None:
-        """Calls `random.setstate`."""
-        random.setstate(value)
-
-
-class NumpyRng:
-    """NumPy's legacy global generator, or the `numpy.random.Generator` given, on request.
-
-    Args:
-        generator: A `numpy.random.Generator`; by default the global state behind `numpy.random.rand` and friends.
-    """
-
-    def __init__(self, generator: Any = None) -> None:
-        self.generator = generator
-
-    def capture(self) -> Any:
-        """The bit generator's state."""
-        if self.generator is not None:
-            return self.generator.bit_generator.state
-        return _numpy_random().get_state()
-
-    def restore(self, value: Any) -> None:
-        """Sets the bit generator's state."""
-        if self.generator is not None:
-            self.generator.bit_generator.state = value
-        else:
-            _numpy_random().set_state(value)
-
-
-def _numpy_random() -> Any:
-    import numpy
-
-    return numpy.random
 
 
 class TensorState:
@@ -173,17 +88,9 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     return each_once(tensor) if tensor.layout is torch.strided else tensor
 
 
-CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()
-_cpu_state = torch.default_generator.get_state
 DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _compat.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)
 """The generators that every region looks after."""
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two captured states of a generator are the same, decided without a device sync."""
-    if type(a) is torch.Tensor:  # a generator's state: bytes, in host memory for every kind of device
-        return _compat.same_bytes(a, b)
-    return bool(a == b)
+_cpu_state = torch.default_generator.get_state
 
 
 @contextlib.contextmanager
@@ -317,7 +224,7 @@ class World:
             self._consumed = [
                 (ambient, before)
                 for ambient, before in self._consumed
-                if type(ambient) not in _GENERATORS or not _same(before, ambient.capture())
+                if type(ambient) not in GENERATORS or not same(before, ambient.capture())
             ]
         if self._reached is not None:
             self._reached.settle()
@@ -337,7 +244,7 @@ class World:
         if self._reached is not None:
             self._reached.check(region)
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> None:
+    def run(self, region: str, fn: Callable[..., Any], *args: Any) -> None:
         """Calls `fn(*args)` with the world as it was taken, and puts the present one back afterwards."""
         present = _compat.settings()
         reached = self._reached
@@ -348,6 +255,9 @@ class World:
             return
         with _exclusive, contextlib.ExitStack() as stack:
             for ambient, before in consumed:
+                if elsewhere(ambient, before):
+                    stack.enter_context(undrawn(ambient, region))
+                    continue
                 stack.callback(ambient.restore, ambient.capture())
                 ambient.restore(before)
             if reached is not None:
@@ -361,7 +271,6 @@ _exclusive = threading.RLock()
 """Held by a replay that puts something back which all threads share: generators, buffers, `training` flags."""
 
 _NOTHING: frozenset[int] = frozenset()
-_GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
 
 
 def advanced(ambients: Sequence[Ambient], before: Sequence[Any]) -> list[tuple[Ambient, Any]]:
@@ -370,5 +279,5 @@ def advanced(ambients: Sequence[Ambient], before: Sequence[Any]) -> list[tuple[A
     return [
         (ambient, now)
         for (ambient, now), old in zip(after, before, strict=True)
-        if type(ambient) not in _GENERATORS or not _same(old, now)
+        if type(ambient) not in GENERATORS or not same(old, now)
     ]

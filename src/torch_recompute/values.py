@@ -24,6 +24,7 @@ import torch
 
 from . import _compat, errors
 from ._compat import version_of
+from ._compat.capture import capturing
 from .state import Ambient, advanced
 
 P = ParamSpec("P")
@@ -136,9 +137,15 @@ class Run:
 
 
 class Thread(threading.local):
-    """The run that this thread is in; None outside of every region, and inside a saved call."""
+    """What this thread is doing.
+
+    Attributes:
+        run: The run that it is in; None outside of every region, and inside a saved call.
+        calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
+    """
 
     run: Run | None = None
+    calls = 0
 
 
 thread = Thread()
@@ -169,6 +176,15 @@ def _first_with_grad(tree: Any) -> tuple[int, torch.Tensor] | None:
     return None
 
 
+def _check_in_graph(tree: Any, what: str) -> None:
+    """Raises if a value was decided on the host: a captured graph would repeat it in every launch."""
+    for leaf in _compat.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+            raise errors.SaveError(errors.through_the_host(what, "a tensor on the CPU"))
+        if isinstance(leaf, (bool, int, float)):
+            raise errors.SaveError(errors.through_the_host(what, repr(leaf)))
+
+
 def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     """Carries `data` from the forward of the enclosing region to its replay.
 
@@ -180,7 +196,8 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
         key: Tells several saves in one region apart. Any hashable value.
 
     Raises:
-        SaveError: A tensor in `data` requires grad, or the region has already saved under this key.
+        SaveError: A tensor in `data` requires grad, or the region has already saved under this key; or a CUDA graph
+            is captured and the data holds a number or a tensor on the CPU.
 
     The idea and the name are RoundPipe's (arXiv 2604.27085).
     """
@@ -190,6 +207,8 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     found = _first_with_grad(data)
     if found is not None:
         raise errors.SaveError(errors.value_requires_grad(run.name, *found))
+    if capturing():
+        _check_in_graph(data, run.name)
     trace = run.writing()
     if key in trace.values:
         raise errors.SaveError(errors.saved_twice(run.name, key))
@@ -267,7 +286,8 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         fn: Any callable whose result, a pytree, holds no tensor that requires grad.
 
     Raises:
-        SaveError: The result holds a tensor that requires grad: its gradient would be lost.
+        SaveError: The result holds a tensor that requires grad: its gradient would be lost; or a CUDA graph is
+            captured and the result is decided on the host.
         ArgumentError: `fn` is not callable.
     """
     if not callable(fn):
@@ -282,13 +302,20 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         if run.replaying:
             return run.next_record(Choice, name).result(run.name)
         before = [ambient.capture() for ambient in run.ambients]
+        in_graph = capturing()
         thread.run = None
         _compat.push_hooks(_identity, _identity)
         try:
             result = fn(*args, **kwargs)
+        except RuntimeError as error:
+            if in_graph and "captur" in str(error):
+                raise errors.SaveError(errors.read_in_graph(name, str(error).split("\n")[0])) from error
+            raise
         finally:
             _compat.pop_hooks()
             thread.run = run
+        if in_graph:
+            _check_in_graph(result, name)
         found = _first_with_grad(result)
         if found is not None:
             raise errors.SaveError(errors.choice_requires_grad(run.name, *found))

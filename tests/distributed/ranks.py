@@ -50,6 +50,7 @@ import torch.distributed as dist
 
 PATIENCE = datetime.timedelta(seconds=30)  # for one collective
 LIMIT = 60.0  # seconds for one scenario
+STARTING = 180.0  # seconds until torch is imported, on a machine with much else to do
 
 
 class RankError(AssertionError):
@@ -135,6 +136,10 @@ class Ranks:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
+        for pipe in self._pipes:
+            if not pipe.poll(STARTING):
+                raise RankError(f"a rank has not started within {STARTING:.0f} s")
+            pipe.recv_bytes()
 
 
 def started(count: int) -> Callable[[], Iterator[Ranks]]:
@@ -150,6 +155,7 @@ def started(count: int) -> Callable[[], Iterator[Ranks]]:
 
 def _serve(rank: int, count: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    pipe.send_bytes(b"started")
     while True:
         try:
             file, name, args, store = pickle.loads(pipe.recv_bytes())

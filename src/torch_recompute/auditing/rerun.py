@@ -157,7 +157,7 @@ def run_again(
         thread.run = run
         try:
             with _disturbed([*given, *cells], noise, seed):
-                frame._world.run(_go, recorder, outcome.record, run, fn, contexts, args, kwargs)  # pyright: ignore[reportPrivateUsage]
+                frame._world.run(frame.name, _go, recorder, outcome.record, run, fn, contexts, args, kwargs)  # pyright: ignore[reportPrivateUsage]
         except Exception as error:
             outcome.error = error.with_traceback(None)
         finally:

@@ -54,19 +54,20 @@ class RecomputeConfig:
             ranks, which all hold it whole: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
         moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
-        fine_grained_activation_offloading: Not available yet; nor are the six fields that belong to it.
-        offload_modules: Belongs to `fine_grained_activation_offloading`.
-        min_offloaded_tensor_size: Likewise.
-        delay_offload_until_cuda_graph: Likewise.
+        fine_grained_activation_offloading: Keep the inputs of some recomputed parts in host memory (`OnHost`).
+        offload_modules: Which: labels that are among `recompute_modules` too.
+        min_offloaded_tensor_size: An option of the store here, `OnHost(smallest=)`; refused.
+        delay_offload_until_cuda_graph: About Megatron's own schedule; refused.
         delta_offload_bytes_across_pp_ranks: Likewise.
-        activation_offload_fraction: Likewise.
-        fine_grained_offloading_max_inflight_offloads: Likewise.
-        cpu_offloading: Not available yet; nor are the five fields that belong to it.
-        cpu_offloading_num_layers: Belongs to `cpu_offloading`.
-        cpu_offloading_activations: Likewise.
-        cpu_offloading_weights: Likewise.
-        cpu_offloading_double_buffering: Likewise.
-        cpu_offloading_retain_pinned_cpu_buffers: Likewise.
+        activation_offload_fraction: An option of the store here, `OnHost(fraction=)`; refused.
+        fine_grained_offloading_max_inflight_offloads: An option of the store here, `OnHost(ahead=)`; refused.
+        cpu_offloading: Keep the inputs of some recomputed layers in host memory (`OnHost`); with "full".
+        cpu_offloading_num_layers: Which: the first so many layers of each stack, from 1. Of a region of several
+            layers the first counts.
+        cpu_offloading_activations: Whether inputs are moved; there is nothing else to move.
+        cpu_offloading_weights: Refused: weights stay on the device.
+        cpu_offloading_double_buffering: Always so: inputs come back one region ahead.
+        cpu_offloading_retain_pinned_cpu_buffers: Always so: torch keeps pinned memory for the next step.
 
     Raises:
         ArgumentError: A value is not known, or would have no effect, or does not go with another one.
@@ -105,7 +106,7 @@ class RecomputeConfig:
         # Empty lists that were let through, because that is how others write that there is nothing.
         if self.recompute_granularity != SELECTIVE:
             self._set("recompute_modules", None)
-        self._set("offload_modules", None)
+        self._set("offload_modules", tuple(self.offload_modules or ()) or None)
 
     def _set(self, name: str, value: object) -> None:
         # The one way past `frozen`, for the time until the object is made.

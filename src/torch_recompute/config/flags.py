@@ -108,7 +108,6 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         if name in ADDED:
             continue
-        # All of these are refused when they are set, save `sequence_parallel`: they need only be seen.
         if name in SWITCHES:
             parser.add_argument(*_spellings(name), dest=name, action="store_true")
         else:
@@ -124,8 +123,9 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
 def _spelled_out(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags as fields."""
     fields = dict(flags)
-    if isinstance(fields.get("recompute_modules"), (list, tuple, str)):
-        fields["recompute_modules"] = _split(fields["recompute_modules"])
+    for name in LISTS:
+        if isinstance(fields.get(name), (list, tuple, str)):
+            fields[name] = _split(fields[name])
     if fields.pop(GRANULARITY_FLAG, False):
         _imply(fields, "--recompute-activations", {"recompute_granularity": SELECTIVE})
     layers = fields.pop(BLOCK_FLAG, None)

@@ -17,6 +17,7 @@ from .. import errors
 from ..plan import Choice
 from ..plan.labels import choices, matching, merge, routed
 from ..plan.units import Units, find_units
+from .offloading import check_merged, layers_on_host, part_on_host
 from .rules import FULL, UNIFORM
 
 if TYPE_CHECKING:
@@ -31,14 +32,15 @@ def placed(config: RecomputeConfig, model: object) -> tuple[Choice, ...]:
         raise errors.ArgumentError(errors.not_plannable(model))
     if config.recompute_granularity == FULL:
         method, number = config.recompute_method or "", config.recompute_num_layers or 0
-        found = _layers(find_units(model), type(model).__name__, method, number)
-        store = "sharded" if config.distribute_saved_activations else ""
-        return tuple(dataclasses.replace(choice, store=store) for choice in found)
+        found = _layers(config, find_units(model), type(model).__name__, method, number)
+        if config.distribute_saved_activations:
+            return tuple(dataclasses.replace(choice, store="sharded") for choice in found)
+        return found
     labels = tuple(dict.fromkeys(config.recompute_modules or ()))
-    return _parts(find_units(model), type(model).__name__, labels) if labels else ()
+    return _parts(config, find_units(model), type(model).__name__, labels) if labels else ()
 
 
-def _layers(units: Units, model: str, method: str, number: int) -> tuple[Choice, ...]:
+def _layers(config: RecomputeConfig, units: Units, model: str, method: str, number: int) -> tuple[Choice, ...]:
     stacks: dict[str | None, list[str]] = {}
     for layer in units.layers:
         stacks.setdefault(layer.stack, []).append(layer.path)
@@ -47,11 +49,12 @@ def _layers(units: Units, model: str, method: str, number: int) -> tuple[Choice,
     longest = max(stacks, key=lambda stack: len(stacks[stack]))
     if number > len(stacks[longest]):
         raise errors.ArgumentError(errors.too_many_layers(number, longest, len(stacks[longest])))
-    return tuple(
+    chosen = [
         Choice(group, carry=any(routed(units, path) for path in group), labels=(f"{FULL}/{method}",))
         for stack in stacks.values()
         for group in groups(stack, method, number)
-    )
+    ]
+    return layers_on_host(config, stacks.values(), chosen)
 
 
 def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]:
@@ -68,11 +71,13 @@ def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]
     return [(layer,) for layer in layers[:number]]
 
 
-def _parts(units: Units, model: str, labels: Sequence[str]) -> tuple[Choice, ...]:
+def _parts(config: RecomputeConfig, units: Units, model: str, labels: Sequence[str]) -> tuple[Choice, ...]:
     found: list[Choice] = []
     for label in labels:
         here = choices(units, label)
         if not here:
             raise errors.ArgumentError(errors.matches_nothing(label, model, matching(units)))
-        found.extend(here)
-    return merge(units, tuple(found))
+        found.extend(part_on_host(config, label, here))
+    merged = merge(units, tuple(found))
+    check_merged(config, merged)
+    return merged

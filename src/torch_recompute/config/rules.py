@@ -2,7 +2,7 @@
 
 Three kinds of rules, in this order, so that the first complaint is about the first cause: the type of each value; what
 Megatron's fields require of each other; and what is not available yet. Where Megatron forbids something because of how
-it is built (offloading beside recomputation), there is no rule here.
+it is built (offloading beside recomputation), there is no rule here; the offload fields have a file of their own.
 
 A fourth kind is ours: a field that nothing would look at is an error. What a dump of Megatron's own configuration holds
 by default is let through, or no dump could be read.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from .. import errors
+from . import offloading
 
 if TYPE_CHECKING:
     from .config import RecomputeConfig
@@ -29,25 +30,6 @@ SWITCHES = (
     "cpu_offloading",
 )
 
-# A switch, and the fields that are looked at only when it is on, with the values that Megatron gives them by default.
-BELONGING: dict[str, dict[str, tuple[object, ...]]] = {
-    "fine_grained_activation_offloading": {
-        "offload_modules": (None, [], ()),
-        "min_offloaded_tensor_size": (1024 * 1024,),
-        "delay_offload_until_cuda_graph": (False,),
-        "delta_offload_bytes_across_pp_ranks": (0,),
-        "activation_offload_fraction": (1.0,),
-        "fine_grained_offloading_max_inflight_offloads": (None,),
-    },
-    "cpu_offloading": {
-        "cpu_offloading_num_layers": (0,),
-        "cpu_offloading_activations": (True,),
-        "cpu_offloading_weights": (False, True),  # it was True once
-        "cpu_offloading_double_buffering": (False,),
-        "cpu_offloading_retain_pinned_cpu_buffers": (False,),
-    },
-}
-
 
 def check_types(config: RecomputeConfig) -> None:
     """Complain of a value that is not of the kind that its field holds."""
@@ -58,9 +40,10 @@ def check_types(config: RecomputeConfig) -> None:
     layers = config.recompute_num_layers
     if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
         raise errors.ArgumentError(errors.not_a_count("recompute_num_layers", layers))
-    modules = config.recompute_modules
-    if modules is not None and not _are_labels(modules):
-        raise errors.ArgumentError(errors.not_labels(modules))
+    for field in ("recompute_modules", "offload_modules"):
+        modules = getattr(config, field)
+        if modules is not None and not _are_labels(modules):
+            raise errors.ArgumentError(errors.not_labels(field, modules))
     for switch in SWITCHES:
         value = getattr(config, switch)
         if not isinstance(value, bool):
@@ -90,8 +73,9 @@ def check(config: RecomputeConfig) -> None:
             why = "recompute_granularity is None, which recomputes nothing, so there are no inputs to distribute"
             write = 'Write recompute_granularity="full" with it'
             raise errors.ArgumentError(errors.no_effect("distribute_saved_activations", True, why, write))
-    for switch, fields in BELONGING.items():
-        _check_offloading(config, switch, fields)
+        if config.cpu_offloading:
+            raise errors.ArgumentError(errors.in_two_places())
+    offloading.check(config)
 
 
 def _check_full(config: RecomputeConfig) -> None:
@@ -129,13 +113,3 @@ def _check_modules_unused(config: RecomputeConfig) -> None:
         why = "recompute_granularity is None, which recomputes nothing"
     write = 'Write recompute_granularity="selective" for these parts'
     raise errors.ArgumentError(errors.no_effect("recompute_modules", list(config.recompute_modules), why, write))
-
-
-def _check_offloading(config: RecomputeConfig, switch: str, fields: dict[str, tuple[object, ...]]) -> None:
-    if getattr(config, switch):
-        raise errors.ArgumentError(errors.no_offload_plans(switch))
-    for field, defaults in fields.items():
-        value = getattr(config, field)
-        if value not in defaults:
-            write = f"Write {switch}=True with it (which is not available yet)"
-            raise errors.ArgumentError(errors.no_effect(field, value, f"{switch} is False", write))

@@ -23,23 +23,25 @@ from .arguments import (
     unknown_check,
     unknown_determinism_check,
 )
+from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
 from .configs import (
     bad_file,
     bad_flags,
     frees_nothing,
+    in_two_places,
     incomplete_full,
     inside_the_layer,
     matches_nothing,
     moe_layers_twice,
     no_effect,
     no_layers,
-    no_offload_plans,
     no_yaml,
     not_a_count,
     not_a_mapping,
     not_a_switch,
     not_labels,
     not_plannable,
+    offload_without_regions,
     parts_are_not_shared,
     said_twice,
     sequence_parallel_shards_already,
@@ -49,6 +51,16 @@ from .configs import (
     unknown_method,
 )
 from .discards import changed_result, no_fp8, no_manager, not_a_consumer, nothing_to_discard
+from .distributed import (
+    bad_bucket_bytes,
+    no_process_group,
+    not_a_graph,
+    not_in_the_group,
+    not_parameters,
+    other_parameters,
+    sharded_over_the_group,
+    sparse_gradient,
+)
 from .doors import cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
 from .faces import (
     bad_ctx,
@@ -62,6 +74,7 @@ from .faces import (
     nothing_to_offload,
     unknown_deepspeed_key,
 )
+from .graphs import drawn_in_another_graph, host_in_graph, read_in_graph, through_the_host, values_in_graph
 from .lens import (
     args_not_a_tuple,
     bad_perturbation,
@@ -81,6 +94,7 @@ from .plans import (
     sharded_apart,
     store_missing,
     store_unused,
+    wrapped_apart,
 )
 from .replays import (
     changed_input,
@@ -111,6 +125,18 @@ from .sharding import (
     store_of_a_group,
     stream_twice,
 )
+from .simulations import (
+    bad_accumulate,
+    cannot_fake,
+    no_loss,
+    no_such_device,
+    not_a_loss,
+    not_an_optimizer,
+    original_reached,
+    sharded_model,
+    too_large_to_read,
+)
+from .stores import bad_host_option, changed_on_device, changed_on_its_way, not_a_device
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -146,6 +172,7 @@ __all__ = [
     "split_already",
     "store_of_a_group",
     "ArgumentError",
+    "BudgetError",
     "ChangedError",
     "MismatchError",
     "NotRecomputingError",
@@ -154,9 +181,14 @@ __all__ = [
     "StoreError",
     "applied_twice",
     "args_not_a_tuple",
+    "bad_budget",
+    "bad_costs",
+    "bad_bucket_bytes",
+    "bad_accumulate",
     "bad_ctx",
     "bad_file",
     "bad_flags",
+    "bad_host_option",
     "bad_match",
     "bad_offload_index",
     "bad_perturbation",
@@ -165,7 +197,10 @@ __all__ = [
     "bad_tiles",
     "cache_in_place",
     "cannot_cut",
+    "cannot_fake",
     "changed_input",
+    "changed_on_device",
+    "changed_on_its_way",
     "changed_output",
     "changed_result",
     "changed_saved",
@@ -173,8 +208,10 @@ __all__ = [
     "changed_value",
     "choice_requires_grad",
     "debug_with_contexts",
+    "drawn_in_another_graph",
     "fewer",
     "frees_nothing",
+    "host_in_graph",
     "incomplete_full",
     "inside_the_layer",
     "iterator_argument",
@@ -185,18 +222,23 @@ __all__ = [
     "modules_of_a_function",
     "moe_layers_twice",
     "more",
+    "needs_highs",
+    "needs_numpy",
     "needs_transformers",
     "no_deepspeed_config",
     "no_effect",
     "no_fp8",
     "no_layers",
+    "no_loss",
     "no_manager",
     "no_module_to_audit",
-    "no_offload_plans",
     "no_policy",
+    "no_process_group",
     "no_regions",
     "no_sharded_inputs",
+    "in_two_places",
     "parts_are_not_shared",
+    "no_such_device",
     "no_such_dim",
     "no_such_key",
     "no_such_model",
@@ -205,7 +247,10 @@ __all__ = [
     "not_a_consumer",
     "not_a_count",
     "not_a_deepspeed_config",
+    "not_a_device",
     "not_a_flag",
+    "not_a_graph",
+    "not_a_loss",
     "not_a_mapping",
     "not_a_model",
     "not_a_model_config",
@@ -213,41 +258,54 @@ __all__ = [
     "not_a_store",
     "not_a_switch",
     "not_an_ambient",
+    "not_an_optimizer",
     "not_applicable",
     "not_built",
     "not_callable",
     "not_importable",
+    "not_in_the_group",
     "not_indices",
     "not_labels",
     "not_made_of_modules",
     "not_on_or_off",
     "not_one_input",
+    "not_parameters",
     "not_paths",
     "not_plannable",
+    "offload_without_regions",
     "not_recomputing",
     "nothing_to_discard",
     "nothing_to_offload",
     "nothing_to_tile",
     "one_module_twice",
+    "original_reached",
     "other_calls",
     "other_checkpointing_inside",
     "other_inputs",
+    "other_parameters",
     "other_results",
     "other_tensor",
     "other_values",
+    "over_budget",
     "plan_has_chosen",
+    "read_in_graph",
     "reentrant",
     "said_twice",
     "saved_twice",
     "sequence_parallel_shards_already",
     "sharded_apart",
     "store_missing",
+    "sharded_over_the_group",
+    "sparse_gradient",
+    "sharded_model",
     "store_returned",
     "store_unused",
     "suppressed",
+    "through_the_host",
     "tile_dim_alone",
     "tile_not_a_tensor",
     "tile_of_other_length",
+    "too_large_to_read",
     "too_many_layers",
     "unknown_check",
     "unknown_deepspeed_key",
@@ -256,7 +314,11 @@ __all__ = [
     "unknown_granularity",
     "unknown_method",
     "unknown_role",
+    "unknown_solver",
+    "unknown_unit",
     "value_requires_grad",
+    "values_in_graph",
+    "wrapped_apart",
 ]
 
 
@@ -266,6 +328,20 @@ class RecomputeError(RuntimeError):
 
 class ArgumentError(RecomputeError, TypeError, ValueError):
     """A function was called with something that it cannot use."""
+
+
+class BudgetError(ArgumentError):
+    """No choice fits into the memory budget.
+
+    Attributes:
+        smallest: The least budget, in bytes, for which some choice fits.
+        solution: What reaches it.
+    """
+
+    def __init__(self, text: str, smallest: int, solution: object) -> None:
+        super().__init__(text)
+        self.smallest = smallest
+        self.solution = solution
 
 
 class MismatchError(RecomputeError, CheckpointError):

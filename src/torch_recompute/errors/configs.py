@@ -50,13 +50,11 @@ def not_a_switch(field: str, value: object) -> str:
     )
 
 
-def not_labels(value: object) -> str:
-    """Text for `recompute_modules` that are not a list of strings."""
+def not_labels(field: str, value: object) -> str:
+    """Text for a list of labels that is not a list of strings."""
     written = f"[{value!r}]" if isinstance(value, str) else '["core_attn", "layernorm"]'
-    return (
-        f"recompute_modules is {say(value)}, where a list of strings is expected.\n"
-        f"  Write recompute_modules={written}; [] recomputes nothing, which is the run to compare with."
-    )
+    none = "recomputes nothing, which is the run to compare with" if field == "recompute_modules" else "moves nothing"
+    return f"{field} is {say(value)}, where a list of strings is expected.\n  Write {field}={written}; [] {none}."
 
 
 def no_effect(field: str, value: object, why: str, write: str) -> str:
@@ -74,6 +72,16 @@ def sequence_parallel_shards_already() -> str:
     )
 
 
+def in_two_places() -> str:
+    """Text for inputs of regions that are to lie both on other ranks and in host memory."""
+    return (
+        "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of regions "
+        "in parts on the tensor parallel ranks, the other in host memory, and they lie in one place.\n"
+        '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some layers, '
+        'store="host"  for others.'
+    )
+
+
 def parts_are_not_shared() -> str:
     """Text for `distribute_saved_activations` with parts of layers."""
     return (
@@ -86,13 +94,15 @@ def parts_are_not_shared() -> str:
     )
 
 
-def no_offload_plans(field: str) -> str:
-    """Text for offloading as long as plans do not hold it."""
+def offload_without_regions(field: str, what: str) -> str:
+    """Text for offloading where nothing is recomputed whose inputs could be moved."""
+    granularity = '"full"' if field == "cpu_offloading" else '"selective"'
     return (
-        f"{field}=True is not available yet: a plan says what is recomputed, not yet what is moved to host memory. "
-        "(Nothing forbids the two together, as Megatron-LM does.)\n"
-        "  Leave it out, and place stores by hand: recompute(layer, inputs=OnHost()) for the inputs of a region, "
-        "no_recompute(fn, store=OnHost()) for what a saved call keeps."
+        f"{field}=True moves the inputs of {what}, that are recomputed, to host memory, and here there are none: it "
+        f"needs recompute_granularity={granularity}. (What a module keeps without being recomputed is not moved; "
+        "Megatron-LM does that in its own layers.)\n"
+        f"  Write recompute_granularity={granularity} with it, or place a store by hand: "
+        "no_recompute(fn, store=OnHost()) inside a region."
     )
 
 

@@ -81,3 +81,13 @@ def store_unused(word: str, wanted: Sequence[str]) -> str:
         f"stores has {word!r}, which nothing in the plan uses: {has}.\n"
         f"  Leave it out, or make the plan with it:  Choice(('layers.0',), store={word!r})"
     )
+
+
+def wrapped_apart(count: int) -> str:
+    """Text for a group of layers that FullyShardedDataParallel was put around one by one."""
+    return (
+        f"the plan recomputes {count} layers together, but FullyShardedDataParallel was put around each of them alone: "
+        "in backward the earlier ones are replayed while only the last one's parameters are sure to be there.\n"
+        "  Wrap a module that holds all of them, or keep parameters after forward (ShardingStrategy.SHARD_GRAD_OP),\n"
+        "  or recompute them one by one:  recompute_num_layers=1"
+    )

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._compat.fakes import FakeTensor, device_of
+
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "other", "activations")
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, ACTIVATIONS = range(len(CATEGORIES))
 
@@ -39,22 +41,53 @@ class Sample(NamedTuple):
     live_bytes: int
 
 
+class Place(NamedTuple):
+    """What was going on when a storage was made, as a simulation knows it.
+
+    Attributes:
+        event: The number of the operation.
+        phase: "forward", "loss", "backward", "replay" or "optimizer".
+        module: Path of the module that ran it, or whose backward it belongs to.
+        op: The operation, as `aten.gelu.default`.
+        shape: Shape of the tensor that it made.
+    """
+
+    event: int = 0
+    phase: str = ""
+    module: str = ""
+    op: str = ""
+    shape: tuple[int, ...] = ()
+
+
 class Entry(weakref.ref[torch.UntypedStorage]):
     """A storage in the books: a weak reference that remembers what it refers to."""
 
-    __slots__ = ("key", "nbytes", "rank")
+    __slots__ = ("key", "nbytes", "place", "rank")
 
     key: int
     nbytes: int
     rank: int
+    place: Place
 
 
 class Ledger:
-    """The books of one device. Callers hold the measurement's lock."""
+    """The books of one device. Callers hold the measurement's lock.
 
-    def __init__(self) -> None:
+    Args:
+        rounding: Sizes are rounded up to multiples of this many bytes.
+
+    Attributes:
+        live: Bytes alive.
+        peak: The most of them so far.
+        place: Where the work is, for the entries made from now on.
+        timeline: The bytes alive after each operation that changed them.
+    """
+
+    def __init__(self, rounding: int = 1) -> None:
+        self._rounding = rounding
         self.live = 0
         self.peak = 0
+        self.place = Place()
         self.timeline: list[Sample] = []
         self._entries: dict[int, Entry] = {}
         self._empty: dict[int, Entry] = {}
@@ -77,7 +110,7 @@ class Ledger:
             entry.rank = min(entry.rank, rank)
             return
         entry = Entry(storage, cast("Callable[[Any], None]", self._dead.append))
-        entry.key, entry.nbytes, entry.rank = id(storage), 0, rank
+        entry.key, entry.nbytes, entry.rank, entry.place = id(storage), 0, rank, self.place
         self._entries[entry.key] = entry
         self._reread(entry, storage)
 
@@ -101,23 +134,35 @@ class Ledger:
             self._reread_all(self._entries)
         if self.live > self.peak:
             self.peak = self.live
-            self._at_peak = [(entry, entry.nbytes) for entry in self._entries.values()]
+            self._at_peak = self.alive()
 
     def sample(self, event: int, op: str) -> None:
         """Add a point to the timeline if the bytes alive have changed."""
         if not self.timeline or self.live != self.timeline[-1].live_bytes:
             self.timeline.append(Sample(event, op, self.live))
 
+    def alive(self) -> list[tuple[Entry, int]]:
+        """What is in the books, with its bytes."""
+        return [(entry, entry.nbytes) for entry in self._entries.values()]
+
+    def at_peak(self) -> list[tuple[Entry, int]]:
+        """What was in the books at the peak, with its bytes then."""
+        return self._at_peak
+
     def live_by_category(self) -> dict[str, int]:
         """The bytes alive now, by what they are for."""
-        return _by_category((entry, entry.nbytes) for entry in self._entries.values())
+        return by_category(self.alive())
 
     def peak_by_category(self) -> dict[str, int]:
         """The bytes alive at the peak, by what they turned out to be for."""
-        return _by_category(self._at_peak)
+        return by_category(self._at_peak)
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        nbytes = int(storage.nbytes())
+        return -(-nbytes // self._rounding) * self._rounding
 
     def _reread(self, entry: Entry, storage: torch.UntypedStorage) -> None:
-        nbytes = storage.nbytes()
+        nbytes = self._size(storage)
         if nbytes:
             self._empty.pop(entry.key, None)
         else:
@@ -126,9 +171,12 @@ class Ledger:
         entry.nbytes = nbytes
 
     def _reread_all(self, entries: dict[int, Entry]) -> None:
+        rounding = self._rounding
         for entry in tuple(entries.values()):
             storage = entry()
-            if storage is not None and storage.nbytes() != entry.nbytes:
+            if storage is None or (rounding == 1 and storage.nbytes() == entry.nbytes):
+                continue
+            if self._size(storage) != entry.nbytes:
                 self._reread(entry, storage)
 
 
@@ -137,7 +185,9 @@ def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage
 
     Sparse and other tensors without a storage of their own yield nothing.
     """
-    if isinstance(value, torch.Tensor):
+    if type(value) is FakeTensor:
+        yield device_of(value), value.untyped_storage()
+    elif isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is not None:
             for name in flatten()[0]:
@@ -154,7 +204,8 @@ def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage
             yield from storages(item)
 
 
-def _by_category(entries: Iterable[tuple[Entry, int]]) -> dict[str, int]:
+def by_category(entries: Iterable[tuple[Entry, int]]) -> dict[str, int]:
+    """The bytes of some entries, by what they turned out to be for."""
     totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for entry, nbytes in entries:
         totals[CATEGORIES[entry.rank]] += nbytes

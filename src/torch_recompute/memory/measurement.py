@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -73,7 +74,7 @@ class Measurement:
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._handles: list[_Handle] = []
-        self._watch: _Watch | None = None
+        self._watch: AbstractContextManager[Any] | None = None
         self._entered = False
         self._in_step = False
         self._events = 0
@@ -176,7 +177,7 @@ class Measurement:
         self._entered = True
         allocator.begin(self._allocator_peaks)
         with self._lock:
-            self._watch = _Watch(self)
+            self._watch = self._watcher()
             for parameter in self._parameters:
                 self._hook_parameter(parameter())
             for optimizer in self._optimizers:
@@ -190,7 +191,7 @@ class Measurement:
     def __exit__(self, *exception: object) -> None:
         if self._watch is None:
             return
-        self._watch.__exit__(*exception)
+        self._watch.__exit__(*cast("tuple[None, None, None]", exception))
         with self._lock:
             self._look()
             self._watch = None
@@ -219,6 +220,10 @@ class Measurement:
                 ledger.book_deaths()
                 ledger.settle()
                 ledger.sample(self._events, str(getattr(func, "__name__", func)))
+
+    def _watcher(self) -> AbstractContextManager[Any]:
+        """What shows every operation to `record` while it is entered."""
+        return _Watch(self)
 
     def _ledger(self, device: torch.device) -> Ledger:
         ledger = self._ledgers.get(device)

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -37,6 +39,8 @@ from .calls import Carry, enter_keeping
 from .observe import Figures
 from .plan import Choice, Plan, kind_in
 from .report import Report, Row
+
+_FREED = ("FULL_SHARD", "HYBRID_SHARD")
 
 
 class Placed:
@@ -154,8 +158,10 @@ class Chain:
         modules: The modules, in the order of their calls.
     """
 
-    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, modules: Sequence[nn.Module], model: nn.Module | None = None) -> None:
         self.modules = list(modules)
+        # Weak, and not in a copy: whoever copies one layer must not get the whole model with it.
+        self._model = None if model is None else weakref.ref(model)
         self._local = threading.local()
 
     def __getstate__(self) -> Any:
@@ -170,6 +176,12 @@ class Chain:
         states: list[Any] = [ask() for ask in asked if ask is not None]
         if any(state is not states[0] for state in states):
             raise errors.ArgumentError(errors.sharded_apart(len(self.modules)))
+        model = None if self._model is None else self._model()
+        if model is not None:
+            around = [_wrapper_around(model, module) for module in self.modules]
+            if any(wrapper is not around[0] for wrapper in around):
+                raise errors.ArgumentError(errors.wrapped_apart(len(self.modules)))
+            self._model = None  # a wrapper is found by looking for it, and stays: once is enough
 
     @property
     def waiting(self) -> Discard | None:
@@ -179,6 +191,23 @@ class Chain:
     @waiting.setter
     def waiting(self, call: Discard | None) -> None:
         self._local.call = call
+
+
+def _wrapper_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
+    """The innermost FullyShardedDataParallel around a module that frees its parameters between forward and backward.
+
+    That of the first generation is a module of its own, and the module inside knows nothing of it.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    found: nn.Module | None = None
+    for outer in model.modules():
+        strategy: Any = outer.sharding_strategy if isinstance(outer, fsdp.FullyShardedDataParallel) else None
+        if strategy is not None and strategy.name in _FREED:
+            inside = outer is not module and any(inner is module for inner in outer.modules())
+            found = outer if inside else found  # `modules()` names the outer ones first
+    return found
 
 
 class Member(Region):
@@ -298,7 +327,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         return modules[path]
 
     for choice in plan:
-        chain = Chain([find(path) for path in choice.paths])
+        chain = Chain([find(path) for path in choice.paths], model)
         for path, module in zip(choice.paths, chain.modules, strict=True):
             if wanted.setdefault(id(module), path) != path:
                 raise errors.ArgumentError(errors.one_module_twice(path, wanted[id(module)]))

@@ -10,10 +10,13 @@ of those after it. With `S` for the bytes saved by the segments before segment `
     while its forward runs    S + segment.forward_bytes  + o.forward_bytes   <= budget
     while its backward runs   S + segment.backward_bytes + o.backward_bytes  <= budget
     at any point besides      S(point.after) + point.bytes                   <= budget
+    at the turn               S(all)         + costs.turn_bytes              <= budget
 
-The bytes of a segment are all that lives then and belongs to nobody's option: parameters, gradients made so far,
-optimizer state, what the rest of the model keeps. Those of an option count from the level before the segment's forward,
-in its backward too, so they contain what it saved itself. All bytes are exact, at no granularity.
+An option over several segments stands in the forward of its first and in the backward of its last; at a point between
+them all that it saves counts. The bytes of a segment are all that lives then and belongs to nobody's option:
+parameters, gradients made so far, optimizer state, what the rest of the model keeps. Those of an option count from the
+level before the segment's forward, in its backward too, so they contain what it saved itself. All bytes are exact, at
+no granularity.
 
 Everything here is data: it is compared, written to JSON, read back, and made by hand in tests.
 """
@@ -55,8 +58,9 @@ class Node:
     """One operation of a forward, for the bound.
 
     Attributes:
-        seconds: What running it again costs.
-        bytes: Of the storage that it makes; 0 for one that is a view of another's.
+        seconds: What running it again costs; infinite for one that must not be (random numbers, collectives).
+        bytes: Of the storage that it makes; 0 for one that is a view of another's, which is then its only input. One
+            without bytes and with other inputs (in-place) can be had for free.
         inputs: Indices of nodes in the same graph that it reads; -1 is the segment's input.
         needed: Whether backward needs its result.
     """
@@ -139,7 +143,7 @@ class Costs:
         segments: In the order of their forwards.
         points: In any order.
         step_seconds: Of the step with no region.
-        turn_bytes: What lives when forward ends and backward begins, besides what the segments saved; for the bound.
+        turn_bytes: What lives when forward ends and backward begins, besides what the segments saved.
     """
 
     kinds: Mapping[str, Kind]

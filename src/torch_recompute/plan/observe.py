@@ -24,6 +24,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from .. import _compat
+from .._compat.capture import capturing
 from .._frame import Frame
 
 Stamp = float | torch.cuda.Event
@@ -70,7 +71,10 @@ class Figures:
 
     @contextmanager
     def replay(self) -> Generator[None]:
-        """Around the function in a replay."""
+        """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
+        if capturing():
+            yield
+            return
         start = _stamp()
         try:
             if self.flops is None:

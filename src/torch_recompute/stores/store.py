@@ -1,8 +1,4 @@
-"""Where the tensors lie that a region keeps between forward and replay.
-
-A region keeps its inputs, and what its saved calls store. Where these bytes lie is a decision of its own: on the
-device, in host memory, sharded over other ranks. A `Store` is that decision; the engine calls `put` once per tensor
-in forward and `get` when backward needs it, and knows nothing else about it.
+"""What a store is, and what the engine asks of every store.
 
 None, the default, keeps the tensor itself and watches it for in-place changes. Saved-tensor hooks that are active
 around a region (`torch.autograd.graph.save_on_cpu`, an enclosing region) act as its store, so that they see what the
@@ -16,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from . import errors
-from ._tree import unexpanded, wants_grad
+from .. import errors
+from .._tree import wants_grad
 
 
 @runtime_checkable
@@ -47,28 +43,6 @@ class OnDevice:
     def get(self, handle: torch.Tensor) -> torch.Tensor:
         """Returns the tensor."""
         return handle
-
-
-class OnHost:
-    """Keeps tensors in host memory, pinned where they come from a CUDA device; a blocking copy each way.
-
-    A tensor that lies on the CPU already is copied too, so that what the store holds is its own. An expanded tensor
-    is copied unexpanded. Strides are kept where the tensor is dense, else what comes back is contiguous.
-    """
-
-    def put(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size, torch.device]:
-        """Copies the tensor to the host."""
-        source = tensor.detach()
-        if source.layout is torch.strided and 0 in source.stride():
-            source = unexpanded(source)
-        host = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
-        return host.copy_(source), tensor.shape, tensor.device
-
-    def get(self, handle: tuple[torch.Tensor, torch.Size, torch.device]) -> torch.Tensor:
-        """Copies the tensor back to its device."""
-        host, shape, device = handle
-        tensor = host if host.device == device else host.to(device)
-        return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 class Hooks:

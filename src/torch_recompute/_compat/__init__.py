@@ -146,6 +146,11 @@ def sequence_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+def function_of(node: Any) -> type | None:
+    """The autograd Function that made a node; None for a node of PyTorch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 # --- ambient modes ------------------------------------------------------------------------------------------------
@@ -338,6 +343,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
+def is_plain_kind(kind: type) -> bool:
+    """The same of a tensor's class."""
+    return kind in _PLAIN
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the memory behind `tensor`, shared by its views; 0 where it has none (sparse layouts).
 
@@ -379,7 +389,7 @@ def say_stack(stack: Any, last: int = 12) -> list[str]:
     """A captured stack as lines, the innermost calls last, without this library's and torch's own frames."""
     lines: list[str] = "".join(stack.format()).splitlines()
     frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
-    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
 
 

@@ -1,0 +1,80 @@
+"""Data parallel training with and without regions.
+
+    torchrun --standalone --nproc-per-node 2 examples/distributed/ddp.py
+
+Each rank trains a small transformer on its own data, once as it is and once with every block recomputed, and prints the
+loss of each step and the peak of memory. The losses are the same to the last digit. Runs on CPU (gloo) and, where there
+are as many GPUs as ranks, on GPUs (NCCL).
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_recompute import Choice, Plan, apply, measure
+
+WIDTH, HEADS, DEPTH, TOKENS, BATCH, STEPS = 128, 4, 4, 64, 4, 6
+
+
+class Model(nn.Module):
+    """A causal transformer that guesses the next of 256 bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
+            for _ in range(DEPTH)
+        )
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return self.head(x.flatten(0, 1))
+
+
+def train(recomputed, device):
+    torch.manual_seed(0)  # the same weights everywhere
+    model = Model().to(device)
+    if recomputed:
+        apply(model, Plan(tuple(Choice((f"blocks.{i}",)) for i in range(DEPTH))))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    torch.manual_seed(1 + dist.get_rank())  # other data and dropout on each rank
+    losses = []
+    with measure(model, optimizer) as memory:
+        for _ in range(STEPS):
+            start = torch.randint(256, (BATCH, 1), device=device)
+            tokens = (start + torch.arange(TOKENS + 1, device=device)) % 256  # bytes that count upwards
+            logits = ddp(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(mean := loss.detach() / dist.get_world_size())
+            losses.append(mean.item())
+    return losses, memory.peak_bytes
+
+
+def main():
+    local = int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if gpus else "gloo")
+    for name, recomputed in (("plain", False), ("regions", True)):
+        losses, peak = train(recomputed, device)
+        if dist.get_rank() == 0:
+            print(f"{name:8} loss {' '.join(f'{loss:.4f}' for loss in losses)}   peak {peak / 2**20:.1f} MiB per rank")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Fake tensors: tensors with a shape, a type, a device and a storage of a known size, and no memory.
+
+PyTorch's compiler uses them; their names are private. `simulation/` is what uses them here.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_C: Any = torch._C
+
+without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDispatch
+"""A context in which operations run as they are, whatever dispatch modes are active."""
+
+is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
+"""Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
+
+
+def is_operator(func: object) -> bool:
+    """Whether what a dispatch mode is shown is one operator, not an operator of other functions."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def writes(func: Any) -> bool:
+    """Whether an operation's schema says that it writes to an argument; False where it has no schema."""
+    return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
+def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation makes of fake tensors; the mode is not active."""
+    return mode.dispatch(func, (), args, kwargs)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """A tensor's device; a fake one is not asked by way of the dispatcher."""
+    return cast("Any", tensor).fake_device if type(tensor) is FakeTensor else tensor.device
+
+
+def over(
+    storage: torch.UntypedStorage, offset: Any, like: torch.Tensor, device: torch.device | str = "meta"
+) -> torch.Tensor:
+    """A tensor of the type, shape and strides of another over a storage; fake where a fake mode is active."""
+    return lay(storage, offset, (like.shape, like.stride()), like.dtype, device)
+
+
+def lay(
+    storage: torch.UntypedStorage, offset: Any, layout: tuple[Any, Any], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A tensor with a shape and strides over a storage, which keeps its size."""
+    made: Any = torch.empty(0, dtype=dtype, device=device)
+    size = storage.nbytes()
+    made.set_(storage, offset, *layout)
+    if storage.nbytes() != size:  # memory that has been discarded can be viewed, and stays so
+        storage.resize_(size)
+    return made
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a `DTensor`, a part of one that lies on several ranks."""
+    return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of a tensor made of others, taken apart and put together again."""
+    return mode.from_tensor(tensor, static_shapes=True)

@@ -1,0 +1,38 @@
+"""Memory behind tensors, known without being kept alive.
+
+The public way to hold a storage weakly is `torch.multiprocessing.reductions.StorageWeakRef`; what makes a storage of
+one again is private.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_revive: Any = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
+
+
+class Memory:
+    """The memory of a tensor, held weakly. While this is alive no other storage gets the same identity."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._ref = StorageWeakRef(tensor.untyped_storage())
+
+    def flat(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The memory again, as a tensor of `size` elements; None where it is gone, or torch cannot tell."""
+        storage: Any = None if _revive is None else _revive(self._ref.cdata)
+        if storage is None:
+            return None
+        empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, 0, (size,))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory behind it, but stands for one that has."""
+    return isinstance(tensor, FakeTensor)

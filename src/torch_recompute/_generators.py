@@ -1,0 +1,191 @@
+"""Random generators: what they are asked for, and what is put back for a replay.
+
+A generator's state is read before and after a forward, and set around the replay if it has moved. On the CPU it is
+5,056 bytes; accelerator generators are a (seed, offset) pair, read without a device sync.
+
+While a CUDA graph is captured there is no absolute offset: kernels add the one that the generator will have at each
+launch. A region whose forward and replay are in one graph (a captured training step) is replayed from the relative
+offset, and draws at every launch what its forward drew. Where the two are in different graphs, as
+`torch.cuda.make_graphed_callables` makes them, each is launched from another offset, and no state that could be set
+makes them draw the same. Then the generator is left alone, and the replay is an error if it draws: a region that only
+draws inside saved calls does not.
+
+That two captures are different ones shows in the offset: it starts at 0 in each, and a generator that moved during the
+forward is behind what the forward saw only if another capture has begun.
+
+Rejected: two generators that advance in step, one for each graph (what torch's compiler does). A forward that is
+launched without its backward, as in evaluation, puts them out of step, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _compat, errors
+from ._compat.capture import captured_state, capturing, set_captured_state
+
+
+class CpuRng:
+    """PyTorch's default CPU generator. The state is 5,056 bytes."""
+
+    def capture(self) -> torch.Tensor:
+        """The generator's state: uint8 [5056]."""
+        return torch.default_generator.get_state()
+
+    def restore(self, value: torch.Tensor) -> None:
+        """Sets the generator's state."""
+        torch.default_generator.set_state(value)
+
+
+class InGraph(NamedTuple):
+    """The state of device generators in a graph that is being captured: seed, and offset from where it is launched."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+class GeneratorRng:
+    """An explicit `torch.Generator`, of any device."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def capture(self) -> torch.Tensor | InGraph:
+        """The generator's state: a uint8 tensor on the CPU."""
+        if self.generator.device.type == "cuda" and capturing():
+            return InGraph((captured_state(self.generator),))
+        return self.generator.get_state()
+
+    def restore(self, value: torch.Tensor | InGraph) -> None:
+        """Sets the generator's state."""
+        if self in _still.ambients:
+            return
+        if isinstance(value, InGraph):
+            set_captured_state(self.generator, value.pairs[0])
+        else:
+            self.generator.set_state(value)
+
+
+class DeviceRng:
+    """The default generators of all initialised accelerator devices, as (seed, offset) pairs."""
+
+    def capture(self) -> list[tuple[int, int]] | InGraph:
+        """One (seed, philox offset) pair per device; in a capture that of the present device."""
+        if capturing():
+            return InGraph((captured_state(_present()),))
+        return [(g.initial_seed(), g.get_offset()) for g in _compat.device_generators()]
+
+    def restore(self, value: list[tuple[int, int]] | InGraph) -> None:
+        """Sets seed and offset of each generator, touching only those that differ.
+
+        A device that was initialised after `capture` had drawn nothing then: its offset was 0.
+        """
+        if self in _still.ambients:
+            return
+        if isinstance(value, InGraph):
+            set_captured_state(_present(), value.pairs[0])
+            return
+        for generator, pair in itertools.zip_longest(_compat.device_generators(), value):
+            seed, offset = pair or (generator.initial_seed(), 0)
+            if generator.initial_seed() != seed:
+                generator.manual_seed(seed)
+            if generator.get_offset() != offset:
+                generator.set_offset(offset)
+
+
+class PythonRng:
+    """The `random` module's generator, on request: `recompute(fn, state=[PythonRng()])`."""
+
+    def capture(self) -> object:
+        """The result of `random.getstate()`."""
+        return random.getstate()
+
+    def restore(self, value: Any) -> None:
+        """Calls `random.setstate`."""
+        random.setstate(value)
+
+
+class NumpyRng:
+    """NumPy's legacy global generator, or the `numpy.random.Generator` given, on request.
+
+    Args:
+        generator: A `numpy.random.Generator`; by default the global state behind `numpy.random.rand` and friends.
+    """
+
+    def __init__(self, generator: Any = None) -> None:
+        self.generator = generator
+
+    def capture(self) -> Any:
+        """The bit generator's state."""
+        if self.generator is not None:
+            return self.generator.bit_generator.state
+        return _numpy_random().get_state()
+
+    def restore(self, value: Any) -> None:
+        """Sets the bit generator's state."""
+        if self.generator is not None:
+            self.generator.bit_generator.state = value
+        else:
+            _numpy_random().set_state(value)
+
+
+def _numpy_random() -> Any:
+    import numpy
+
+    return numpy.random
+
+
+def _present() -> torch.Generator:
+    return _compat.device_generators()[torch.cuda.current_device()]
+
+
+CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()
+GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
+"""Those whose state says whether they were drawn from."""
+
+
+class _Still(threading.local):
+    ambients: tuple[Any, ...] = ()
+
+
+_still = _Still()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two captured states of a generator are the same, decided without a device sync."""
+    if type(a) is torch.Tensor:  # a generator's state: bytes, in host memory for every kind of device
+        return _compat.same_bytes(a, b)
+    return bool(a == b)
+
+
+def elsewhere(ambient: Any, value: Any) -> bool:
+    """Whether a state of a generator that has moved since was read in another CUDA graph than the present one."""
+    if type(ambient) is not DeviceRng and not (
+        type(ambient) is GeneratorRng and ambient.generator.device.type != "cpu"
+    ):
+        return False
+    if not isinstance(value, InGraph):
+        return capturing()
+    if not capturing():
+        return True
+    present: Any = ambient.capture()
+    return present.pairs[0][1] <= value.pairs[0][1]
+
+
+@contextlib.contextmanager
+def undrawn(ambient: Any, region: str) -> Generator[None]:
+    """Leaves a generator as it is, and raises if it is drawn from."""
+    before, others = ambient.capture(), _still.ambients
+    _still.ambients = (*others, ambient)
+    try:
+        yield
+    finally:
+        _still.ambients = others
+    if not same(before, ambient.capture()):
+        raise errors.MismatchError(errors.drawn_in_another_graph(region))

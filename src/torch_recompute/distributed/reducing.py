@@ -1,0 +1,215 @@
+"""The all-reduce of a whole step's gradients, in a few large messages: PaddlePaddle's `fused_allreduce_gradients`.
+
+Problem. Code that runs its steps under `no_sync()`, because its checkpointing calls backward inside backward or because
+it accumulates, reduces the gradients by hand. One message per parameter is slow, one for all of them doubles the memory
+of the gradients, and a parameter that was unused on one rank leaves the others waiting for it for ever.
+
+Idea. Gradients of one dtype on one device are copied into buckets of bounded size, and while one bucket is being
+summed the next is filled; two exist at a time. Ranks first exchange five numbers: checksums of what they are about to
+reduce. If they agree, as they nearly always do, nothing more is said. If only *which* parameters have a gradient
+differs, one message tells the union, and a rank without contributes zero and receives the mean. If the parameters
+themselves differ, every rank raises, so none waits.
+
+Rejected: to let each rank reduce what it has (it hangs, or sums one parameter into another); to send the whole list
+of gradients each time; to reduce sparse gradients (PyTorch's all-reduce of them takes no bucket, and DDP's own
+implementation makes one message of each).
+
+Invariants: every rank issues the same collectives, also the one that raises. A gradient is multiplied by 1/ranks
+before it is summed, as DDP does, so nothing overflows that would not there, and the result is DDP's to the last bit
+where each bucket is (two ranks; more ranks sum in an order that depends on the bucket's size).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .. import errors
+
+__all__ = ["fused_allreduce_gradients"]
+
+MIB = 1 << 20
+
+
+@torch.no_grad()
+def fused_allreduce_gradients(
+    params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, *, bucket_bytes: int = 128 * MIB
+) -> int:
+    """Replaces the gradients of `params` by their mean over the ranks of `group`, in buckets.
+
+        with ddp.no_sync():
+            loss(ddp(batch)).backward()
+        fused_allreduce_gradients(ddp.parameters())
+        optimizer.step()
+
+    The gradient of a parameter is its `main_grad`, where it has one, else its `grad`; it is reduced in its own dtype,
+    in place. A parameter that has none on any rank is left without. One that has none on this rank, but on
+    another, counts as zero here and gets the mean as its `grad`: optimizers then do the same everywhere.
+
+    A parameter that is a DTensor is reduced shard by shard: right where `group` is not the group that it is sharded
+    over (tensor parallel shards, reduced over the data parallel group), and refused where it is.
+
+    Reading the other ranks' answer waits for the device, as `loss.item()` does.
+
+    Args:
+        params: Parameters of the same shapes and dtypes in the same order on every rank; twice named counts once.
+        group: The ranks to take the mean over, by default all.
+        bucket_bytes: The size of one message, in bytes; a gradient larger than this is a message of its own. Two such
+            buffers exist at a time.
+
+    Returns:
+        How many buckets were reduced: at most `total // bucket_bytes + 1` per dtype and device, if no gradient
+        is larger than half of one.
+
+    Raises:
+        ArgumentError: There is no process group, or this rank is not in it; `params` is a module or holds something
+            else than tensors; `bucket_bytes` is not positive; a parameter is sharded over the group; or, on every
+            rank alike, some gradient is sparse or the ranks were given different parameters.
+
+    The call is PaddlePaddle's `paddle.distributed.fleet.utils.hybrid_parallel_util.fused_allreduce_gradients`.
+    """
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise errors.ArgumentError(errors.bad_bucket_bytes(bucket_bytes))
+    if not dist.is_initialized():
+        raise errors.ArgumentError(errors.no_process_group())
+    if dist.get_rank(group) < 0:
+        raise errors.ArgumentError(errors.not_in_the_group(dist.get_rank()))
+    parameters = _parameters(params)
+    ranks = dist.get_process_group_ranks(group)
+    for index, parameter in enumerate(parameters):
+        over = _sharded_over(parameter)
+        if len(over.intersection(ranks)) > 1:
+            raise errors.ArgumentError(errors.sharded_over_the_group(index, tuple(parameter.shape), sorted(over)))
+    _agree(parameters, group)
+    grads = [grad for grad in map(_gradient, parameters) if grad is not None]
+    count = 0
+    pending: _Message | None = None
+    for bucket in _buckets(grads, bucket_bytes):
+        message = _start(bucket, len(ranks), group)
+        if pending is not None:
+            _finish(pending)
+        pending, count = message, count + 1
+    if pending is not None:
+        _finish(pending)
+    return count
+
+
+def _parameters(params: Any) -> list[torch.Tensor]:
+    if isinstance(params, (nn.Module, torch.Tensor)) or not isinstance(params, Iterable):
+        raise errors.ArgumentError(errors.not_parameters(params))
+    unique = {id(parameter): parameter for parameter in params}
+    for parameter in unique.values():
+        if not isinstance(parameter, torch.Tensor):
+            raise errors.ArgumentError(errors.not_parameters(parameter))
+    return list(unique.values())
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What is reduced for a parameter, as it lies in this rank's memory."""
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    grad = parameter.grad if main is None else main
+    if isinstance(grad, DTensor):
+        return grad.to_local()
+    return grad
+
+
+def _sharded_over(parameter: torch.Tensor) -> set[int]:
+    """The ranks that hold other shards of a parameter than this one, and this one."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    mesh = parameter.device_mesh
+    over = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return {rank for i in over for rank in dist.get_process_group_ranks(mesh.get_group(i))}
+
+
+def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives every rank the same list of gradients to reduce, or raises on every rank."""
+    have = bytes(_gradient(parameter) is not None for parameter in parameters)
+    sparse = [i for i, p in enumerate(parameters) if (grad := _gradient(p)) is not None and _is_sparse(grad)]
+    what, which = zlib.crc32(repr([_kind(p) for p in parameters]).encode()), zlib.crc32(have)
+    device = _home(parameters, group)
+    said = torch.tensor([what, -what, which, -which, bool(sparse)], dtype=torch.int64, device=device)
+    dist.all_reduce(said, dist.ReduceOp.MAX, group)
+    most, least, most_which, least_which, any_sparse = said.tolist()
+    if most != -least:
+        raise errors.ArgumentError(errors.other_parameters(len(parameters)))
+    if any_sparse:
+        raise errors.ArgumentError(errors.sparse_gradient(sparse[0] if sparse else None))
+    if most_which == -least_which:
+        return
+    union = torch.frombuffer(bytearray(have), dtype=torch.uint8).to(device)
+    dist.all_reduce(union, dist.ReduceOp.MAX, group)
+    for parameter, mine, anywhere in zip(parameters, have, union.tolist(), strict=True):
+        if anywhere and not mine:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _is_sparse(grad: torch.Tensor) -> bool:
+    return grad.layout is not torch.strided
+
+
+def _home(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> torch.device:
+    """Where the messages about the parameters lie; a rank without any has to take part as well."""
+    if parameters:
+        first = parameters[0]
+        return first.to_local().device if isinstance(first, DTensor) else first.device
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None or dist.get_backend(group) == "gloo" else accelerator
+
+
+def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What ranks must have in common of a parameter: the shape and dtype of its gradient."""
+    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    grad = parameter.grad if main is None else main
+    like = parameter if grad is None else grad
+    local = like.to_local() if isinstance(like, DTensor) else like
+    places = like.placements if isinstance(like, DTensor) else ()
+    return tuple(local.shape), str(local.dtype), local.device.type, main is None, str(places)
+
+
+def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """The gradients by dtype and device, in their order, as many together as fit into `limit` bytes."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.dtype, grad.device), []).append(grad)
+    for same in kinds.values():
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for grad in same:
+            if bucket and size + grad.nbytes > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(grad)
+            size += grad.nbytes
+        yield bucket
+
+
+class _Message(NamedTuple):
+    """A bucket on its way: the gradients, the buffer that is summed, and what to wait for."""
+
+    bucket: list[torch.Tensor]
+    flat: torch.Tensor
+    work: dist.Work
+
+
+def _start(bucket: list[torch.Tensor], ranks: int, group: dist.ProcessGroup | None) -> _Message:
+    alone = len(bucket) == 1 and bucket[0].is_contiguous()
+    flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
+    flat.mul_(1 / ranks)
+    work = dist.all_reduce(flat, dist.ReduceOp.SUM, group, async_op=True)
+    assert work is not None
+    return _Message(bucket, flat, work)
+
+
+def _finish(message: _Message) -> None:
+    message.work.wait()
+    if message.flat is not message.bucket[0]:
+        parts = message.flat.split([grad.numel() for grad in message.bucket])
+        for grad, mean in zip(message.bucket, parts, strict=True):
+            grad.copy_(mean.view_as(grad))

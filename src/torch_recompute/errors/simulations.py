@@ -1,0 +1,85 @@
+"""Texts for simulated steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._say import say
+
+
+def bad_accumulate(value: object) -> str:
+    """Text for `accumulate=` that is no count."""
+    return (
+        f"simulate(accumulate=...) is how many forwards and backwards come before a step of the optimizer, an integer "
+        f"from 1, but got {say(value)}"
+    )
+
+
+def no_such_device(device: str) -> str:
+    """Text for a device that this machine does not have."""
+    return (
+        f"simulate(device={device!r}): this build of PyTorch, on this machine, has no such device, and which kernels "
+        "would run there cannot be asked.\n"
+        "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one."
+    )
+
+
+def sharded_model(name: str) -> str:
+    """Text for a model whose tensors lie on several ranks."""
+    return (
+        f"simulate: {name or 'a tensor'} is a DTensor: the model is sharded (fully_shard, tensor parallelism), and its "
+        "collectives cannot be simulated on one process.\n"
+        "  Simulate the model as it was before sharding."
+    )
+
+
+def cannot_fake(name: str, tensor: object) -> str:
+    """Text for a tensor of a class or layout of which no fake can be made."""
+    return (
+        f"simulate: {name or 'a tensor'} is {say(tensor)}, of which no fake copy can be made: its class or layout says "
+        "nothing of where its memory lies.\n"
+        "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation)."
+    )
+
+
+def too_large_to_read(what: str, where: str, shape: Sequence[int]) -> str:
+    """Text for values that are read from a large tensor which has none."""
+    return (
+        f"simulate: {where or 'the model'} reads the values of a tensor of shape {tuple(shape)} ({what}), and "
+        "simulated tensors have none.\n"
+        "  Simulate a smaller batch, or pass arguments of integers and masks as real tensors, not on meta."
+    )
+
+
+def original_reached(model: str) -> str:
+    """Text for a copy that uses the original."""
+    return (
+        f"simulate: the copy of {model} used parameters of the original, through a closure or a bound method that "
+        "copy.deepcopy does not follow, so its figures mean nothing. The gradients of the original have been put back."
+        "\n  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is independent."
+    )
+
+
+def no_loss(output: object) -> str:
+    """Text for an output of which no loss can be made."""
+    return (
+        f"simulate: the model returned {say(output)}, which has no `.loss` and no floating tensor.\n"
+        "  Say how the loss is computed:  simulate(model, args, loss=lambda output: ...)"
+    )
+
+
+def not_a_loss(value: object) -> str:
+    """Text for a loss that backward cannot start from."""
+    return (
+        f"simulate: the loss must be a tensor with one element that requires grad, but is {say(value)}\n"
+        "  Say how it is computed:  simulate(model, args, loss=lambda output: output.logits.float().mean())"
+    )
+
+
+def not_an_optimizer(factory: object, made: object) -> str:
+    """Text for `optimizer=` that makes no optimizer."""
+    return (
+        "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list of parameters "
+        f"to one, but {say(factory)} returned {say(made)}\n"
+        "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
+    )

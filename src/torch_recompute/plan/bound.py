@@ -1,0 +1,89 @@
+"""The certificate: seconds that no schedule of saving and recomputing can do without, whoever plans it.
+
+Problem. "The best of our options" says nothing about the options. How far from the best that *any* planner could do,
+with regions cut as it likes and tensors recomputed as often as it likes?
+
+Idea. When the forward has ended and the backward begins, what is saved fits into the budget. Whatever backward needs
+and is not saved is computed again at least once, from what is saved. So each schedule pays at least for the cheapest
+set of operations to run again, over the operations of the whole model, with so many bytes to save. With a price per
+byte in the place of the limit that is a minimum cut; segments of one kind share theirs (`cut.py`), and meet only in
+whether the output of one must be there for the next, so the whole is a dynamic program over two states per segment.
+Any price gives a valid bound; the best price is found where two cuts balance, in a few steps, and the bound is then
+the optimum of the linear program of the whole model.
+
+It assumes that all of forward comes before all of backward, that what is saved is saved as it is, on the device, and
+that the operations are those that were profiled. A segment without a graph counts nothing and gives its output for
+free. The bound is blind to what else is alive during backward: it may lie below what any plan can reach.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from .cost import Costs
+from .cost_rules import check
+from .cut import IMPOSSIBLE, Cut, cheapest
+
+# More than the rounding of sums of floats; the bound is lowered by it.
+ROUNDING = 1e-12
+_NOTHING = Cut(0.0, 0)
+
+
+def bound(costs: Costs, budget: int) -> float:
+    """Seconds that every schedule adds to the step with no region, at the least; infinite if none fits.
+
+    Args:
+        costs: The segments; those with a `Graph` are counted.
+        budget: The most bytes that may live at any time of the step.
+    """
+    check(costs)
+    room = budget - costs.turn_bytes
+    if room < 0:
+        return math.inf
+    whole = partial(_cheapest, costs)
+    free = whole(0.0)
+    if free.bytes <= room:
+        return max(0.0, free.seconds * (1 - ROUNDING))
+    tight = whole(1.0, weight=0.0)
+    if tight.bytes > room:
+        return math.inf
+    best = 0.0
+    while True:
+        # The price at which both cost the same. A cut that is cheaper at this price takes the place of one of them.
+        price = (tight.seconds - free.seconds) / (free.bytes - tight.bytes)
+        if price <= 0:
+            return best
+        between = whole(price)
+        value = between.value(price)
+        best = max(best, value - price * room - ROUNDING * (value + price * room))
+        if value >= tight.value(price) * (1 - ROUNDING):
+            return best
+        if between.bytes <= room:
+            tight = between
+        else:
+            free = between
+
+
+def _cheapest(costs: Costs, price: float, weight: float = 1.0) -> Cut:
+    """The cheapest cut of the whole model."""
+    made: dict[tuple[str, bool, bool], Cut] = {}
+
+    def of(kind: str, output: bool, input: bool) -> Cut:
+        key = kind, output, input
+        if key not in made:
+            graph = costs.kinds[kind].graph
+            made[key] = _NOTHING if graph is None else cheapest(graph, price, output, input, weight)
+        return made[key]
+
+    # The cheapest for all that follows, by whether it needs what this place hands on to be there.
+    free, demanded = _NOTHING, IMPOSSIBLE
+    for segment in reversed(costs.segments):
+        free, demanded = (
+            min(
+                (of(segment.kind, output, input) + rest for output, rest in ((False, free), (True, demanded))),
+                key=lambda cut: cut.value(price, weight),
+            )
+            for input in (False, True)
+        )
+    return min(free, demanded, key=lambda cut: cut.value(price, weight))

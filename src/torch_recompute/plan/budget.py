@@ -1,0 +1,90 @@
+"""Budgets as people write them.
+
+A budget is bytes for the peak of the whole step (`25769803776`, `"24GiB"`, `"24 GB"`, `"800MiB"`), a share of the
+activation memory (`0.4`, `"40%"`: that much of the way from the least that any plan needs to what no plan at all
+needs), or `"fit"`: what the device has free. Here is only what was meant; what it comes to needs a model, and a
+device.
+
+Rejected: a number without a unit in a text meaning anything but bytes, and `"24G"`, which half of its readers take for
+24 GB and half for 24 GiB, 7 % apart.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+
+from .. import errors
+
+_UNITS = {
+    "b": 1,
+    "bytes": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_TEXT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) *([a-z%]*)")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a budget means. If both are None: what fits onto the device.
+
+    Attributes:
+        bytes: For the peak of the whole step.
+        share: Of the activation memory, between 0 and 1.
+    """
+
+    bytes: int | None = None
+    share: float | None = None
+
+
+def read_budget(budget: object) -> Budget:
+    """Reads a budget.
+
+    Args:
+        budget: Bytes as an int, text such as "24GiB", "800MB", "40%", "0.4" or "fit", or a float between 0 and 1.
+
+    Raises:
+        ArgumentError: It is none of these.
+    """
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, str):
+        return _of_text(budget)
+    if isinstance(budget, float):
+        return _share(budget, budget)
+    try:
+        count = operator.index(budget)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if isinstance(budget, bool) or count <= 0:
+        raise errors.ArgumentError(errors.bad_budget(budget))
+    return Budget(bytes=count)
+
+
+def _of_text(text: str) -> Budget:
+    if text.strip().lower() == "fit":
+        return Budget()
+    match = _TEXT.fullmatch(text.strip().lower())
+    if match is None:
+        raise errors.ArgumentError(errors.bad_budget(text))
+    number, unit = match.groups()
+    if unit == "%":
+        return _share(float(number) / 100, text)
+    if unit == "" and "." in number:
+        return _share(float(number), text)
+    if unit and unit not in _UNITS:
+        raise errors.ArgumentError(errors.unknown_unit(text, unit))
+    # A fraction of a byte is rounded down: what is promised fits.
+    count = math.floor(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS.get(unit, 1)
+    if count <= 0:
+        raise errors.ArgumentError(errors.bad_budget(text))
+    return Budget(bytes=count)
+
+
+def _share(share: float, budget: object) -> Budget:
+    if not 0 < share < 1:
+        raise errors.ArgumentError(errors.bad_budget(budget))
+    return Budget(share=share)

@@ -1,0 +1,1 @@
+"""Algorithms that choose one option per segment; `solve.py` is their door."""

@@ -1,0 +1,260 @@
+"""The mode under which a step is simulated: what decides runs for real, what costs memory is fake.
+
+Problem. A fake tensor has no values, and models read some. Hugging Face looks at the attention mask: where nothing is
+masked it hands none to the kernel, which then keeps nothing of it. On a fake mask it cannot look (it asks for the
+tensor's class, and takes the other way for fake ones), so a plain fake run keeps masks that no real run has: 9 % too
+much for a small Llama. A mixture of experts reads which tokens go where, an optimizer the number of its step.
+
+Idea. What is read is small and made of integers: token ids, positions, masks, routes. So tensors of integers and
+booleans stay real as long as they come from real ones, up to `INTEGERS` elements, and so do floating tensors of up to
+`FLOATS` (an optimizer's counters, constants). They are computed as ever; where one meets a fake tensor, the operation
+is simulated. The other way round, where integers come out of fake ones, a stand-in is taken: indices are spread evenly
+(`topk` of a router then sends as many tokens to each expert), booleans alternate, a float that is read is 1. Each such
+decision is noted by the operation and the module that made it.
+
+Rejected: `propagate_real_tensors` and `FakeTensor.constant`, whose tensors are fake by class all the same; patching
+the functions that look.
+
+Invariants. No tensor of the caller's is written to: what stays real is a copy. Nothing fake ever holds memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _compat, errors
+from .._compat import TorchDispatchMode
+from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes, writes
+from .kernels import Kernels
+
+INTEGERS = 2**24
+FLOATS = 2**10
+STAND_INS = 2**22
+
+aten: Any = torch.ops.aten
+_MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
+_DEVICE: Any = torch.ops.prim.device.default
+_GROUPED: Any = aten._grouped_mm.default
+_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
+_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+class _Kind(NamedTuple):
+    """Whether an operation returns views, writes to its arguments, reads values."""
+
+    views: bool
+    writes: bool
+    reads: bool
+
+
+_kinds: dict[Any, _Kind] = {}
+
+
+def _kind(func: Any) -> _Kind:
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _Kind(func.is_view, writes(func), not _READS.isdisjoint(func.tags))
+    return kind
+
+
+class Pretend(TorchDispatchMode):
+    """Runs operations on real small tensors, simulates those on fake ones.
+
+    Args:
+        fakes: What simulates; it is not active itself, which saves a turn of each operation.
+        where: Says which module is running.
+
+    Attributes:
+        assumed: What had to be assumed, in words, each once.
+        seen: Called with each operation, its arguments and its result, or None.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fakes: FakeTensorMode, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self._kernels = Kernels(fakes)
+        self._where = where
+        self.assumed: dict[str, None] = {}
+        self.seen: Callable[[Any, Any, Any], None] | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _DEVICE:  # how a fake tensor is asked for its device, at every turn
+            return device_of(args[0])
+        out = self._out(func, args, kwargs or {})
+        if self.seen is not None and out is not NotImplemented:
+            self.seen(func, (args, kwargs), out)
+        return out
+
+    def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fake = real = False
+        for kind in map(type, _tensors(args, kwargs)):
+            if kind is FakeTensor:
+                fake = True
+            elif _compat.is_plain_kind(kind):
+                real = True
+            else:
+                return NotImplemented
+        if not is_operator(func):
+            with self._fakes:
+                return func(*args, **kwargs)
+        if not fake:
+            return self._real(func, args, kwargs, real)
+        kind = _kind(func)
+        if func in _MASKED:
+            args = self._by_index(args)
+        elif kind.reads:
+            return self._kept(self._run(func, args, kwargs))
+        if real and kind.writes:
+            written = _tensors(_compat.written_by(func, args, kwargs), {})
+            if any(type(tensor) is not FakeTensor for tensor in written):
+                return self._run(func, args, kwargs)
+        if func is _GROUPED:
+            with self._fakes:
+                return _grouped(*args, **kwargs)
+        out = self._simulated(func, args, kwargs, real)
+        if kind.views or kind.writes:
+            return out
+        return self._decided(func, args, out)
+
+    def _real(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
+        """An operation on real tensors alone, or on none."""
+        if not any(_kind(func)):
+            out = self._simulated(func, args, kwargs, real)
+            if not all(map(_stays, _tensors(out, {}))):
+                return out
+        with without_modes():
+            return func(*args, **kwargs)
+
+    def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
+        if real:
+            args, kwargs = self._all_fake(args), self._all_fake(kwargs)
+        return self._kernels.run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that reads or writes real values, with stand-ins for the fake ones."""
+
+        def real(value: Any) -> Any:
+            return self._stand_in(value, str(func)) if type(value) is FakeTensor else value
+
+        args, kwargs = _mapped(args, real), _mapped(kwargs, real)
+        with without_modes():
+            return func(*args, **kwargs)
+
+    def _by_index(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Indices instead of a mask, whose number of entries a fake operation could not know."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+                mask = self._stand_in(index, "indexing with a mask") if type(index) is FakeTensor else index
+                with without_modes():
+                    indices.extend(mask.nonzero().unbind(1))
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+    def _decided(self, func: Any, args: Any, out: Any) -> Any:
+        """The results with stand-ins for integers, as far as they are new and small."""
+
+        def decide(value: Any) -> Any:
+            integers = type(value) is FakeTensor and not _floats(value) and value.dtype is not torch.bool
+            if not integers or value.numel() > STAND_INS:
+                return value
+            return self._choice(func, args, value)
+
+        if isinstance(out, torch.Tensor):
+            return decide(out) if not _floats(out) else out
+        return _mapped(out, decide)
+
+    def _choice(self, func: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        name = func.overloadpacket.__name__
+        if name not in _CHOICES:
+            return self._stand_in(out, str(func))
+        source = args[0]
+        n = source.shape[-1] if out.dim() == source.dim() else max(1, source.numel() // max(1, out.numel()))
+        self._note(str(func), "chooses evenly")
+        with without_modes():
+            return (torch.arange(out.numel()) % max(1, n)).view(out.shape).to(device=out.device, dtype=out.dtype)
+
+    def _stand_in(self, fake: torch.Tensor, what: str) -> torch.Tensor:
+        if fake.numel() > INTEGERS:
+            raise errors.RecomputeError(errors.too_large_to_read(what, self._where(), fake.shape))
+        with without_modes():
+            if fake.dtype is torch.bool:
+                self._note(what, "finds every other one true")
+                values = torch.arange(fake.numel()) % 2 == 0
+            else:
+                self._note(what, "finds ones")
+                values = torch.ones(fake.numel(), dtype=fake.dtype)
+            return values.view(fake.shape).to(fake.device)
+
+    def _note(self, what: str, value: str) -> None:
+        where = self._where()
+        self.assumed[f"{what.removesuffix('.default')} {value}" + (f" in {where}" if where else "")] = None
+
+    def _kept(self, out: Any) -> Any:
+        """Results of a real operation on stand-ins: integers as they are, the rest fake."""
+        return _mapped(out, lambda value: value if _stays(value) else self._fake(value))
+
+    def _all_fake(self, values: Any) -> Any:
+        return _mapped(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
+
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        with self._fakes:
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+
+
+def _grouped(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """A product of groups; what PyTorch has for fake tensors takes bfloat16 alone."""
+    if offs is not None and a.dim() == b.dim() == 2:
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    else:
+        shape = [*a.shape[:-1], b.shape[-1]]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _floats(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _stays(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that could be real is."""
+    return tensor.numel() <= (FLOATS if _floats(tensor) else INTEGERS)
+
+
+def _tensors(values: Any, more: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments or results, which are at most lists of them."""
+    found: list[torch.Tensor] = []
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if not isinstance(values, (list, tuple)):
+        return found
+    for value in (*values, *more.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nest with `fn` of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, fn) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, fn) for key, item in value.items()}
+    return value

@@ -1,0 +1,114 @@
+"""`Recording`: a measurement that also notes where the step is, what it keeps for backward, and counts FLOPs.
+
+The books are those of `measure`, so a simulated step is counted as a real one is. FLOPs are those of products, by
+PyTorch's own formulas (`torch.utils.flop_counter`), each operation on its own; an operation without one counts none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from ..memory.ledger import ACTIVATIONS, Entry, Ledger, Place, storages
+from ..memory.measurement import Measurement
+from .places import PHASES, Places
+from .pretending import Pretend
+
+
+class Recording(Measurement):
+    """The books of one simulated step.
+
+    Args:
+        pretend: The mode under which the step runs.
+        places: Knows where the step is.
+        device: The device whose figures are wanted.
+        rounding: Sizes are rounded up to multiples of this many bytes.
+
+    Attributes:
+        flops: FLOPs by phase.
+        kept: What the forward keeps for backward: entries of activations and their bytes.
+    """
+
+    def __init__(self, pretend: Pretend, places: Places, device: torch.device, rounding: int) -> None:
+        super().__init__(device)
+        self._pretend = pretend
+        self._rounding = rounding
+        self._places = places
+        self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.kept: list[tuple[Entry, int]] = []
+        self.at: dict[int, Place] = {}
+
+    @contextlib.contextmanager
+    def _shown(self) -> Generator[None]:
+        self._pretend.seen = self.record
+        try:
+            yield
+        finally:
+            self._pretend.seen = None
+
+    def _watcher(self) -> AbstractContextManager[Any]:
+        return self._shown()
+
+    def _ledger(self, device: torch.device) -> Ledger:
+        if device not in self._ledgers:
+            self._ledgers[device] = Ledger(self._rounding)
+        return self._ledgers[device]
+
+    def record(self, func: object, inputs: object, outputs: object) -> None:
+        """Books one operation."""
+        phase, module = self._places.now()
+        shape = next((tuple(map(int, t.shape)) for t in _tensors(outputs)), ())
+        place = Place(self._events + 1, phase, module, str(func), shape)
+        for device, _ in storages(outputs):
+            self._ledger(device)
+        for ledger in self._ledgers.values():
+            ledger.place = place
+        self.at[place.event] = place
+        super().record(func, inputs, outputs)
+        formula: Any = flop_registry.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
+            self.flops[phase] += formula(*args, **(kwargs or {}), out_val=outputs)
+
+    def forward_is_over(self, device: torch.device) -> None:
+        """Notes what is kept for backward."""
+        ledger = self.books(device)
+        ledger.book_deaths()
+        self.kept = [(entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS]
+
+    def go_on_from(self, other: Recording) -> None:
+        """Takes over what another recording knows of the storages that are alive."""
+        for device, books in other._ledgers.items():
+            mine = self._ledger(device)
+            for entry, _ in books.alive():
+                storage = entry()
+                if storage is not None:
+                    mine.place = entry.place
+                    mine.mark(storage, entry.rank)
+            mine.place = Place()
+        self._events = other._events
+
+    def width_of(self, output: object, first: Callable[[Any], torch.Tensor | None]) -> tuple[int, int] | None:
+        """The operation that made an output's first floating tensor, and how wide that is."""
+        tensor = first(getattr(output, "logits", output))
+        if tensor is None or tensor.dim() < 2:
+            return None
+        for device, storage in storages(tensor):
+            for entry, _ in self._ledger(device).alive():
+                if entry() is storage:
+                    return entry.place.event, int(tensor.shape[-1])
+        return None
+
+    def books(self, device: torch.device) -> Ledger:
+        """The books of one device."""
+        return self._ledger(self._choose(device))
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in values if isinstance(item, torch.Tensor)]

@@ -1,0 +1,97 @@
+"""What `simulate` returns: the figures of a step as plain data, and a table a person can read."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+
+class Moment(NamedTuple):
+    """One point of a simulated timeline: the bytes alive right after an operation that changed them.
+
+    Attributes:
+        event: The number of the operation in the step.
+        op: The operation, as `aten.gelu.default`.
+        live_bytes: The bytes alive after it.
+        phase: "forward", "loss", "backward", "replay" or "optimizer".
+        module: Path of the module that ran it, or whose backward it belongs to; "" for none and for the model itself.
+    """
+
+    event: int
+    op: str
+    live_bytes: int
+    phase: str
+    module: str
+
+
+class Simulation(NamedTuple):
+    """The figures of a simulated step, all in bytes but for the FLOPs; made by `simulate`. `print` shows a table.
+
+    Attributes:
+        device: The device that the figures are of.
+        peak_bytes: The most bytes alive after any one operation, or when the step began.
+        live_bytes: The bytes alive after the step.
+        by_category: `peak_bytes`, split as `measure` splits it; every category is there, and they sum to it.
+        live_by_category: `live_bytes`, split in the same way.
+        timeline: The bytes alive when the step began, and after each operation that changed them.
+        peak: The moment of the peak: its phase, module and operation.
+        peak_by_module: The activations alive at the peak, by path of the module that made them.
+        saved_bytes: The activations alive when the (last) backward begins.
+        saved_by_module: `saved_bytes`, by path of the module that made them.
+        flops: FLOPs of products by phase, by PyTorch's own count; those of "replay" are what recomputation costs.
+        rounding: What each storage's size was rounded up to a multiple of.
+        assumed: What the simulation could not know and has assumed, in words.
+        advice: What else would help, in words; "" where nothing is to be said.
+    """
+
+    device: torch.device
+    peak_bytes: int
+    live_bytes: int
+    by_category: dict[str, int]
+    live_by_category: dict[str, int]
+    timeline: tuple[Moment, ...]
+    peak: Moment
+    peak_by_module: dict[str, int]
+    saved_bytes: int
+    saved_by_module: dict[str, int]
+    flops: dict[str, int]
+    rounding: int
+    assumed: tuple[str, ...]
+    advice: str
+
+    def __str__(self) -> str:
+        where = f" of {self.peak.module}" if self.peak.module else ""
+        lines = [
+            f"peak {_said(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
+            *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in self.by_category.items() if nbytes),
+            f"kept for backward {_said(self.saved_bytes)}",
+            *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in _grouped(self.saved_by_module)[:_LINES]),
+            "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),
+            *(f"assumed: {words}" for words in self.assumed[:_LINES]),
+        ]
+        return "\n".join([*lines, *filter(None, [self.advice])])
+
+
+_LINES = 12
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _grouped(sums: dict[str, int]) -> list[tuple[str, int]]:
+    """Sums by path, with those that differ only in numbers as one."""
+    groups: dict[str, list[int]] = {}
+    for path, nbytes in sums.items():
+        groups.setdefault(_INDEX.sub("*", path), []).append(nbytes)
+    named = [
+        (
+            f"{path or '(the model itself, the loss)'}" + (f"  ({len(parts)} modules)" if len(parts) > 1 else ""),
+            sum(parts),
+        )
+        for path, parts in groups.items()
+    ]
+    return sorted(named, key=lambda item: -item[1])
+
+
+def _said(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.2f} MiB"

@@ -1,0 +1,16 @@
+"""Where the tensors lie that a region keeps between forward and replay.
+
+A region keeps its inputs, and what its saved calls store. Where these bytes lie is a decision of its own: on the
+device, in host memory, sharded over other ranks. A `Store` is that decision; the engine calls `put` once per tensor
+in forward and `get` when backward needs it, and knows nothing else about it.
+
+`store.py` is the protocol, and what the engine asks of every store; `host.py` is host memory: what goes there, made of
+`parcels.py` (what lies there, and what is on its way) and `lanes.py` (the copies themselves); `bandwidth.py` measures
+how fast they are.
+"""
+
+from .bandwidth import Bandwidth, bandwidth
+from .host import OnHost
+from .store import Hooks, Kept, OnDevice, Store
+
+__all__ = ["Bandwidth", "Hooks", "Kept", "OnDevice", "OnHost", "Store", "bandwidth"]

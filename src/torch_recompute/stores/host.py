@@ -1,0 +1,232 @@
+"""Host memory as a store: which tensors go there.
+
+What is sent, and in which pieces, is said in `parcels.py`; the copies are `lanes.py`. Here is decided what stays: small
+tensors (`smallest`), what is beyond a budget (`at_most`), and all but a share of the bytes (`fraction`). Shares are
+made of whole tensors, spread evenly over those that could go: each adds its share to a debt, and goes when the debt
+has reached its size. Rejected: cutting each tensor in two, as a planner would like best; both parts have to be put
+together again on the device, which takes the memory of a copy just when memory is needed.
+
+The parcels of a device are common to all `OnHost` objects, so one for each layer is as good as one for all; budget
+and share are each object's own.
+
+Without a CUDA device the copies are plain ones, which nothing runs beside; that is said once.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+from .._compat.capture import capturing
+from .._compat.storages import is_fake
+from .._tree import unexpanded
+from .lanes import Direct, DirectTo, Lane, Streams
+from .parcels import Cut, Depot, Group, Parcel, cut
+
+
+class _Here(NamedTuple):
+    """A tensor that stayed where it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Away(NamedTuple):
+    """A tensor in host memory."""
+
+    depot: Depot
+    parcel: Parcel
+    group: Group | None
+    size: torch.Size
+    piece: Cut
+
+
+class _Copy(NamedTuple):
+    """A tensor without strides (sparse, nested), copied as it is."""
+
+    host: torch.Tensor
+    device: torch.device
+
+
+class _Parts(NamedTuple):
+    """A tensor made of others (`DTensor`), taken apart."""
+
+    kind: type
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+_depots: dict[tuple[torch.device, bool], Depot] = {}
+_opening = threading.Lock()
+_said: list[str] = []
+
+
+def depot_of(tensor: torch.Tensor) -> Depot:
+    """The parcels of a tensor's device."""
+    where = tensor.device, is_fake(tensor)
+    depot = _depots.get(where)
+    if depot is None:
+        with _opening:
+            depot = _depots.setdefault(where, Depot(_lane(*where)))
+    return depot
+
+
+def _lane(device: torch.device, fake: bool) -> Lane:
+    if device.type == "cuda" and not fake:
+        return Streams(device)
+    return Direct() if device.type == "cpu" else DirectTo(device)
+
+
+def _say_once() -> None:
+    if not _said and not torch.cuda.is_available():
+        _said.append("said")
+        warnings.warn(
+            "OnHost: torch sees no CUDA device here, so tensors are copied within host memory: it frees nothing, and "
+            "nothing runs beside the copies. (Said once.)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+class OnHost:
+    """Keeps tensors in pinned host memory.
+
+        store = OnHost()
+        y = recompute(layer, inputs=store)(x)                # the inputs of a region
+        attend = no_recompute(attention, store=store)        # what a saved call keeps
+
+    From a CUDA device tensors leave on a stream of their own while the next region is computed, and come back on
+    another one, one region ahead of the replay that needs them. Tensors that share memory are copied once and come
+    back as views of one tensor. Strides are kept, but for a view with gaps that is a small part of its memory, which
+    comes back without them. One object may serve any number of regions, live microbatches and threads.
+
+    A tensor may be changed in place once its copy is done, which is when `ahead` + 1 more regions have been called; a
+    change before that is an error in backward. A tensor on the CPU is copied too, at once. Pinned memory comes from
+    torch's caching allocator: it is used again from step to step, and rounded up to a power of two.
+
+    Args:
+        smallest: Tensors of fewer bytes stay on the device.
+        at_most: Bytes that may lie in host memory for this object at any time; what is beyond stays on the device.
+            None for no limit.
+        fraction: The share of the bytes that is sent, in [0, 1]: whole tensors, chosen evenly.
+        ahead: How many regions copies may lag behind in forward, and run ahead in backward. With 0 backward waits for
+            each copy.
+
+    Raises:
+        ArgumentError: An option is none of the above.
+        StoreError: A tensor is put while a CUDA graph is captured.
+        ChangedError: In backward, a tensor that stayed, or whose copy was not done, has been changed in place.
+
+    The scheme is that of Unsloth's offloaded checkpoints and Megatron-LM's fine-grained activation offloading.
+    """
+
+    def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
+        for option, value in (("smallest", smallest), ("ahead", ahead), ("at_most", at_most)):
+            if option == "at_most" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                expected = "a number of regions, 0 or more" if option == "ahead" else "a number of bytes, 0 or more"
+                raise errors.ArgumentError(errors.bad_host_option(option, value, expected))
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+            raise errors.ArgumentError(errors.bad_host_option("fraction", fraction, "a number from 0 to 1"))
+        self.smallest = smallest
+        self.at_most = at_most
+        self.fraction = fraction
+        self.ahead = ahead
+        self._lock = threading.RLock()  # a parcel may be dropped while it is held
+        self._bytes = 0
+        self._debt = 0.0
+
+    def __repr__(self) -> str:
+        said = {"smallest": 0, "at_most": None, "fraction": 1.0, "ahead": 1}
+        given = (f"{option}={getattr(self, option)!r}" for option in said if getattr(self, option) != said[option])
+        return f"OnHost({', '.join(given)})"
+
+    def __getstate__(self) -> Any:
+        return {option: getattr(self, option) for option in ("smallest", "at_most", "fraction", "ahead")}
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(**options)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that now lie in host memory for this object."""
+        return self._bytes
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Sends the tensor on its way, or keeps it."""
+        if capturing():
+            raise errors.StoreError(errors.host_in_graph())
+        with torch.no_grad():
+            return self._put(tensor.detach())
+
+    def _put(self, tensor: torch.Tensor) -> Any:
+        take_apart = getattr(tensor, "__tensor_flatten__", None)
+        if take_apart is not None and not tensor.is_nested:
+            wait: Any = getattr(tensor, "trigger_wait", None)
+            if wait is not None:  # the result of a collective that is under way
+                return self._put(wait())
+            names, context = take_apart()
+            parts = {name: self._put(getattr(tensor, name)) for name in names}
+            return _Parts(type(tensor), parts, context, tensor.shape, tensor.stride())
+        _say_once()
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return _Copy(tensor.to("cpu", copy=True), tensor.device)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.numel() == 0:
+            return _Here(tensor, tensor._version)
+        depot, piece = depot_of(tensor), cut(tensor)
+        with depot.lock:
+            parcel = depot.find(tensor, piece)
+            if parcel is None:
+                once = unexpanded(tensor)
+                copied = (piece.stop - max(piece.first, 0)) * tensor.element_size()
+                if not self._goes(min(once.numel() * tensor.element_size(), copied), copied):
+                    return _Here(tensor, tensor._version)
+                try:
+                    parcel = depot.send(tensor, piece, self._freed)
+                except BaseException:
+                    self._freed(copied)
+                    raise
+            return _Away(depot, parcel, depot.join(parcel, self.ahead), tensor.shape, piece)
+
+    def _goes(self, size: int, copied: int) -> bool:
+        """Whether a tensor is sent; if so its bytes are counted."""
+        if size < self.smallest:
+            return False
+        with self._lock:
+            self._debt += self.fraction * copied
+            if self._debt + 0.5 < copied or (self.at_most is not None and self._bytes + copied > self.at_most):
+                self._debt = min(self._debt, float(copied))
+                return False
+            self._debt -= copied
+            self._bytes += copied
+        return True
+
+    def _freed(self, copied: int) -> None:
+        with self._lock:
+            self._bytes -= copied
+            if self._bytes == 0:  # the step is over; the next one chooses the same tensors
+                self._debt = 0.0
+
+    def get(self, handle: Any) -> torch.Tensor:
+        """The tensor, on the device it came from."""
+        if type(handle) is _Away:
+            with torch.no_grad():
+                flat = handle.depot.open(handle.parcel, handle.group, self.ahead)
+                return handle.parcel.view(flat, handle.size, handle.piece)
+        if type(handle) is _Here:
+            if handle.tensor._version != handle.version:
+                raise errors.ChangedError(errors.changed_on_device(handle.version, handle.tensor._version))
+            return handle.tensor
+        if type(handle) is _Copy:
+            return handle.host if handle.device.type == "cpu" else handle.host.to(handle.device)
+        parts = {name: self.get(part) for name, part in handle.parts.items()}
+        return handle.kind.__tensor_unflatten__(parts, handle.context, handle.size, handle.stride)

@@ -1,0 +1,132 @@
+"""The lower bound: below every schedule, equal to the best mixture of schedules, and as quick for many layers."""
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from costs import costs_of_graphs, schedules
+from torch_recompute.errors import BudgetError
+from torch_recompute.plan import bound as module
+from torch_recompute.plan.bound import bound
+from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment
+from torch_recompute.plan.solve import choose
+
+
+def mixture(points: list[tuple[int, float]], room: int) -> float:
+    """The fewest seconds of any mixture of schedules that saves no more than `room`: the linear program, tried out."""
+    best = math.inf
+    for size, seconds in points:
+        for other, other_seconds in points:
+            if size <= room < other:
+                share = Fraction(room - size, other - size)
+                best = min(best, float(share * Fraction(other_seconds) + (1 - share) * Fraction(seconds)))
+        if size <= room:
+            best = min(best, seconds)
+    return best
+
+
+@settings(max_examples=150, deadline=None)
+@given(costs_of_graphs(), st.integers(0, 40))
+def test_the_bound_is_the_best_mixture_of_all_schedules(costs: Costs, room: int) -> None:
+    """No schedule of saving and recomputing costs less than the bound, and no higher bound holds for mixtures."""
+    points = schedules(costs)
+    found = bound(costs, costs.turn_bytes + room)
+    assert found <= min((seconds for size, seconds in points if size <= room), default=math.inf)
+    assert found == pytest.approx(mixture(points, room), rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs_of_graphs(), st.integers(0, 60), st.integers(0, 20))
+def test_no_plan_costs_less_than_the_bound(costs: Costs, budget: int, more: int) -> None:
+    """Plans made of the same operations cost at least the bound, which falls as the budget grows."""
+    assert bound(costs, budget + more) <= bound(costs, budget)
+    try:
+        solution = choose(costs, budget)
+    except BudgetError:
+        assume(False)
+    assert solution.seconds >= bound(costs, budget)
+
+
+def layer() -> Kind:
+    """A layer of twelve operations in a row, of rising price per byte."""
+    nodes = tuple(Node(float(i), 10, (i - 1,), True) for i in range(12))
+    return Kind((Option(None, 120, 120, 120, 0.0),), Graph(nodes, 11, 10))
+
+
+def stack(layers: int) -> Costs:
+    return Costs({"a": layer()}, tuple(Segment(str(i), "a", 0, 0) for i in range(layers)), turn_bytes=5)
+
+
+def test_the_bound_of_equal_layers_follows_from_one() -> None:
+    """A hundred layers with a hundred times the room cost a hundred times what one does, less what they may share."""
+    one, many = (bound(stack(layers), 5 + 60 * layers) for layers in (1, 100))
+    # The cheaper half of each layer is run again: 0 + 1 + 2 + 3 + 4 + 5 seconds.
+    assert one == pytest.approx(15.0)
+    assert many == pytest.approx(1500.0)
+
+
+def test_equal_layers_are_cut_once(monkeypatch) -> None:
+    """The number of minimum cuts does not depend on the number of layers."""
+    cuts = []
+    monkeypatch.setattr(module, "cheapest", lambda *args, cheapest=module.cheapest: cuts.append(1) or cheapest(*args))
+    counts = []
+    for layers in (2, 126):
+        cuts.clear()
+        bound(stack(layers), 5 + 60 * layers)
+        counts.append(len(cuts))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_layer_without_operations_counts_nothing() -> None:
+    """A kind whose graph is not known adds nothing, and what follows it has its input."""
+    costs = stack(2)
+    unknown = Costs(
+        {"a": layer(), "b": Kind(layer().options)},
+        (Segment("0", "b", 0, 0), Segment("1", "a", 0, 0), Segment("2", "b", 0, 0)),
+        turn_bytes=5,
+    )
+    assert bound(unknown, 65) == bound(stack(1), 65)
+    assert bound(costs, 4) == math.inf
+
+
+def test_a_view_is_had_with_what_it_views() -> None:
+    """A needed view costs the bytes of its base, once for all views of it, and an operation on its output its price."""
+    nodes = (
+        Node(8.0, 30, (-1,)),
+        Node(math.inf, 0, (0,), True),
+        Node(math.inf, 0, (0,), True),
+        Node(math.inf, 10, (1,), True),
+    )
+    costs = Costs({"a": Kind(layer().options, Graph(nodes, 3, 10))}, (Segment("0", "a", 0, 0),))
+    # The last can only be saved; the base is saved or run again.
+    assert [bound(costs, budget) for budget in (9, 10, 40)] == [math.inf, pytest.approx(8.0), 0.0]
+    # Half of the base saved, half run again: the linear program may do that.
+    assert bound(costs, 25) == pytest.approx(4.0)
+
+
+def test_the_linear_program_agrees() -> None:
+    """HiGHS finds the same optimum for the linear program of a chain, written down in full."""
+    highspy = pytest.importorskip("highspy", reason="the linear program is solved by the package highspy")
+    costs, room = stack(5), 217
+    graph = layer().graph
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    before, saved = None, []
+    for _ in costs.segments:
+        there = [highs.addVariable(lb=1.0 if node.needed else 0.0, ub=1.0) for node in graph.nodes]
+        again = [highs.addVariable(lb=0.0, ub=1.0, obj=node.seconds) for node in graph.nodes]
+        for node, x, y in zip(graph.nodes, there, again, strict=True):
+            highs.addConstr(y <= x)
+            saved.append(node.bytes * x - node.bytes * y)
+            for read in node.inputs:
+                if read >= 0:
+                    highs.addConstr(y <= there[read])
+                elif before is not None:
+                    highs.addConstr(y <= before)
+        before = there[graph.output]
+    highs.addConstr(highs.qsum(saved) <= room)
+    highs.minimize()
+    assert bound(costs, 5 + room) == pytest.approx(highs.getInfo().objective_function_value)

@@ -1,0 +1,45 @@
+"""Budgets as people write them."""
+
+import pytest
+
+from torch_recompute.errors import ArgumentError
+from torch_recompute.plan.budget import Budget, read_budget
+
+WRITTEN = [
+    (25769803776, Budget(bytes=24 * 2**30)),
+    ("25769803776", Budget(bytes=24 * 2**30)),
+    ("24GiB", Budget(bytes=24 * 2**30)),
+    ("24 gib", Budget(bytes=24 * 2**30)),
+    (" 24GB ", Budget(bytes=24 * 10**9)),
+    ("1.5 GiB", Budget(bytes=3 * 2**29)),
+    ("0.1KB", Budget(bytes=100)),
+    ("0.35KB", Budget(bytes=350)),
+    ("800MiB", Budget(bytes=800 * 2**20)),
+    ("2TiB", Budget(bytes=2 * 2**40)),
+    ("17 bytes", Budget(bytes=17)),
+    (0.4, Budget(share=0.4)),
+    ("0.4", Budget(share=0.4)),
+    ("40%", Budget(share=0.4)),
+    ("fit", Budget()),
+    (Budget(share=0.5), Budget(share=0.5)),
+]
+WRONG = ["", "much", "24G", "24 GiBs", "-3GiB", "0", "0GiB", "1.5", "0%", "100%", 0, -1, True, 1.0, 24e9, None, [1]]
+
+
+@pytest.mark.parametrize(("written", "meant"), WRITTEN)
+def test_a_budget_is_read_as_it_is_written(written: object, meant: Budget) -> None:
+    """Bytes, texts with units, shares and "fit" are read exactly."""
+    assert read_budget(written) == meant
+
+
+def test_a_budget_may_be_an_integer_of_numpy() -> None:
+    """What counts as an index counts as bytes."""
+    numpy = pytest.importorskip("numpy", reason="an integer of another library")
+    assert read_budget(numpy.int64(7)) == Budget(bytes=7)
+
+
+@pytest.mark.parametrize("written", WRONG)
+def test_what_is_no_budget_is_refused(written: object) -> None:
+    """Anything else is an error that shows it."""
+    with pytest.raises(ArgumentError, match="budget"):
+        read_budget(written)

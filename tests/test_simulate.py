@@ -1,0 +1,205 @@
+"""A simulated step: the bytes of the real one, nothing of the user's touched, and words for what it cannot know."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from test_zoo import plans
+from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, measure, simulate
+from torch_recompute.memory import CATEGORIES
+from zoo import ZOO, build, scalar_loss
+
+# Which tokens go to which expert depends on the values of weights; a simulation sends them evenly.
+ROUTED = {"megatron_moe"}
+
+
+def measured(model: nn.Module, inputs: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """What `measure` says of the second of two steps."""
+
+    def step() -> None:
+        torch.manual_seed(1)
+        scalar_loss(model(**inputs)).backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+
+    step()
+    with measure(model, optimizer) as m:
+        step()
+    return m
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_equals_the_measurement_of_the_real_step(name: str) -> None:
+    """Peak and categories are those of the real step to the byte, plain and under one of the plans that fit."""
+    model, inputs = build(name)
+    known = list(plans(model).values())
+    for plan in (Plan(), known[list(ZOO).index(name) % len(known)]):
+        model, inputs = build(name)
+        simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss)
+        apply(model, plan)
+        real = measured(model, inputs)
+        if name in ROUTED:
+            assert simulated.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+        else:
+            assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category), str(plan)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_step_is_one_from_the_middle_of_training(optimizer: Any) -> None:
+    """The optimizer's state is there from the start, whichever way the optimizer is given."""
+    model, inputs = build("handmade_gpt")
+    real = measured(model, inputs, optimizer(model.parameters()))
+    made = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer)
+    given = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer(model.parameters()))
+    assert made.by_category == given.by_category == real.by_category
+    assert made.timeline[0].live_bytes == real.timeline[0].live_bytes
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    """Parameters, gradients, arguments, random state and the plan in place are as before."""
+    model, inputs = build("convnext")
+    model.zero_grad()
+    scalar_loss(model(**inputs)).backward()
+    state, grads = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    random = torch.get_rng_state()
+    simulate(model, (), inputs, loss=scalar_loss, optimizer=torch.optim.AdamW)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_on_meta_is_simulated_where_it_could_run() -> None:
+    """A model that was never allocated has the figures of the real one, also with tied weights."""
+    model, inputs = build("gpt2")
+    real = simulate(model, (), inputs)
+    meta: Any = model.to("meta")
+    meta.tie_weights()
+    without = simulate(meta, (), {key: value.to("meta") for key, value in inputs.items()}, device="cpu")
+    assert without.by_category == real.by_category
+    assert without.assumed == (
+        "input_ids has no values: taken to be ones",
+        "labels has no values: taken to be ones",
+    )
+
+
+class Stack(nn.Module):
+    """Two layers and a head as wide as a vocabulary."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), torch.zeros(logits.shape[:-1].numel(), dtype=torch.long))
+
+
+def test_says_which_module_keeps_what() -> None:
+    """What is kept for backward is given by module and sums to the total; the phases follow each other."""
+    result = simulate(Stack(8, 8), (torch.randn(4, 8),))
+    assert result.saved_by_module == {"layers.0.1": 128, "layers.1.1": 128, "": 4} | (
+        {"head": 128} if "head" in result.saved_by_module else {}
+    )
+    assert sum(result.saved_by_module.values()) == result.saved_bytes
+    phases = [moment.phase for moment in result.timeline]
+    assert phases == sorted(phases, key=["forward", "loss", "backward"].index)
+    assert result.peak in result.timeline
+    assert result.peak.live_bytes == result.peak_bytes == sum(result.by_category.values())
+    assert set(result.by_category) == set(CATEGORIES)
+
+
+def test_flops_of_replays_are_predicted() -> None:
+    """A region around the layers adds its products but the last, which backward does not need, to the replay."""
+    model, x = Stack(8, 8), torch.randn(4, 8)
+    plain = simulate(model, (x,))
+    planned = simulate(model, (x,), plan=Plan((Choice(("layers",)),)))
+    product = 2 * 4 * 8 * 8
+    assert (plain.flops["forward"], plain.flops["backward"], plain.flops["replay"]) == (3 * product, 5 * product, 0)
+    assert planned.flops == plain.flops | {"replay": 2 * product}
+    assert planned.saved_bytes < plain.saved_bytes
+
+
+def test_a_wide_loss_is_pointed_out() -> None:
+    """Logits that make up much of the peak are named with their share and what helps; small ones are not."""
+    assert simulate(Stack(256, 8), (torch.randn(64, 256),), loss=cross_entropy).advice == ""
+    wide = simulate(Stack(8, 4096), (torch.randn(64, 8),), loss=cross_entropy)
+    assert "as wide as the logits (4,096)" in wide.advice
+    assert "tiles=8" in wide.advice
+    assert wide.advice in str(wide)
+
+
+def test_gradients_of_several_batches_meet() -> None:
+    """With accumulation the second forward finds the gradients of the first, and so the peak is higher."""
+    model, x = Stack(64, 64), torch.randn(256, 64)
+    once, twice = (simulate(model, (x,), accumulate=count) for count in (1, 2))
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    assert twice.flops["forward"] == 2 * once.flops["forward"]
+    assert once.peak_bytes < twice.peak_bytes <= once.peak_bytes + parameters
+
+
+def test_sizes_are_rounded_as_asked() -> None:
+    """With `rounding=512` every storage counts in whole blocks, as in the allocator of CUDA."""
+    result = simulate(Stack(8, 8), (torch.randn(4, 8),), rounding=512)
+    assert all(moment.live_bytes % 512 == 0 for moment in result.timeline)
+    assert result.by_category["parameters"] == 6 * 512
+
+
+class Masked(nn.Module):
+    """Attention that leaves its mask out where nothing is masked, after a look at its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.project(x)
+        return h if bool(mask.all()) else h.masked_fill(~mask[..., None], 0.0)
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_values_of_a_mask_decide_as_in_a_real_run(hidden: int) -> None:
+    """What a model does after reading an integer argument is what it would do for real."""
+    mask = torch.arange(16) >= hidden
+    model, inputs = Masked(), {"x": torch.randn(16, 8), "mask": mask}
+    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == measured(model, inputs).peak_bytes
+
+
+class Reaching(nn.Module):
+    """Reaches its weight through a closure, which a copy does not follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        inner = self.inner
+        self.call = lambda x: inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def test_a_copy_that_uses_the_original_is_refused() -> None:
+    """Parameters that a closure reaches are an error, and their gradients are put back."""
+    model = Reaching()
+    with pytest.raises(RecomputeError, match="used parameters of the original"):
+        simulate(model, (torch.randn(2, 4),))
+    assert model.inner.weight.grad is None
+
+
+def test_a_second_plan_is_refused() -> None:
+    """A plan that is in the model already is simulated with it; another one on top is an error."""
+    model, x = Stack(8, 8), torch.randn(4, 8)
+    plan = Plan((Choice(("layers",)),))
+    expected = simulate(model, (x,), plan=plan)
+    apply(model, plan)
+    assert simulate(model, (x,)).by_category == expected.by_category
+    with pytest.raises(ArgumentError, match="has a plan already"):
+        simulate(model, (x,), plan=plan)
