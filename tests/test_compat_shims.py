@@ -445,12 +445,17 @@ def test_a_setting_that_torch_lacks_is_left_out(name: str, monkeypatch: pytest.M
 
 def load(source: str) -> Any:
     """`_compat` once more, under another name, as it is when torch is what it is now."""
-    specification = importlib.util.spec_from_file_location("torch_recompute._compat_again", _compat.__file__)
+    specification = importlib.util.spec_from_file_location(
+        "torch_recompute._compat_again", _compat.__file__, submodule_search_locations=_compat.__path__
+    )
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    exec(compile(source, _compat.__file__, "exec"), module.__dict__)
-    assert "torch_recompute._compat_again" not in sys.modules
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch_recompute._compat_again", module)  # for its own imports
+        exec(compile(source, _compat.__file__, "exec"), module.__dict__)
+    for name in [name for name in sys.modules if name.startswith("torch_recompute._compat_again")]:
+        del sys.modules[name]
     return module
 
 
