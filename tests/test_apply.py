@@ -438,6 +438,7 @@ class Counting(OnHost):
     """A store that counts what is put into it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.puts: list[torch.Size] = []
 
     def put(self, tensor: torch.Tensor) -> Any:

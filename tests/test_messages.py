@@ -6,7 +6,9 @@ function without a row fails the test below the table, so a new text cannot go u
 
 import contextlib
 import inspect
+import pickle
 import sys
+import types
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +61,13 @@ from torch_recompute import (
     values,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
-from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
+from torch_recompute.distributed import (
+    RngStreams,
+    ShardedOver,
+    find_reentrant,
+    fused_allreduce_gradients,
+    keep_collectives,
+)
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
@@ -120,11 +128,6 @@ FULL: dict[str, Any] = {
 COUNT = (
     ", where a whole number of layers is expected, 1 or more.\n"
     "  Write recompute_num_layers=1, without quotes; leave it out, or write None (null in a file), for no number."
-)
-NO_SHARDS = (
-    "distribute_saved_activations=True is not available yet: it needs a store that spreads the inputs of regions over "
-    "the ranks of a tensor parallel group, and this version has stores for one process only.\n"
-    "  Leave it out; recompute(layer, inputs=OnHost()) keeps a region's inputs in host memory instead."
 )
 NO_OFFLOAD = " (What a module keeps without being recomputed is not moved; Megatron-LM does that in its own layers.)\n"
 PATHS = (
@@ -290,6 +293,36 @@ def changes_what_stayed() -> None:
 
 
 # --- misuses --------------------------------------------------------------------------------------------------------
+
+
+def among(count: int, rank: int, misuse: Callable[[], Any]) -> Any:
+    """A misuse by one of `count` ranks, where no other rank holds the tensor that it does."""
+
+    def others_have_none(mine: Any, _: Any, group: Any) -> None:
+        mine.zero_()
+
+    def others_say_the_same(sides: list[Any], mine: Any, group: Any) -> None:
+        sides[:] = [mine] * len(sides)
+
+    group = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda _: count,
+        "get_rank": lambda _: rank,
+        "get_process_group_ranks": lambda _: range(count),
+        "all_gather_object": others_say_the_same,
+    }
+    with (
+        unittest.mock.patch.multiple("torch.distributed", **group),
+        unittest.mock.patch("torch_recompute.distributed.sharded._all_gather", others_have_none),
+    ):
+        return misuse()
+
+
+def split_over_all() -> Any:
+    """What looks like a DTensor that is split over a mesh of all ranks."""
+    tensor = types.SimpleNamespace(placements=[Shard(0)], device_mesh=types.SimpleNamespace(get_group=lambda dim: None))
+    tensor.detach = lambda: tensor
+    return tensor
 
 
 def shows_a_configuration(text: str) -> None:
@@ -920,9 +953,10 @@ CASES = [
         "no_sharded_inputs",
         ArgumentError,
         lambda: megatron.checkpoint(torch.exp, True, vector()),
-        "distribute_saved_activations=True is not available yet: it needs a store that spreads the inputs of regions "
-        "over the ranks of a tensor parallel group, and this version has stores for one process only.\n"
-        "  Write checkpoint(function, False, *args).",
+        "distribute_saved_activations=True is not understood here: the inputs of a region are spread over the ranks of "
+        "a group, and this function is not told the group.\n"
+        "  Write checkpoint(function, False, *args), or, with ShardedOver from torch_recompute.distributed:  "
+        "recompute(function, inputs=ShardedOver(group))(*args).",
     ),
     Case(
         "not_on_or_off",
@@ -958,16 +992,17 @@ CASES = [
         "no_sharded_inputs",
         ArgumentError,
         lambda: deepspeed.configure(None, partition_activations=True, checkpoint_in_cpu=True),
-        "partition_activations=True is not available yet: it needs a store that spreads the inputs of regions over the "
-        "ranks of a tensor parallel group, and this version has stores for one process only.\n"
-        "  Write checkpoint_in_cpu=True (cpu_checkpointing in JSON) to keep them in host memory.",
+        "partition_activations=True is not understood here: the inputs of a region are spread over the ranks of a "
+        "group, and this function is not told the group.\n"
+        "  Write checkpoint_in_cpu=True (cpu_checkpointing in JSON) to keep them in host memory, or, with ShardedOver "
+        "from torch_recompute.distributed:  recompute(function, inputs=ShardedOver(group))(*args).",
     ),
     Case(
         "no_effect",
         ArgumentError,
         lambda: deepspeed.configure(None, {"activation_checkpointing": {"contiguous_memory_optimization": True}}),
         "contiguous_memory_optimization=True would have no effect: it lays out what partition_activations leaves on a "
-        "rank in one buffer, and that is not available yet.\n"
+        "rank in one buffer, and that is not understood here.\n"
         "  Against fragmentation, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or leave "
         "contiguous_memory_optimization out.",
     ),
@@ -1158,6 +1193,102 @@ CASES = [
         "OutputDiscardCheckpoint(ckpt_manager=...): no manager is needed. Regions whose outputs feed one another find "
         "each other, in whatever order they are discarded.\n"
         "  Leave it out, and call discard_output_and_register_recompute(hook_tensor) on each of them.",
+    ),
+    # ranks
+    Case(
+        "no_ranks",
+        ArgumentError,
+        lambda: ShardedOver(),
+        "ShardedOver needs a process group, and torch.distributed has not been initialised.\n"
+        "  Write before it:  torch.distributed.init_process_group()   (and start the script with torchrun)",
+    ),
+    Case(
+        "not_a_member",
+        ArgumentError,
+        lambda: among(3, -1, lambda: ShardedOver()),
+        "ShardedOver was given a process group that this process is not in.\n"
+        '  Each rank passes the group it belongs to, for example device_mesh.get_group("tp").',
+    ),
+    Case(
+        "nothing_to_share",
+        ArgumentError,
+        lambda: among(1, 0, lambda: ShardedOver()),
+        "ShardedOver was given a group of one rank, which would keep everything it is given: nothing is shared.\n"
+        "  Pass the tensor parallel group, or leave the store out.",
+    ),
+    Case(
+        "ranks_differ",
+        StoreError,
+        lambda: among(2, 0, lambda: ShardedOver().put(torch.ones(2, 3))),
+        "ShardedOver keeps one part of a tensor per rank, so all ranks of its group must hold the same tensor, but "
+        "they do not: all have float32[2, 3] on cpu, with other values. Put together again, it would be none of "
+        "theirs.\n"
+        "  With sequence parallelism each rank has its own part of the input already, and nothing is to be shared: "
+        "leave the store out.\n"
+        "  Else the group is another one than that of the tensor parallel ranks, or something in the model (dropout, a "
+        "kernel that is not deterministic to the bit) differs between ranks where it should not.",
+    ),
+    Case(
+        "split_already",
+        StoreError,
+        lambda: among(2, 0, lambda: ShardedOver().put(split_over_all())),
+        "ShardedOver was given a DTensor that is Shard(dim=0) over dimension 0 of its mesh, which is the store's "
+        "group: each rank has its own part of it already (sequence parallelism), so there is nothing to share.\n"
+        "  Leave the store out.",
+    ),
+    Case(
+        "not_in_rows",
+        StoreError,
+        lambda: among(2, 0, lambda: ShardedOver().put(torch.eye(2).to_sparse())),
+        "ShardedOver cannot cut Tensor of shape (2, 2) in parts: its layout is torch.sparse_coo.\n"
+        "  Leave the store out for this region, or make the tensor inside of the region.",
+    ),
+    Case(
+        "store_of_a_group",
+        StoreError,
+        lambda: among(2, 0, lambda: pickle.dumps(ShardedOver())),
+        "ShardedOver cannot be pickled: it belongs to the process group of this run.\n"
+        "  Save model.state_dict(), or take the plan out first: handle.remove().",
+    ),
+    Case(
+        "no_rank",
+        ArgumentError,
+        lambda: RngStreams(1234, tensor=None),  # type: ignore[arg-type]
+        "RngStreams: tensor is NoneType: None, where a process group or this rank's number in it is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).',
+    ),
+    Case(
+        "no_rank",
+        ArgumentError,
+        lambda: RngStreams(-1),
+        "RngStreams: seed is int: -1, where a whole number, 0 or more is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).',
+    ),
+    Case(
+        "stream_twice",
+        ArgumentError,
+        lambda: RngStreams(10).add("expert", 3),
+        "add('expert', 3): there is a stream 'expert' already.\n  Use another name.",
+    ),
+    Case(
+        "stream_twice",
+        ArgumentError,
+        lambda: RngStreams(10).add("mine", 10),
+        "add('mine', 10): the stream 'default' has the seed 10 too, so both would draw the same numbers.\n"
+        "  Use another seed.",
+    ),
+    Case(
+        "no_such_stream",
+        ArgumentError,
+        lambda: RngStreams(10).fork("model_parallel").__enter__(),
+        "fork('model_parallel'): there is no such stream; known are 'default', 'model-parallel', 'expert'.\n"
+        "  Write one of these, or make it first, on all ranks:  streams.add(name, seed)",
+    ),
+    Case(
+        "no_such_collectives",
+        ArgumentError,
+        lambda: keep_collectives(torch.sin, kind="all_reduce"),
+        "keep_collectives: kind='all_reduce', where one of '@reduction', '@collective' is expected.",
     ),
     # plans
     Case(
@@ -1672,16 +1803,34 @@ CASES = [
         "  Leave distribute_saved_activations out.",
     ),
     Case(
-        "no_sharded_store",
+        "in_two_places",
         ArgumentError,
-        lambda: RecomputeConfig(**FULL, distribute_saved_activations=True),
-        NO_SHARDS,
+        lambda: RecomputeConfig(
+            **FULL, distribute_saved_activations=True, cpu_offloading=True, cpu_offloading_num_layers=1
+        ),
+        "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of regions "
+        "in parts on the tensor parallel ranks, the other in host memory, and they lie in one place.\n"
+        '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some layers, '
+        'store="host"  for others.',
     ),
     Case(
-        "no_sharded_store",
+        "parts_are_not_shared",
         ArgumentError,
         lambda: RecomputeConfig(recompute_granularity="selective", distribute_saved_activations=True),
-        f'{NO_SHARDS}\n  (Megatron-LM takes it with "selective" too, and then does nothing with it.)',
+        'distribute_saved_activations=True does not go with recompute_granularity="selective": what goes into a layer '
+        "is the same on all tensor parallel ranks, but what goes into its parts (the queries, keys and values of its "
+        "attention) is not, so it cannot be kept in common. (Megatron-LM's arguments refuse it too; its "
+        "TransformerConfig takes it, and does nothing with it.)\n"
+        "  Leave it out, or write it with full granularity. For a part whose input is the same on all ranks:  "
+        'Choice((path,), store="sharded").',
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(distribute_saved_activations=True),
+        "distribute_saved_activations=True would have no effect: recompute_granularity is None, which recomputes "
+        "nothing, so there are no inputs to distribute.\n"
+        '  Write recompute_granularity="full" with it, or leave distribute_saved_activations out.',
     ),
     Case(
         "offload_without_regions",

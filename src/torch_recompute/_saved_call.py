@@ -31,7 +31,7 @@ class View(NamedTuple):
     """An output that is a view of input number `source` of the call; `geometry` None where it is that input itself."""
 
     source: int
-    geometry: _tree.Geometry | None
+    geometry: _tree.AnyGeometry | None
     grad: bool
 
 
@@ -58,7 +58,7 @@ class SavedCall:
         self.key = key
         self.spare = False
         self._metas = [_tree.meta(t) for t in inputs]
-        self._views: list[tuple[weakref.ref[Slot], int, _tree.Geometry]] = []
+        self._views: list[tuple[weakref.ref[Slot], int, _tree.AnyGeometry]] = []
         self._outputs: list[Any] | None = None
         self._spec: Any = None
         self._returned = False

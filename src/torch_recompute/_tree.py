@@ -16,7 +16,7 @@ from that other one once it exists again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -118,13 +118,50 @@ class Geometry(NamedTuple):
             return None
 
 
-def geometry(view: torch.Tensor, base: torch.Tensor) -> Geometry | None:
+class SplitGeometry(NamedTuple):
+    """Where a DTensor lies relative to another: as its part on this rank does, if the two are split alike on a mesh."""
+
+    part: Geometry
+    layout: dict[str, Any]
+    base_stride: tuple[int, ...]
+
+    def of(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The view, over the memory of a new `base`; None where that cannot be had."""
+        part = _part(base.detach())
+        view = None if part is None else self.part.of(part)
+        return None if view is None else cast("Any", type(base)).from_local(view, **self.layout)
+
+
+AnyGeometry = Geometry | SplitGeometry
+
+
+def _part(tensor: Any) -> torch.Tensor | None:
+    """What of a DTensor is on this rank, once a collective has delivered it; None of other subclasses."""
+    if not hasattr(tensor, "placements"):
+        return None
+    with torch.no_grad():
+        local = tensor.to_local()
+        return local.wait() if hasattr(local, "wait") else local
+
+
+def _split_geometry(view: Any, base: Any) -> SplitGeometry | None:
+    part, whole = _part(view.detach()), _part(base.detach())
+    if part is None or whole is None or _compat.storage_id(part) != _compat.storage_id(whole):
+        return None
+    found = geometry(part, whole)
+    if not isinstance(found, Geometry):
+        return None
+    layout = {"device_mesh": view.device_mesh, "placements": view.placements, "run_check": False}
+    return SplitGeometry(found, {**layout, "shape": view.shape, "stride": view.stride()}, base.stride())
+
+
+def geometry(view: torch.Tensor, base: torch.Tensor) -> AnyGeometry | None:
     """Where `view` lies relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
     plain = view.layout is torch.strided and base.layout is torch.strided
     if not plain or view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
         return None
     if not _compat.is_plain(view) or not _compat.is_plain(base):
-        return None
+        return _split_geometry(view, base)
     shift = int(view.storage_offset() - base.storage_offset())
     whole = shift == 0 and view.shape == base.shape and view.stride() == base.stride()
     return Geometry(tuple(view.shape), view.stride(), shift, base.stride(), whole)
@@ -228,3 +265,19 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 def _weighted(sums: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64)
     return (sums * (weights * 2 - 1) * 0x9E3779B1).sum()
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, as `clone` makes it; but that of a DTensor has the same placements, where `clone` reduces a partial one.
+
+    Duck typing keeps torch.distributed, which need not be there, out of `import torch_recompute`.
+    """
+    placements: Any = getattr(tensor, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return tensor.clone()
+    from torch.distributed.tensor import Replicate
+
+    d: Any = tensor
+    local = d.to_local(grad_placements=[Replicate() if p.is_partial() else p for p in placements])
+    layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
+    return type(d).from_local(local.clone(), d.device_mesh, placements, **layout)

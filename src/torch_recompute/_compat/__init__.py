@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 import torch.overrides as _overrides
 import torch.utils.checkpoint as _checkpoint
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,

@@ -44,7 +44,7 @@ KEYS = {
 # Argument -> why it is refused, and what to write.
 _NOT_DONE = {
     "contiguous_checkpointing": (
-        "it lays out what partition_activations leaves on a rank in one buffer, and that is not available yet",
+        "it lays out what partition_activations leaves on a rank in one buffer, and that is not understood here",
         "Against fragmentation, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     "num_checkpoints": (
@@ -88,7 +88,7 @@ def configure(
         mpu_: Which ranks `partition_activations` would use. As that is refused, it may be anything.
         deepspeed_config: A DeepSpeed configuration, or the path of one in JSON; its section
             "activation_checkpointing" is read. The arguments below come before it.
-        partition_activations: False or None. True is not available yet.
+        partition_activations: False or None. What True does is said with a store, `recompute(inputs=ShardedOver())`.
         contiguous_checkpointing: False or None. ("contiguous_memory_optimization" in JSON)
         num_checkpoints: None. ("number_checkpoints" in JSON)
         checkpoint_in_cpu: Whether the inputs of regions wait in host memory, by a blocking copy each way; unlike

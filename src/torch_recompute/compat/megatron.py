@@ -31,7 +31,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     Args:
         function: What to call, and to call again in backward.
         distribute_saved_activations: False. True, which spreads the first argument over the tensor parallel ranks, is
-            not available yet.
+            said with a store, which knows the group: `recompute(function, inputs=ShardedOver(group))`.
         *args: Its positional arguments.
         **kwargs: Its keyword arguments.
 

@@ -51,7 +51,8 @@ class RecomputeConfig:
         recompute_modules: For "selective": labels (`core_attn`, `mlp`, `layernorm`, `moe`, `moe_act`,
             `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's author gave to
             calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes nothing.
-        distribute_saved_activations: Not available yet.
+        distribute_saved_activations: For "full": the input of each region is kept in parts on the tensor parallel
+            ranks, which all hold it whole: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
         moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
         fine_grained_activation_offloading: Keep the inputs of some recomputed parts in host memory (`OnHost`).

@@ -7,6 +7,7 @@ on in silence: a number of layers beyond the stage, a label that nothing answers
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,7 +33,10 @@ def placed(config: RecomputeConfig, model: object, look: Callable[[], Found] | N
         raise errors.ArgumentError(errors.not_plannable(model))
     if config.recompute_granularity == FULL:
         method, number = config.recompute_method or "", config.recompute_num_layers or 0
-        return _layers(config, find_units(model), type(model).__name__, method, number)
+        found = _layers(config, find_units(model), type(model).__name__, method, number)
+        if config.distribute_saved_activations:
+            return tuple(dataclasses.replace(choice, store="sharded") for choice in found)
+        return found
     labels = tuple(dict.fromkeys(config.recompute_modules or ()))
     return _parts(config, find_units(model), type(model).__name__, labels, look) if labels else ()
 

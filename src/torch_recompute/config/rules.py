@@ -67,7 +67,14 @@ def check(config: RecomputeConfig) -> None:
     if config.distribute_saved_activations:
         if config.sequence_parallel:
             raise errors.ArgumentError(errors.sequence_parallel_shards_already())
-        raise errors.ArgumentError(errors.no_sharded_store(config.recompute_granularity))
+        if config.recompute_granularity == SELECTIVE:
+            raise errors.ArgumentError(errors.parts_are_not_shared())
+        if config.recompute_granularity is None:
+            why = "recompute_granularity is None, which recomputes nothing, so there are no inputs to distribute"
+            write = 'Write recompute_granularity="full" with it'
+            raise errors.ArgumentError(errors.no_effect("distribute_saved_activations", True, why, write))
+        if config.cpu_offloading:
+            raise errors.ArgumentError(errors.in_two_places())
     offloading.check(config)
 
 

@@ -72,16 +72,25 @@ def sequence_parallel_shards_already() -> str:
     )
 
 
-def no_sharded_store(granularity: str | None) -> str:
-    """Text for `distribute_saved_activations` as long as there is no store over ranks."""
-    beside = ""
-    if granularity == "selective":
-        beside = '\n  (Megatron-LM takes it with "selective" too, and then does nothing with it.)'
+def in_two_places() -> str:
+    """Text for inputs of regions that are to lie both on other ranks and in host memory."""
     return (
-        "distribute_saved_activations=True is not available yet: it needs a store that spreads the inputs of regions "
-        "over the ranks of a tensor parallel group, and this version has stores for one process only.\n"
-        "  Leave it out; recompute(layer, inputs=OnHost()) keeps a region's inputs in host memory instead."
-        f"{beside}"
+        "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of regions "
+        "in parts on the tensor parallel ranks, the other in host memory, and they lie in one place.\n"
+        '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some layers, '
+        'store="host"  for others.'
+    )
+
+
+def parts_are_not_shared() -> str:
+    """Text for `distribute_saved_activations` with parts of layers."""
+    return (
+        'distribute_saved_activations=True does not go with recompute_granularity="selective": what goes into a layer '
+        "is the same on all tensor parallel ranks, but what goes into its parts (the queries, keys and values of its "
+        "attention) is not, so it cannot be kept in common. (Megatron-LM's arguments refuse it too; its "
+        "TransformerConfig takes it, and does nothing with it.)\n"
+        "  Leave it out, or write it with full granularity. For a part whose input is the same on all ranks:  "
+        'Choice((path,), store="sharded").'
     )
 
 

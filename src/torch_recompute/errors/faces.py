@@ -13,11 +13,12 @@ def not_on_or_off(face: str, option: str, value: object, write: str) -> str:
 
 
 def no_sharded_inputs(setting: str, write: str) -> str:
-    """Text for spreading inputs over ranks as long as there is no store that does."""
+    """Text for spreading inputs over ranks through a function that is not told the group of ranks."""
     return (
-        f"{setting} is not available yet: it needs a store that spreads the inputs of regions over the ranks of a "
-        "tensor parallel group, and this version has stores for one process only.\n"
-        f"  {write}."
+        f"{setting} is not understood here: the inputs of a region are spread over the ranks of a group, and this "
+        "function is not told the group.\n"
+        f"  {write}, or, with ShardedOver from torch_recompute.distributed:  "
+        "recompute(function, inputs=ShardedOver(group))(*args)."
     )
 
 

@@ -33,12 +33,13 @@ from torch import nn
 from .. import _compat, errors
 from .._discard import Discard
 from .._frame import Frame, Options
+from .._tree import copied
 from ..region import no_recompute, recompute
 from ..stores import OnHost, Store
 from ..values import thread
 from .anatomy import inside
 from .caches import Inside, Root
-from .calls import Carry, Compare, Keep
+from .calls import Carry, Compare, enter_keeping
 from .named import Listed, module_of, name_in
 from .observe import Figures
 from .placed import Placed
@@ -86,8 +87,7 @@ class Region(Placed):
                 self.figures.forward(run)
             elif run is not None:
                 stack.enter_context(self.figures.replay())
-            if self._kinds:
-                stack.enter_context(Keep(self._kinds))
+            enter_keeping(stack, self._kinds)
             if self._carry:
                 stack.enter_context(Carry())
             elif compare:
@@ -140,7 +140,7 @@ class Saved(Placed):
             return self.plain(*args, **kwargs)
         result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
         leaves, spec = _compat.tree_flatten(result)
-        return _compat.tree_unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        return _compat.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 class Scope(Placed):
@@ -154,7 +154,8 @@ class Scope(Placed):
         """Calls the module with these calls saved."""
         if self.out or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
-        with Keep(self._kinds):
+        with ExitStack() as stack:
+            enter_keeping(stack, self._kinds)
             return self.plain(*args, **kwargs)
 
 

@@ -12,6 +12,11 @@ too, which also saves the replay its synchronisation.
 
 Where decisions are not carried, `Compare` counts those that a replay made otherwise, so that a flip is not silent.
 
+Collectives are met one level lower. DTensor makes most of them out of sight of function modes, while it dispatches an
+operation whose operands must be laid out anew, so `KeepCollectives` is a dispatch mode: about 20 us per operation, paid
+by regions that ask for it. It meets functional collectives only. What is called in place (`dist.all_reduce(x)`) is left
+alone: `fully_shard` gathers parameters so, which must be gathered again for the replay.
+
 `nn.MultiheadAttention` is one call to a function mode, `F.multi_head_attention_forward`; the calls in it are shown too.
 Not seen: what other Python functions do that torch treats as one call.
 """
@@ -19,7 +24,8 @@ Not seen: what other Python functions do that torch treats as one call.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,6 +59,11 @@ PRODUCTS = _named(
     "einsum",
     *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
 )
+REDUCTIONS = frozenset({"all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "shard_dim_alltoall"})
+COLLECTIVES: dict[str, frozenset[str]] = {
+    "@reduction": REDUCTIONS,
+    "@collective": REDUCTIONS | {"all_gather_into_tensor"},
+}
 
 
 def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -96,6 +107,39 @@ class Keep(TorchFunctionMode):
         if kind_of(func, args, kwargs) in self._kinds:
             return no_recompute(func)(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+class KeepCollectives(_compat.TorchDispatchMode):
+    """Makes saved calls of functional collectives, whoever calls them: the user, DTensor, an autograd Function.
+
+    Args:
+        kinds: Keys of `COLLECTIVES`.
+    """
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        super().__init__()
+        self._names: frozenset[str] = frozenset().union(*(COLLECTIVES[kind] for kind in kinds))
+
+    def __torch_dispatch__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace in ("_c10d_functional", "_dtensor"):
+            if name.partition(".")[0].removesuffix("_coalesced") in self._names:
+                return no_recompute(func, name=name)(*args, **(kwargs or {}))
+        elif not all(issubclass(kind, _compat.FakeTensor) for kind in kinds):
+            return NotImplemented  # a subclass that makes collectives of its own is to make them under this mode
+        return func(*args, **(kwargs or {}))
+
+
+def enter_keeping(stack: ExitStack, kinds: Sequence[str]) -> None:
+    """Enters what makes saved calls of all calls of some kinds, of `plan.KINDS`."""
+    functions = [kind for kind in kinds if kind not in COLLECTIVES]
+    collectives = [kind for kind in kinds if kind in COLLECTIVES]
+    if functions:
+        stack.enter_context(Keep(functions))
+    if collectives and not torch.compiler.is_compiling():
+        stack.enter_context(KeepCollectives(collectives))
 
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -8,6 +8,9 @@ region or, with a path before the sign, in one module of it:
     @product             products with a parameter: linear layers, convolutions, stacked experts
     @matmul              products without one: attention scores written by hand
     @attention           scaled dot product attention, and flex attention
+    @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
+                         all-reduce, reduce-scatter, all-to-all, broadcast
+    @collective          these, and all-gather
     mlp.up_proj@product  the products that run in this module
 
 Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
@@ -31,7 +34,7 @@ from typing import Any, cast
 from .. import errors
 
 VERSION = 1
-KINDS = ("@product", "@matmul", "@attention")
+KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
@@ -42,7 +45,7 @@ class Choice:
     Attributes:
         paths: The module, or several that the model calls one after the other and that are recomputed together; or
             named calls in one.
-        keep: Calls inside that are not repeated; only with a single path.
+        keep: Calls inside that are not repeated. Several modules take kinds of calls only: a path begins at one.
         carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
             replay and not made again; for whatever routes tokens.
         labels: The words that asked for it.
@@ -83,9 +86,9 @@ class Plan:
             twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
             if twice:
                 raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
-            if not choice.paths or (choice.keep and len(choice.paths) > 1):
+            if not choice.paths or (len(choice.paths) > 1 and any(not k.startswith("@") for k in choice.keep)):
                 raise errors.ArgumentError(
-                    errors.bad_plan(f"{choice!r} has no path, or keeps calls of several modules")
+                    errors.bad_plan(f"{choice!r} has no path, or keeps modules inside of several")
                 )
             unknown = [word for word in choice.keep if kind_in(word) not in ("", *KINDS)]
             if unknown:

@@ -1,0 +1,58 @@
+"""Which collectives a replay repeats.
+
+A replay repeats what the region did, communication included, on all ranks in the same order. What it may hand out
+instead is the result, kept from the forward: less communication, and no rank waits for another in the replay; but the
+result is memory, and that of an all-gather is N times as large as what went in. Which of the two is better depends on
+the network and on the memory, so it is said: in a plan by a word in `keep` (`@reduction`, `@collective`), in a function
+by `keep_collectives`. How they are met is in `plan/calls.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from .. import errors
+from ..plan.calls import COLLECTIVES, KeepCollectives
+from ..values import thread
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callable[P, R]:
+    """Makes saved calls of the collectives in `fn`: a replay of the region around it does not repeat them.
+
+        layer = recompute(keep_collectives(block))
+
+    For functional collectives, those of `torch.distributed._functional_collectives` and what DTensor calls when it lays
+    out a tensor anew. Collectives in place (`dist.all_reduce(x)`) are repeated; make a saved call of the function that
+    makes one, `no_recompute(reduce)(x)`. What backward itself communicates is as before.
+
+    Args:
+        fn: What the region runs, or a part of it. Outside of a region it is the plain call.
+        kind: "@collective" for all, or "@reduction" for all but all-gathers: those whose result is no larger than what
+            goes in.
+
+    Returns:
+        A callable with `fn`'s signature. While it runs in a region, each operation takes some 20 us more.
+
+    Raises:
+        ArgumentError: `fn` is not callable, or there is no such kind.
+    """
+    if not callable(fn):
+        raise errors.ArgumentError(errors.not_callable("keep_collectives", fn))
+    if kind not in COLLECTIVES:
+        raise errors.ArgumentError(errors.no_such_collectives(kind, tuple(COLLECTIVES)))
+
+    @functools.wraps(fn, updated=())
+    def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+        if thread.run is None or torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        with KeepCollectives((kind,)):
+            return fn(*args, **kwargs)
+
+    return kept

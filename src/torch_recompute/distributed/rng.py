@@ -1,0 +1,214 @@
+"""Named random streams of parallel ranks.
+
+Under tensor parallelism some dropout masks must agree between the ranks (those on what every rank holds whole: hidden
+states, residuals) and others must differ (those on a rank's own part: attention heads, a part of the sequence). So
+there are streams: `default`, PyTorch's own generators, seeded alike on the ranks of a group; `model-parallel`, another
+on each tensor parallel rank; `expert`, another on each rank that holds other experts. `fork(name)` draws from one for a
+while: it puts the stream's state into PyTorch's generators, and theirs back at the end.
+
+A region replays what it drew. PyTorch's generators it looks after itself; what it does not know is where a stream
+stood. So a fork inside a region writes that down in the region's trace, as a choice would be, and the replay's fork at
+the same place finds it: nothing has to be told to the region, and no stream is moved by a replay. Rejected: an Ambient
+that every region must be given (`state=[streams]`, which works too): a plan's regions have nobody to give it to them.
+
+A state is never written to: the CPU's is a tensor of 5,056 bytes that is replaced, and kept once while nothing is drawn
+on the CPU; an accelerator's is a (seed, offset) pair. The default stream's state is in PyTorch's generators except
+while another one is forked.
+
+The names, seeds and offsets are Megatron-Core's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _compat, errors
+from ..values import thread
+
+DEFAULT, MODEL_PARALLEL, EXPERT = "default", "model-parallel", "expert"
+_cpu = torch.default_generator
+
+
+class _State(NamedTuple):
+    """Where a stream stands: on the CPU, and a (seed, offset) pair for each device that has been initialised."""
+
+    seed: int
+    cpu: torch.Tensor
+    devices: tuple[tuple[int, int], ...] = ()
+
+
+def _at_start(seed: int) -> _State:
+    return _State(seed, torch.Generator().manual_seed(seed).get_state())
+
+
+def _present(loaded: _State) -> _State:
+    """Where the generators stand now, since `loaded` was put into them."""
+    cpu = _cpu.get_state()
+    if _compat.same_bytes(cpu, loaded.cpu):
+        cpu = loaded.cpu
+    return _State(loaded.seed, cpu, tuple((g.initial_seed(), g.get_offset()) for g in _compat.device_generators()))
+
+
+def _load(state: _State) -> None:
+    _cpu.set_state(state.cpu)
+    for i, generator in enumerate(_compat.device_generators()):
+        # A device that was not initialised has drawn nothing from the stream.
+        seed, offset = state.devices[i] if i < len(state.devices) else (state.seed, 0)
+        if generator.initial_seed() != seed:
+            generator.manual_seed(seed)
+        if generator.get_offset() != offset:
+            generator.set_offset(offset)
+
+
+class _Fork:
+    """The record of a fork inside a region.
+
+    Attributes:
+        name: Its name for errors.
+        state: Where the stream stood; None where it was drawn from already.
+        after: Where the stream around stood at the end, if that was forked inside too; else None.
+    """
+
+    __slots__ = ("after", "name", "state")
+
+    def __init__(self, name: str, state: _State | None) -> None:
+        self.name = name
+        self.state = state
+        self.after: _State | None = None
+
+
+class RngStreams:
+    """The random streams of this rank.
+
+        streams = RngStreams(1234, tensor=mesh.get_group("tp"))
+        h = dropout(h)                          # agrees on all tensor parallel ranks
+        with streams.fork("model-parallel"):
+            a = dropout(a)                      # differs
+
+    The seeds: `seed` for "default", which PyTorch's generators of all devices are set to; `seed + 2718 + tensor` for
+    "model-parallel"; `seed + 1024 + 100 * expert + expert_tensor` for "expert". So with equal `seed`, ranks with the
+    same tensor parallel rank have the same model-parallel stream, whatever their data parallel rank. For streams that
+    differ between pipeline stages or data parallel ranks too, give these another `seed`.
+
+    In a region the replay draws what the forward drew, from each stream, without being told. Also an `Ambient`:
+    `capture()` and `restore(value)` take and put back all streams but the one in use, for a training checkpoint.
+
+    Args:
+        seed: Equal on the ranks whose default streams agree.
+        tensor: The tensor parallel group, or this rank's number in it.
+        expert: The expert parallel group, or this rank's number in it.
+        expert_tensor: The group over which each expert is split, or this rank's number in it.
+
+    Raises:
+        ArgumentError: A number is negative or none, or this process is not in a group.
+
+    Attributes:
+        seeds: The seed of each stream, by its name.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        tensor: dist.ProcessGroup | int = 0,
+        expert: dist.ProcessGroup | int = 0,
+        expert_tensor: dist.ProcessGroup | int = 0,
+    ) -> None:
+        seed = _number("seed", seed)
+        parallel = seed + 2718 + _number("tensor", tensor)
+        experts = seed + 1024 + 100 * _number("expert", expert) + _number("expert_tensor", expert_tensor)
+        self.seeds: dict[str, int] = {}
+        self._states: dict[str, _State] = {}
+        self._current = DEFAULT
+        for name, one in ((DEFAULT, seed), (MODEL_PARALLEL, parallel), (EXPERT, experts)):
+            self.add(name, one)
+        torch.manual_seed(seed)
+
+    def add(self, name: str, seed: int) -> None:
+        """Makes one more stream.
+
+        Raises:
+            ArgumentError: There is one of that name or with that seed, which would draw the same numbers.
+        """
+        seed = _number("seed", seed)
+        for known, other in self.seeds.items():
+            if name == known or seed == other:
+                raise errors.ArgumentError(errors.stream_twice(name, seed, known, other))
+        self.seeds[name] = seed
+        self._states[name] = _at_start(seed)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Generator[None]:
+        """Draws from a stream inside of a `with` block; blocks may be nested.
+
+        Args:
+            name: "default", "model-parallel", "expert", or what was added.
+
+        Raises:
+            ArgumentError: There is no such stream.
+        """
+        if name not in self._states:
+            raise errors.ArgumentError(errors.no_such_stream(name, list(self._states)))
+        run = None if torch.compiler.is_compiling() else thread.run
+        label = f"fork({name!r})"
+        if run is not None and run.replaying:
+            with _again(run.next_record(_Fork, label)):
+                yield
+            return
+        record = _Fork(label, None if name == self._current else self._states[name])
+        if run is not None:
+            run.writing().records.append(record)
+        if record.state is None:
+            yield
+            return
+        around = self._current
+        entered = self._states[around] = _present(self._states[around])
+        self._current = name
+        _load(record.state)
+        try:
+            yield
+        finally:
+            self._states[name] = _present(record.state)
+            self._current = around
+            after = self._states[around]
+            record.after = None if after is entered else after
+            _load(after)
+
+    def capture(self) -> tuple[str, dict[str, _State]]:
+        """The stream in use, and where all others stand."""
+        return self._current, dict(self._states)
+
+    def restore(self, value: tuple[str, dict[str, _State]]) -> None:
+        """Makes what `capture` returned the present. The stream in use is in PyTorch's generators, not touched here."""
+        self._current, states = value
+        self._states = dict(states)
+
+
+@contextlib.contextmanager
+def _again(record: _Fork) -> Generator[None]:
+    """A fork in a replay: draws what the forward drew, and leaves every stream where it stands."""
+    if record.state is None:
+        yield
+        return
+    entered = _present(record.state)
+    _load(record.state)
+    try:
+        yield
+    finally:
+        _load(record.after or entered)
+
+
+def _number(what: str, value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if dist.is_available() and isinstance(value, dist.ProcessGroup):
+        rank = dist.get_rank(value)
+        if rank < 0:
+            raise errors.ArgumentError(errors.not_a_member(f"RngStreams({what}=...)"))
+        return rank
+    raise errors.ArgumentError(errors.no_rank(what, value))

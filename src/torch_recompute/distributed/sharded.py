@@ -1,0 +1,198 @@
+"""Region inputs kept as one shard per rank, and gathered for the replay.
+
+Under tensor parallelism without sequence parallelism every rank of the group holds the same hidden states, so every
+rank keeps the same region inputs, N times over. `ShardedOver` keeps the N-th part on each and puts them together again
+when a region is replayed: what Megatron calls `distribute_saved_activations`.
+
+A tensor is taken as a row of bytes, so its dtype does not matter; the row is cut into N equal parts, the last ones
+padded. Gathering takes time on the critical path, so each tensor that is opened starts the gathering of one more, the
+next older one that is still waiting: with as many tensors in one region as in the next, that is one region ahead. What
+is ahead is a tensor for each of the region's inputs, whole.
+
+The order in which tensors are put and opened must be the same on all ranks, as with any collective: it is that of the
+program, and one backward call on one thread.
+
+Rejected: writing the shard into the caller's tensor, as Megatron does (somebody else may need it). Telling the store
+where a region begins, to gather by regions: it would need a third method in `Store` for what counting does as well.
+Comparing every tensor between ranks: a checksum costs a pass over it and a host sync. The first few are compared, since
+the mistakes in question (sequence parallelism, the wrong group) show in the first region.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _compat, errors
+from .._tree import digest, meta, say, unexpanded
+
+# The name is new in torch 2.13, which deprecates the other.
+_all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+SMALL = 512
+"""Parts below this many bytes free nothing: CUDA's allocator hands out no less. Such a tensor is kept whole."""
+
+
+class _Shard:
+    """This rank's part of one tensor.
+
+    Attributes:
+        index: How many tensors were put before.
+        part: uint8 [part], the bytes of this rank, padded at the end; all bytes where the tensor is kept whole.
+        opened: Whether it has been put together once; it is then not gathered ahead, for nobody may ask for it again.
+        whole: uint8 [part x ranks] and the work that fills it, once gathering has begun.
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_order", "_shape", "_wrap", "index", "opened", "part", "small", "whole")
+
+    def __init__(self, index: int, tensor: torch.Tensor, rank: int, ranks: int, wrap: Any) -> None:
+        self.index = index
+        self.opened = False
+        self.whole: tuple[torch.Tensor, Any] | None = None
+        self._wrap = functools.partial(wrap, tensor.shape)
+        tensor = unexpanded(tensor).resolve_conj().resolve_neg()
+        # By falling strides, so that a dense tensor comes back with the strides that it had.
+        self._order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(self._order).contiguous()
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        row = tensor.reshape(-1).view(torch.uint8)
+        length = -(-row.numel() // ranks)
+        self.small = length < SMALL
+        if self.small:
+            self.part = row.clone()
+        else:
+            mine = row[rank * length : (rank + 1) * length]
+            self.part = row.new_zeros(length)
+            self.part[: mine.numel()] = mine
+
+    def tensor(self, row: torch.Tensor) -> torch.Tensor:
+        """The tensor that these bytes are; there may be more of them at the end."""
+        back = sorted(range(len(self._order)), key=self._order.__getitem__)
+        size = self._shape.numel() * self._dtype.itemsize
+        return self._wrap(row[:size].view(self._dtype).view(self._shape).permute(back))
+
+
+class ShardedOver:
+    """A store that keeps a part of each tensor on each rank of a group: `recompute(layer, inputs=ShardedOver(group))`.
+
+    All ranks of the group must put equal tensors, in the same order, and open them in the same order. That is so for
+    the inputs of layers under tensor parallelism without sequence parallelism. Any number of tensors of any dtype and
+    shape; a tensor of n bytes takes n / N, rounded up, of which no part is below 512 bytes. The caller's tensor is not
+    touched. Strides are kept where the tensor is dense. A DTensor may be replicated over the group, and split over
+    other dimensions of its mesh.
+
+    One store may serve many regions: while one is replayed, the inputs of the one before it are gathered.
+
+    Args:
+        group: The process group of the ranks that hold equal tensors, or None for all ranks.
+        compared: How many tensors, from the first on, are compared between the ranks when they are put: shape, dtype
+            and bits. Each comparison is a collective of 24 bytes per rank and a host sync. None compares all.
+        ahead: Whether to gather one region ahead, which takes the memory of that region's inputs.
+
+    Raises:
+        ArgumentError: There is no process group, it has one rank, or this process is not in it.
+        StoreError: On `put`, the ranks hold different tensors, or the tensor is split over the group already, or is
+            not strided. All ranks raise.
+
+    The idea is Megatron-LM's `distribute_saved_activations`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, compared: int | None = 8, ahead: bool = True) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise errors.ArgumentError(errors.no_ranks("ShardedOver"))
+        self._group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        if self._rank < 0:
+            raise errors.ArgumentError(errors.not_a_member("ShardedOver"))
+        if self._ranks < 2:
+            raise errors.ArgumentError(errors.nothing_to_share())
+        self._uncompared = compared
+        self._ahead = ahead
+        self._count = 0
+        self._lock = threading.Lock()
+        self._live: weakref.WeakValueDictionary[int, _Shard] = weakref.WeakValueDictionary()
+
+    def __deepcopy__(self, memo: Any) -> ShardedOver:
+        return self  # a copy of the model runs on the same ranks
+
+    def __reduce__(self) -> Any:
+        raise errors.StoreError(errors.store_of_a_group(self))
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Keeps this rank's part of the tensor."""
+        with torch.no_grad(), self._lock:
+            local, wrap = self._local(tensor.detach())
+            if self._uncompared is None or self._count < self._uncompared:
+                self._compare(local)
+            shard = _Shard(self._count, local, self._rank, self._ranks, wrap)
+            self._live[self._count] = shard
+            self._count += 1
+            return shard
+
+    def get(self, handle: Any) -> torch.Tensor:
+        """Gathers the tensor, unless that is under way already, and starts to gather an older one."""
+        with torch.no_grad(), self._lock:
+            if handle.small:
+                return handle.tensor(handle.part.clone())
+            self._gather(handle)
+            row, work = handle.whole
+            handle.opened, handle.whole = True, None
+            if self._ahead:
+                self._gather_older(handle.index)
+            work.wait()
+            return handle.tensor(row)
+
+    def _gather(self, shard: _Shard) -> None:
+        if shard.whole is None:
+            row = shard.part.new_empty(shard.part.numel() * self._ranks)
+            shard.whole = row, _all_gather(row, shard.part, group=self._group, async_op=True)
+
+    def _gather_older(self, index: int) -> None:
+        for older in sorted((i for i in self._live if i < index), reverse=True):
+            shard = self._live.get(older)
+            if shard is not None and shard.whole is None and not (shard.opened or shard.small):
+                self._gather(shard)
+                return
+
+    def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What of the tensor is on this rank, and what makes the tensor of that and its shape."""
+        placements: Any = getattr(tensor, "placements", None)
+        wrap: Any = _expanded
+        if placements is not None:
+            d: Any = tensor
+            mesh = d.device_mesh
+            ours = set(dist.get_process_group_ranks(self._group or dist.group.WORLD))
+            for dim, placement in enumerate(placements):
+                shared = ours.intersection(dist.get_process_group_ranks(mesh.get_group(dim)))
+                if len(shared) > 1 and not placement.is_replicate():
+                    raise errors.StoreError(errors.split_already(repr(placement), dim))
+            layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
+            from_local = functools.partial(type(d).from_local, device_mesh=mesh, placements=placements, **layout)
+            tensor, wrap = d.to_local(), lambda shape, local: from_local(_expanded(shape, local))
+        if tensor.layout is not torch.strided:
+            raise errors.StoreError(errors.not_in_rows(tensor, f"its layout is {tensor.layout}"))
+        if not _compat.is_plain(tensor):
+            tensor = tensor.clone()  # waits for what a collective has yet to deliver
+            if not _compat.is_plain(tensor):
+                raise errors.StoreError(errors.not_in_rows(tensor, "only its class knows what it is made of"))
+        return tensor, wrap
+
+    def _compare(self, tensor: torch.Tensor) -> None:
+        """Raises on all ranks if one holds another tensor."""
+        side = say((*meta(tensor)[:2], tensor.device.type))
+        mine = torch.cat([digest(tensor), digest(tensor).new_tensor([zlib.crc32(side.encode())])])
+        all_of_them = mine.new_empty(3 * self._ranks)
+        _all_gather(all_of_them, mine, group=self._group)
+        if not bool((all_of_them.view(-1, 3) == mine).all()):
+            sides: list[Any] = [None] * self._ranks
+            dist.all_gather_object(sides, side, group=self._group)
+            raise errors.StoreError(errors.ranks_differ(self._rank, sides))
+
+
+def _expanded(shape: torch.Size, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.shape == shape else tensor.expand(shape)

@@ -1,0 +1,293 @@
+"""Tensor parallelism on DTensor: gradients of the plain model, and collectives that a replay repeats or does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed.ranks import started
+from torch_recompute import Choice, Plan, apply, doing_recompute, measure, no_recompute, recompute
+from torch_recompute.distributed import keep_collectives
+
+ranks = pytest.fixture(scope="module")(started(2))
+WIDTH, HEAD, TOKENS = 32, 8, 12
+
+
+class Layer(nn.Module):
+    """Attention and MLP; separate projections, so that each can be split by heads."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.proj, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+        self.drop1, self.drop2, self.inner = nn.Dropout(dropout), nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (part(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.drop1(self.proj(a))
+        return x + self.drop2(self.down(self.inner(F.gelu(self.up(self.norm2(x))))))
+
+
+class Comm(TorchDispatchMode):
+    """Counts functional collectives: all of them, and those in replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: Counter[str] = Counter()
+        self.replayed: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in kinds):
+            return NotImplemented
+        namespace, _, name = func.name().partition("::")
+        if namespace in ("_c10d_functional", "_dtensor") and not name.startswith(("wait", "_wrap")):
+            self.all[name] += 1
+            if doing_recompute():
+                self.replayed[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def split(layers: nn.ModuleList, sequence: bool) -> None:
+    """Tensor parallelism over both ranks, as users write it."""
+    mesh = init_device_mesh("cpu", (2,))
+    if not sequence:
+        style: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        style |= {name: RowwiseParallel() for name in ("proj", "down")}
+    else:
+        style = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
+        style |= {name: RowwiseParallel(output_layouts=Shard(1), use_local_output=False) for name in ("proj", "down")}
+        style |= {n: SequenceParallel(use_local_output=False) for n in ("norm1", "norm2", "drop1", "drop2")}
+    for layer in layers:
+        parallelize_module(layer, mesh, style)
+
+
+def train(plan: Plan, how: str, dropout: float = 0.0) -> Any:
+    """Gradients, what was communicated, what of that in replays, and the bytes kept for backward."""
+    warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+    torch.manual_seed(1)
+    layers = nn.ModuleList(Layer(dropout) for _ in range(2))
+    x = torch.randn(3, TOKENS, WIDTH)
+    if how != "one process":
+        split(layers, how == "sequence")
+    if how == "sequence":
+        x = distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(1)])
+    apply(layers, plan)
+    torch.manual_seed(2)
+    with measure() as seen, Comm() as comm:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss = y.square().mean()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        del y
+        kept = seen.live_bytes
+        loss.backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in layers.parameters()]
+    return grads, dict(comm.all), dict(comm.replayed), kept
+
+
+EACH = (("0",), ("1",))
+PLANS = {
+    "each": Plan(tuple(Choice(p) for p in EACH)),
+    "products": Plan(tuple(Choice(p, keep=("@product",)) for p in EACH)),
+    "attention": Plan(tuple(Choice(p, keep=("@attention",)) for p in EACH)),
+    "modules": Plan(tuple(Choice(p, keep=("proj", "up", "norm1")) for p in EACH)),
+    "group": Plan((Choice(("0", "1")),)),
+    "parts": Plan((Choice(("0.norm1",)), Choice(("0.up",)), Choice(("1.proj",)), Choice(("1.inner",)))),
+    "reductions": Plan(tuple(Choice(p, keep=("@reduction",)) for p in EACH)),
+    "collectives": Plan(tuple(Choice(p, keep=("@collective",)) for p in EACH)),
+    "collectives and products": Plan(tuple(Choice(p, keep=("@collective", "@product")) for p in EACH)),
+    "collectives of a group": Plan((Choice(("0", "1"), keep=("@collective",)),)),
+}
+
+
+def compared(how: str, dropout: float) -> Any:
+    plain = train(Plan(), how, dropout)
+    answers = {}
+    for name, plan in PLANS.items():
+        grads, comm, replayed, kept = train(plan, how, dropout)
+        answers[name] = all(map(torch.equal, grads, plain[0])), comm, replayed, kept
+    worst = 0.0
+    if not dropout:
+        alone = train(Plan(), "one process")[0]
+        worst = max((a - b).abs().max().item() for a, b in zip(plain[0], alone, strict=True))
+    return worst, plain[1:], answers
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("how", ["tensor", "sequence"])
+def test_plans_on_dtensors(ranks, how: str, dropout: float) -> None:
+    """Gradients are bit for bit those without a plan, which are the single process's; replays repeat what is said."""
+    for worst, (comm, _, whole), answers in ranks.run(compared, how, dropout):
+        assert worst < 1e-6
+        assert [name for name, (same, *_) in answers.items() if not same] == []
+        reductions, gathers = ("reduce_scatter_tensor", "all_gather_into_tensor")
+        if how == "tensor":
+            reductions = "all_reduce"
+        replayed = {name: found for name, (_, _, found, _) in answers.items()}
+        # One reduction after attention; that after the MLP is the layer's last act, and only dropout follows it.
+        last = 1 if dropout else 0
+        assert replayed["each"][reductions] == 2 + 2 * last
+        assert replayed["reductions"].get(reductions, 0) == 0
+        assert [replayed[name] for name in PLANS if name.startswith("collectives")] == [{}] * 3
+        if how == "sequence":
+            assert replayed["each"][gathers] == replayed["reductions"][gathers] == 8
+        kept = {name: size for name, (*_, size) in answers.items()}
+        for name, (_, found, again, _) in answers.items():
+            first = {key: found[key] - again.get(key, 0) for key in found}
+            assert first == comm, name  # forward and backward communicate as without a plan
+        assert kept["each"] < kept["reductions"] <= kept["collectives"] < whole
+        assert kept["group"] < 0.6 * kept["each"]  # one input, where each of the two layers has one
+        assert kept["products"] < 0.6 * whole  # the inputs of saved products are rebuilt
+
+
+def implicit() -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
+    x = distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)])
+
+    def body(x: Any) -> Any:
+        return (x.sin().sum(0) + 1).exp() @ weight.cos()  # `exp` of a partial sum cannot wait: DTensor reduces it
+
+    found = []
+    for region in (lambda f: f, recompute, lambda f: recompute(keep_collectives(f))):
+        with Comm() as comm:
+            (grad,) = torch.autograd.grad(region(body)(x).sum().full_tensor(), weight)
+        found.append((grad.full_tensor(), dict(comm.all), dict(comm.replayed)))
+    (plain, counts, _), (one, _, again), (two, same, none) = found
+    return torch.equal(plain, one), torch.equal(plain, two), again, none, same == counts
+
+
+def test_collectives_that_dtensor_makes_on_its_own(ranks) -> None:
+    """What DTensor communicates while it dispatches an operation is repeated in a replay, and not when kept."""
+    for one, two, again, none, same in ranks.run(implicit):
+        assert (one, two, none, same) == (True, True, {}, True)
+        assert again["all_reduce"] == 1
+
+
+class Reduce(torch.autograd.Function):
+    """A reduction in place, as Megatron's functions make it: its result forward, its gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Reduce.calls += 1
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    calls = 0
+
+
+def by_hand() -> Any:
+    group = dist.group.WORLD
+    x = torch.randn(8, 8, requires_grad=True)
+    kinds = {
+        "functional": lambda x: functional.all_reduce(x.sin(), "sum", group).exp() + 0,
+        "gather": lambda x: functional.all_gather_tensor(x.sin(), 0, group).exp() + 0,
+        "scatter": lambda x: functional.reduce_scatter_tensor(x.sin(), "sum", 0, group).exp() + 0,
+        "exchange": lambda x: functional.all_to_all_single(x.sin(), None, None, group).exp() + 0,
+        "in place": lambda x: Reduce.apply(x.sin()).exp(),
+        "saved": lambda x: no_recompute(Reduce.apply)(x.sin()).exp(),
+    }
+    answers = {}
+    warnings.simplefilter("ignore", FutureWarning)
+    for name, body in kinds.items():
+        found = []
+        for region in (lambda f: f, recompute, lambda f: recompute(keep_collectives(f))):
+            Reduce.calls = 0
+            with Comm() as comm:
+                (grad,) = torch.autograd.grad(region(body)(x).sum(), x)
+            found.append((grad, sum(comm.replayed.values()) + max(0, Reduce.calls - 1)))
+        answers[name] = [torch.equal(found[0][0], grad) for grad, _ in found[1:]], [again for _, again in found[1:]]
+    return answers
+
+
+def test_collectives_by_hand(ranks) -> None:
+    """Each functional collective is repeated once, or not when kept; one in place is, unless it is a saved call."""
+    repeated = {"functional": [1, 0], "gather": [1, 0], "scatter": [1, 0], "exchange": [1, 0]}
+    for answers in ranks.run(by_hand):
+        assert all(same == [True, True] for same, _ in answers.values())
+        assert {name: counts for name, (_, counts) in answers.items()} == {
+            **repeated,
+            "in place": [1, 1],
+            "saved": [0, 0],
+        }
+
+
+def partial_results() -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.Linear(8, 8, bias=False)
+    parallelize_module(module, mesh, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
+    outer = nn.Sequential(nn.Tanh(), module)
+    apply(outer, Plan((Choice(("",), keep=("1",)),)))
+    x = torch.randn(4, 8)
+    with Comm() as comm:
+        y = outer(distribute_tensor(x, mesh, [Replicate()]))
+    placements = y.placements
+    y.redistribute(mesh, [Replicate()]).sum().to_local().backward()
+    whole = module.weight.full_tensor().detach().requires_grad_()
+    F.linear(x.tanh(), whole).sum().backward()
+    return str(placements), dict(comm.all), (module.weight.grad.full_tensor() - whole.grad).abs().max().item()
+
+
+def test_a_saved_module_keeps_its_placements(ranks) -> None:
+    """A partial result of a module that a plan saves stays partial: nothing is reduced before the model asks for it."""
+    for placements, comm, worst in ranks.run(partial_results):
+        assert placements == "(Partial(sum),)"
+        assert comm == {}
+        assert worst < 1e-6
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = re.compile(r"^(tensor|sequence), (.+?) +loss ([\d. ]+?) +kept +(\d+) KiB   repeated +(\d+)$", re.MULTILINE)
+
+
+def test_the_example() -> None:
+    """The example prints equal losses for each kind of parallelism, less memory with regions, and what is repeated."""
+    path = ROOT / "examples" / "distributed" / "tensor_parallel.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    rows = {
+        (how, what.split(", ")[-1]): (loss, int(kept), int(again))
+        for how, what, loss, kept, again in ROW.findall(run.stdout)
+    }
+    assert len(rows) == 8
+    for how in ("tensor", "sequence"):
+        assert len({loss for (one, _), (loss, _, _) in rows.items() if one == how}) == 1
+        kept = {what: kept for (one, what), (_, kept, _) in rows.items() if one == how}
+        assert kept["regions"] < kept["collectives kept"] < kept["plain"]
+        assert rows[how, "collectives kept"][2] == 0 < rows[how, "regions"][2]
+    assert rows["tensor", "inputs sharded"][1] < rows["tensor", "regions"][1]
+    assert 0 < rows["sequence", "reductions kept"][2] < rows["sequence", "regions"][2]
