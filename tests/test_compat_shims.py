@@ -136,18 +136,20 @@ def test_graph_is_kept(retain: bool) -> None:
     assert not _compat.graph_is_kept()
 
 
-def test_will_accumulate() -> None:
-    """Says of a leaf whether the running call computes its gradient."""
+def test_will_run() -> None:
+    """Says of a node whether the running call runs it, also of a leaf that `autograd.grad` was asked for."""
     a, b = vector(), vector()
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, ...]] = []
 
     def look() -> None:
-        seen.append((_compat.will_accumulate(a), _compat.will_accumulate(b)))
+        edges = (torch.autograd.graph.get_gradient_edge(x) for x in (a, b))
+        seen.append(tuple(_compat.will_run(edge.node) for edge in edges))
 
     loss = Look.apply(a * b, look).sum()
     loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, [b], retain_graph=True)
     loss.backward(inputs=[b])
-    assert seen == [(True, True), (False, True)]
+    assert seen == [(True, True), (False, True), (False, True)]
 
 
 def test_current_node() -> None:

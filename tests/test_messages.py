@@ -64,10 +64,12 @@ from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
+    agree_on,
     find_reentrant,
     fused_allreduce_gradients,
     keep_collectives,
 )
+from torch_recompute.distributed.agreement import compare
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
@@ -687,6 +689,9 @@ def without(package: str, misuse: Callable[[], object]) -> None:
     """A misuse where a package is not installed."""
     with unittest.mock.patch.dict(sys.modules, {package: None}):
         misuse()
+
+
+TWO = Plan((Choice(("a",)), Choice(("b",))))
 
 
 CASES = [
@@ -2436,6 +2441,39 @@ CASES = [
         "find_reentrant walks the autograd graph of a model's output or loss, but found no graph on Tensor of shape "
         "(3,).\n"
         "  Pass the tensor that backward is called on, before or after backward: find_reentrant(loss, model)",
+    ),
+    Case(
+        "plans_differ",
+        ArgumentError,
+        lambda: compare(
+            {0: TWO, 1: TWO, 2: Plan(TWO.choices[:1]), 3: Plan((Choice(("a",), carry=True), TWO.choices[1]))}
+        ),
+        "the ranks of this group do not hold the same plan. One is held by ranks 0, 1.\n"
+        "  rank 2 holds another. First difference:\n"
+        "    -recompute b\n"
+        "  rank 3 holds another. First difference:\n"
+        "    -recompute a\n"
+        "    +recompute a, decisions carried\n"
+        "  Ranks that hold the same layers must recompute the same ones. Look for a configuration file, a command "
+        "line or a checkpoint that is not the same everywhere; a plan made by measuring is made on one rank and "
+        "sent to the others as plan.to_json(). The stages of a pipeline hold different layers: pass the data or "
+        "tensor parallel group,  agree_on(plan, group).",
+    ),
+    Case(
+        "no_plan_on_rank",
+        ArgumentError,
+        lambda: compare({0: TWO, 1: "NoneType"}),
+        "rank 1 passed no Plan to agree_on, but an object of type NoneType.\n"
+        "  Write:  agree_on(RecomputeConfig(...).plan(model), group)   (a rank without regions passes Plan())",
+    ),
+    Case(
+        "no_ranks_to_ask",
+        ArgumentError,
+        lambda: agree_on(TWO),
+        "agree_on compares plans over the ranks of a group, but there is no process group here, or this rank is not a "
+        "member of the one that was passed.\n"
+        "  Call torch.distributed.init_process_group first, and pass a group that this rank belongs to; a program of "
+        "one process needs no agreement.",
     ),
 ]
 

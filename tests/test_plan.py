@@ -50,6 +50,19 @@ def test_diff_says_what_differs() -> None:
     assert PLAN.diff(Plan(PLAN.choices, source="the same")) == ""
 
 
+def test_digest_is_of_the_choices() -> None:
+    """A digest is the same wherever the plan is read, whatever its source; any difference in a choice changes it."""
+    assert PLAN.digest() == Plan.from_json(PLAN.to_json()).digest() == Plan(PLAN.choices, source="another").digest()
+    assert Plan().digest() == "1788f993b4772e3516f5409992386cee14668f98ca23773646f1670a8ffaf8d9"
+    others = [
+        Plan(PLAN.choices[1:]),
+        Plan(PLAN.choices[::-1]),
+        Plan((*PLAN.choices[:1], Choice(("layers.1", "layers.2")), *PLAN.choices[2:])),
+        Plan((Choice(("layers.0",), keep=("self_attn",), labels=("layernorm",)), *PLAN.choices[1:])),
+    ]
+    assert len({plan.digest() for plan in (PLAN, *others)}) == 5
+
+
 def test_is_a_value() -> None:
     """Plans compare and hash by what they say, and iterate over their choices."""
     assert {PLAN, Plan(PLAN.choices, "a test")} == {PLAN}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
 from ._slots import Packed, Slot, lend, unpack, without_history
+from ._task import leaves_undone, this_task
 from ._trace import OpTrace
 from ._tree import meta
 from .stores import Hooks, Store
@@ -64,8 +64,8 @@ class Frame(Run):
         "_contexts",
         "_ids",
         "_lock",
+        "_first",
         "_nested",
-        "_parameters",
         "_template",
         "_watch",
         "_world",
@@ -98,7 +98,7 @@ class Frame(Run):
         self._watch: Callable[[torch.Tensor], None] | None = None
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
-        self._parameters: list[torch.Tensor] = []
+        self._first = _compat.sequence_number()
         self._contexts: contextlib.AbstractContextManager[Any] | None = None
         self._lock = RLock()
         call = _tree.Call(args, kwargs)
@@ -165,7 +165,6 @@ class Frame(Run):
         if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
             parameter = parameter_of(tensor)
             if parameter is not None:
-                self._parameters.append(parameter)
                 return (tensor if tensor is parameter else tensor.detach()), tensor._version
             storage = storage_id(tensor)
             if storage in self.inputs.storages or storage in self._aliases:
@@ -293,16 +292,31 @@ class Frame(Run):
 
     def _decide_lifetime(self) -> None:
         """Says how long the rebuilt tensors live: with their nodes, until they are read, or to the second half."""
-        task = _compat.graph_task_id()
-        if task == -1:
+        if not _compat.in_backward():
             self.transient = True
             self.release()
             return
-        kept = _compat.graph_is_kept()
-        half = _compat.exec_group() is not None or (kept and not all(map(_compat.will_accumulate, self._parameters)))
-        self.transient = kept and not half
-        if not half:
-            _release_after_backward(self, task)
+        kept, task = _compat.graph_is_kept(), this_task()
+        if _compat.exec_group() is not None or (kept and leaves_undone(self._first)):
+            self.transient, task.split = False, True
+        else:
+            self.transient = kept
+            task.frames.append(weakref.ref(self))
+
+    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
+        if not _compat.in_backward():
+            slot.tensor = None
+        elif leaves_undone():
+            self.transient, this_task().split = False, True
+        else:
+            slot.tensor = weakref.ref(tensor)
+
+    def end(self, kept: bool, split: bool) -> None:
+        """Empties every slot at the end of a backward call, unless it was a half and left some to the other."""
+        if kept and (not self.transient or (split and any(_is_full(ref()) for ref in self.slots))):
+            return
+        self.release()
 
     def release(self) -> None:
         """Empties every slot."""
@@ -313,6 +327,10 @@ class Frame(Run):
                     slot.tensor = None
             for record in self._saved_calls():
                 record.release()
+
+
+def _is_full(slot: Slot | None) -> bool:
+    return slot is not None and isinstance(slot.tensor, torch.Tensor)
 
 
 def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,28 +382,3 @@ def _drop_spare(trace: Trace) -> None:
     for _, child in trace.children:
         if child is not None and child.spare:
             _drop_spare(child)
-
-
-class _Task(threading.local):
-    """The frames replayed by the backward call that runs on this thread."""
-
-    id = -1
-    frames: list[weakref.ref[Frame]]
-
-
-_task = _Task()
-
-
-def _release_after_backward(frame: Frame, task: int) -> None:
-    if _task.id != task:
-        frames: list[weakref.ref[Frame]] = []
-        _task.id, _task.frames = task, frames
-
-        def release() -> None:
-            for ref in frames:
-                frame = ref()
-                if frame is not None:
-                    frame.release()
-
-        _compat.after_backward(release)
-    _task.frames.append(weakref.ref(frame))

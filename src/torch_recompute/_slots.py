@@ -33,6 +33,10 @@ class Owner(Protocol):
         """Replays the region and returns the slot's tensor."""
         ...
 
+    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Empties a transient slot whose tensor has just been read."""
+        ...
+
     def dropped(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that a slot stands for."""
         ...
@@ -88,7 +92,7 @@ def unpack(packed: Any) -> torch.Tensor:
         if tensor._version != packed.version:
             raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
         if packed.owner.transient:
-            packed.tensor = weakref.ref(tensor) if in_backward() else None
+            packed.owner.let_go(packed, tensor)
         return tensor
     if kind is tuple:
         tensor, version = packed

@@ -31,7 +31,7 @@ def output_of(path: Path) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "pipeline"])
 def test_regions_train_the_same_in_less_memory(name: str) -> None:
     """The example prints the same falling losses with and without regions, and a lower peak with them."""
     rows = {row: (losses.split(), float(peak)) for row, losses, peak in ROW.findall(output_of(FOLDER / f"{name}.py"))}

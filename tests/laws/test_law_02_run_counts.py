@@ -89,7 +89,7 @@ def split_in_two(run, first, order):
 @pytest.mark.parametrize("inputs_first", [True, False])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_backward_split_in_two_replays_once(inputs_first, nested):
-    """Inputs first, then weights: two `autograd.grad` calls share one replay. Either way the gradients are plain."""
+    """Inputs first, then weights, or the other way round: the two share one replay, and the gradients are plain."""
     layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     x = torch.randn(4, 8, requires_grad=True)
     count = Counted()
@@ -100,8 +100,51 @@ def test_a_backward_split_in_two_replays_once(inputs_first, nested):
     wanted = split_in_two(plain, (layer, x), inputs_first)
     for a, b in zip(got, wanted, strict=True):
         assert all(map(torch.equal, a, b))
-    # Weights first looks like any other call that retains its graph: there each call replays for itself.
-    assert count.calls["layer"] == 2 if inputs_first else count.calls["layer"] <= 3
+    assert count.calls["layer"] == 2
+
+
+class Scaled(nn.Module):
+    """A layer and a weight that is not saved where it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+SPLIT = {
+    "a scale made of a weight": lambda m, x: m.layer(x).tanh() * m.weight.exp(),
+    "a shift made of a weight": lambda m, x: m.layer(x).tanh() + m.weight.exp() * torch.full((8,), 2.0),
+    "a bias": lambda m, x: m.layer(x).tanh() + m.weight,
+    "a gate that leads to no input": lambda m, x: x * m.layer(torch.full((4, 8), 2.0)).sigmoid() * m.weight,
+    "the branch before is done with": lambda m, x: m.layer(x.sin()) * m.weight + x.exp(),
+    "a weight frozen": lambda m, x: m.layer(x.exp()).tanh() * m.weight.detach().exp(),
+}
+
+
+@pytest.mark.parametrize("fn", SPLIT.values(), ids=SPLIT.keys())
+def test_what_the_second_half_needs_stays_whatever_it_is(fn):
+    """Two halves share a replay also where weights are used in ways that do not save them."""
+    count = Counted()
+    module, x = Scaled(), torch.randn(4, 8, requires_grad=True)
+    frozen = "detach" in fn.__code__.co_names
+    wanted = split_in_two(lambda x: fn(module, x), (module.layer if frozen else module, x), True)
+    got = split_in_two(recompute(count("fn", lambda x: fn(module, x))), (module.layer if frozen else module, x), True)
+    for a, b in zip(got, wanted, strict=True):
+        assert all(map(torch.equal, a, b))
+    assert count.calls["fn"] == 2
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_retained_graph_keeps_no_replay(trained):
+    """A call that retains its graph and leaves nothing out lets go of what it rebuilt, with frozen weights too."""
+    count = Counted()
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    layer[0].requires_grad_(trained)
+    out = recompute(count("layer", layer))(torch.randn(4, 8, requires_grad=True)).sum()
+    for calls in (2, 3, 4):
+        out.backward(retain_graph=True)
+        assert count.calls["layer"] == calls
 
 
 @places

@@ -68,9 +68,8 @@ def graph_is_kept() -> bool:
     return in_backward() and _keep_graph()
 
 
-def will_accumulate(parameter: torch.Tensor) -> bool:
-    """Whether the running backward call will compute the gradient of `parameter`, a leaf."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+def will_run(node: Any) -> bool:
+    """Whether the running backward call will run, or has run, a node of its graph."""
     try:
         return _C._will_engine_execute_node(node)
     except RuntimeError:  # torch does not answer for a leaf that autograd.grad was asked for: it computes that one

@@ -97,6 +97,7 @@ from .plans import (
     store_unused,
     wrapped_apart,
 )
+from .ranks import no_plan_on_rank, no_ranks_to_ask, plans_differ
 from .replays import (
     changed_input,
     changed_output,
@@ -236,6 +237,8 @@ __all__ = [
     "no_module_to_audit",
     "no_policy",
     "no_process_group",
+    "no_plan_on_rank",
+    "no_ranks_to_ask",
     "no_regions",
     "no_sharded_inputs",
     "in_two_places",
@@ -291,6 +294,7 @@ __all__ = [
     "over_budget",
     "plan_has_chosen",
     "read_in_graph",
+    "plans_differ",
     "reentrant",
     "said_twice",
     "saved_twice",

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,6 +116,14 @@ class Plan:
     def __str__(self) -> str:
         head = f"plan of {len(self.choices)} regions" + (f", from {self.source}" if self.source else "")
         return "\n".join([head, *(f"  {choice}" for choice in self.choices)])
+
+    def digest(self) -> str:
+        """A SHA-256 hash of the choices, as 64 hexadecimal digits: equal in every process for plans that choose alike.
+
+        As in `diff`, the source does not count.
+        """
+        data = [VERSION, [dataclasses.asdict(choice) for choice in self.choices]]
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it."""

@@ -1,0 +1,94 @@
+"""Ranks that must do the same check that they hold the same plan.
+
+Under data or tensor parallelism all ranks of a group run the same layers. Where one of them recomputes others than its
+peers do, nothing fails: it only runs out of memory first, or every step waits for it; and where a region holds a
+collective that is repeated in the replay, ranks with different plans wait for each other for ever. Such plans come
+about by a configuration file of yesterday on one machine, or by a planner that has measured on each rank by itself.
+
+So ranks compare before training. What travels is a hash of each plan, as plain data; only if they differ do the plans
+follow, so that the error can say who differs and where. It is raised on every rank, at the same place, because a rank
+that goes on alone waits for the others in its next collective.
+
+Rejected: sending the first rank's plan to the others. A plan that fits one rank's model may name layers that another
+has not, and a rank whose configuration is wrong in this is wrong in more; the user is to know.
+
+The stages of a pipeline hold different layers and so different plans. The group to compare over is the one whose ranks
+hold the same layers: data parallel, tensor parallel, or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import errors
+from ..plan import Plan
+
+
+def agree_on(plan: Plan, group: dist.ProcessGroup | None = None) -> Plan:
+    """Checks that all ranks of a group hold the same plan.
+
+        apply(model, agree_on(config.plan(model), data_parallel_group))
+
+    To be called by every rank of the group. With several model chunks on a rank, call it once for each, in the same
+    order everywhere.
+
+    Args:
+        plan: This rank's plan.
+        group: Ranks that hold the same layers: data or tensor parallel ranks, not the stages of a pipeline. By default
+            all ranks.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ArgumentError: On every rank, if one of them holds another plan or none, with the ranks that differ and the
+            first difference. On this rank, if there is no process group or it is not a member.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
+        raise errors.ArgumentError(errors.no_ranks_to_ask())
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    mine = plan.digest() if isinstance(plan, Plan) else None
+    if len(set(_gathered(mine, group))) == 1 and mine is not None:
+        return plan
+    compare(dict(zip(ranks, _gathered(plan if isinstance(plan, Plan) else type(plan).__name__, group), strict=True)))
+    return plan
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found
+
+
+def compare(held: Mapping[int, Plan | str]) -> None:
+    """Raises unless all ranks hold the same plan.
+
+    Args:
+        held: What each rank holds: its plan, or the name of the type of what it has instead.
+
+    Raises:
+        ArgumentError: With the ranks that differ from what most of them hold, and the first difference.
+    """
+    for rank, plan in held.items():
+        if isinstance(plan, str):
+            raise errors.ArgumentError(errors.no_plan_on_rank(rank, plan))
+    camps: dict[str, list[int]] = {}
+    plans: dict[str, Plan] = {}
+    for rank, plan in held.items():
+        assert isinstance(plan, Plan)
+        camps.setdefault(plan.digest(), []).append(rank)
+        plans.setdefault(plan.digest(), plan)
+    if len(camps) < 2:
+        return
+    common = max(camps, key=lambda digest: (len(camps[digest]), -camps[digest][0]))
+    others = [(ranks, _first(plans[common].diff(plans[digest]))) for digest, ranks in camps.items() if digest != common]
+    raise errors.ArgumentError(errors.plans_differ(camps[common], others))
+
+
+def _first(diff: str) -> list[str]:
+    """The first line that goes and the first that comes, of the first place where two plans differ."""
+    place = diff.split("\n@@")[1].split("\n")[1:]
+    return [line for sign in "-+" for line in [x for x in place if x.startswith(sign)][:1]]
