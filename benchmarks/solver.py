@@ -72,8 +72,10 @@ def kind(feed_forward: int) -> Kind:
         seconds = sum(layer.nodes[index].seconds for index in sorted(again))
         saved = layer.input_bytes + sum(layer.nodes[index].bytes for index in kept)
         forward = saved + max((layer.nodes[index].bytes for index in again), default=0)
-        names = None if all(keeps) else tuple(str(index) for index in sorted(kept))
-        options.append(Option(names, saved, forward, whole + 2 * feed_forward * UNIT, seconds, round(seconds * 400e12)))
+        regions = () if all(keeps) else (("", tuple(str(index) for index in sorted(kept))),)
+        options.append(
+            Option(regions, saved, forward, whole + 2 * feed_forward * UNIT, seconds, round(seconds * 400e12))
+        )
     useful: list[Option] = []
     for option in sorted(options, key=lambda option: (option.seconds, option.saved_bytes)):
         if not any(o.saved_bytes <= option.saved_bytes and o.forward_bytes <= option.forward_bytes for o in useful):

@@ -60,7 +60,7 @@ def taken(solution: Solution) -> tuple[Option, ...]:
 def an_option(draw: st.DrawFn, number: int, span: int = 1) -> Option:
     saved = draw(st.integers(0, 20))
     return Option(
-        keep=None if number == 0 else tuple(f"call{i}" for i in range(draw(st.integers(0, 2)))),
+        regions=() if number == 0 else (("", tuple(f"call{i}" for i in range(draw(st.integers(0, 2))))),),
         saved_bytes=saved,
         forward_bytes=saved + draw(st.integers(0, 10)),
         backward_bytes=saved + draw(st.integers(0, 20)),
@@ -114,9 +114,11 @@ def _options(rng: random.Random, count: int) -> list[Option]:
         kept = sum(size for (size, _), keep in zip(results, subset, strict=True) if keep)
         seconds = math.fsum(price for (_, price), keep in zip(results, subset, strict=True) if not keep)
         saved = 2 * mib + kept
-        names = None if all(subset) else tuple(f"call{i}" for i, keep in enumerate(subset) if keep)
+        regions = () if all(subset) else (("", tuple(f"call{i}" for i, keep in enumerate(subset) if keep)),)
         backward = whole + 2 * mib + rng.randint(0, 8) * mib
-        options.append(Option(names, saved, saved + rng.randint(1, 6) * mib, backward, seconds, round(seconds * 1e12)))
+        options.append(
+            Option(regions, saved, saved + rng.randint(1, 6) * mib, backward, seconds, round(seconds * 1e12))
+        )
     useful: list[Option] = []
     for option in sorted(options, key=lambda option: (option.seconds, option.saved_bytes)):
         sizes = option.saved_bytes, option.forward_bytes, option.backward_bytes
@@ -161,13 +163,13 @@ def _options_of(graph: Graph, transient: int) -> Iterator[Option]:
     needed = _needed(graph)
     plain = sum(graph.nodes[index].bytes for index in {_origin(graph, index) for index in needed} - {-1})
     plain += graph.input_bytes * any(_origin(graph, index) < 0 for index in needed)
-    yield Option(None, plain, plain + transient, plain + transient, 0.0)
+    yield Option((), plain, plain + transient, plain + transient, 0.0)
     for kept in _subsets([index for index in range(len(graph.nodes)) if _origin(graph, index) == index]):
         seconds = run_again(graph, kept, needed)[0]
         if seconds < math.inf:
             saved = graph.input_bytes + sum(graph.nodes[index].bytes for index in kept)
             keep = tuple(map(str, sorted(kept)))
-            yield Option(keep, saved, saved + transient, saved + transient, seconds)
+            yield Option((("", keep),), saved, saved + transient, saved + transient, seconds)
 
 
 def _needed(graph: Graph) -> list[int]:

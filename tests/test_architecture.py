@@ -46,6 +46,7 @@ ROOMS = (
     ("memory",),
     ("simulation",),
     ("plan",),
+    ("planning",),
     ("auditing",),
     ("config",),
     ("distributed",),
@@ -87,6 +88,7 @@ LEAN = {
     "memory",
     "simulation",
     "plan",
+    "planning",
     "auditing",
     "config",
     "__init__",
@@ -96,7 +98,7 @@ LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
-    *("units", "profile", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named"),
+    *("units", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named"),
 }
 
 MAX_LINES = 400

@@ -53,7 +53,7 @@ def test_no_plan_costs_less_than_the_bound(costs: Costs, budget: int, more: int)
 def layer() -> Kind:
     """A layer of twelve operations in a row, of rising price per byte."""
     nodes = tuple(Node(float(i), 10, (i - 1,), True) for i in range(12))
-    return Kind((Option(None, 120, 120, 120, 0.0),), Graph(nodes, 11, 10))
+    return Kind((Option((), 120, 120, 120, 0.0),), Graph(nodes, 11, 10))
 
 
 def stack(layers: int) -> Costs:

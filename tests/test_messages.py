@@ -36,6 +36,7 @@ from torch_recompute import (
     OnHost,
     OutputDiscardCheckpoint,
     Plan,
+    Profile,
     RecomputeConfig,
     RecomputeError,
     SaveError,
@@ -50,6 +51,7 @@ from torch_recompute import (
     doing_recompute,
     errors,
     get_recompute_data,
+    make_plan,
     no_recompute,
     recompute,
     replay,
@@ -57,6 +59,7 @@ from torch_recompute import (
     saved_activations,
     show,
     simulate,
+    solve,
     state,
     values,
 )
@@ -678,8 +681,29 @@ class Case:
 
 
 GIB = 2**30
+
+
+def plans_for_nothing() -> None:
+    layer = torch.nn.Linear(4, 4)
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Sequential(layer)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x)).sum()
+
+    make_plan(Twice(), (torch.ones(2, 4),), budget=0.5, device="h100")
+
+
+def plans_for_too_little() -> None:
+    two = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(2)]
+    make_plan(torch.nn.Sequential(*two), (torch.ones(64, 8),), budget=100, device="h100")
+
+
 COSTS = Costs(
-    {"layer": Kind((Option(None, 2 * GIB, 3 * GIB, 4 * GIB, 0.0), Option((), GIB, 3 * GIB, 4 * GIB, 0.5)))},
+    {"layer": Kind((Option((), 2 * GIB, 3 * GIB, 4 * GIB, 0.0), Option((("", ()),), GIB, 3 * GIB, 4 * GIB, 0.5)))},
     tuple(Segment(f"layers.{i}", "layer", GIB, 5 * GIB // 4) for i in range(4)),
     (Point(4, 5 * GIB + 1, "in the loss"),),
 )
@@ -2323,7 +2347,7 @@ CASES = [
     Case(
         "over_budget",
         BudgetError,
-        lambda: choose(Costs({"a": Kind((Option(None, 5, 5, 7, 0.0),))}, (Segment("net", "a", 1, 2),)), 8),
+        lambda: choose(Costs({"a": Kind((Option((), 5, 5, 7, 0.0),))}, (Segment("net", "a", 1, 2),)), 8),
         "budget=8 bytes is too small: no choice of what to recompute needs less than 9 bytes.\n"
         "  With that choice the peak is in the backward of net, where 2 bytes are not for a plan to change: "
         "parameters, gradients, optimizer state and what lies between the planned modules.\n"
@@ -2376,6 +2400,49 @@ CASES = [
         lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
         "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
         "  Costs are made by profiling a model; by hand, see plan/cost.py.",
+    ),
+    # planning
+    Case(
+        "no_plan_fits",
+        BudgetError,
+        plans_for_too_little,
+        "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
+        "11.42 KiB (11688 bytes), with no region 15.41 KiB.\n"
+        '  Pass budget="11.42KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
+        ".smallest.\n"
+        "  26% of the peak are 2 tensors of the loss as wide as the logits (8), 4,096 bytes, which no recomputation of "
+        "layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
+        "(hidden, labels), where head_and_loss returns a loss per token.",
+    ),
+    Case(
+        "nothing_to_plan",
+        ArgumentError,
+        plans_for_nothing,
+        "Twice has no module that a plan could recompute: none holds a product and is called once in a forward.\n"
+        "  layer is called 2 times in one forward\n"
+        '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)',
+    ),
+    Case(
+        "unknown_device",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
+        "device='h300' is neither a device of this machine nor one whose speeds are known.\n"
+        "  Known are a100, h100, h200, b200, rtx4090.",
+    ),
+    Case(
+        "bad_profile",
+        ArgumentError,
+        lambda: Profile.from_json("[]"),
+        "this is not a profile: this version of the library reads version 1.\n"
+        "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
+        "profile.to_json() wrote.",
+    ),
+    Case(
+        "nothing_to_fit_into",
+        ArgumentError,
+        lambda: solve(Profile("Net", "h100", COSTS, 20 * GIB), budget="fit"),
+        'budget="fit" means what the device has free, and a profile knows no device.\n'
+        '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as budget="24GiB".',
     ),
     # between ranks
     Case(

@@ -97,7 +97,7 @@ def test_blocks_reach_the_least_budget_and_lose_nothing_that_counts(kinds: int) 
 
 def test_spans_fill_blocks_as_well() -> None:
     """Where only groups of layers fit, blocks are made of groups."""
-    one, two = Option((), 10, 30, 30, 1.0), Option((), 10, 60, 60, 2.5, span=2)
+    one, two = Option((("", ()),), 10, 30, 30, 1.0), Option((("", ()),), 10, 60, 60, 2.5, span=2)
     costs = Costs({"a": Kind((one, two))}, tuple(Segment(f"{i}", "a", 0, 0) for i in range(100)))
     for budget in (545, 560):
         tied, exact = choose(costs, budget, "blocks"), choose(costs, budget, "labels")
@@ -137,11 +137,11 @@ def test_ties_go_to_fewer_flops_then_a_smaller_peak_then_the_simpler_option() ->
     def chosen(*options: Option) -> Option:
         return choose(Costs({"a": Kind(options)}, (Segment("x", "a", 0, 0),)), 100).options[0]
 
-    plain = Option(None, 10, 20, 20, 0.0, flops=1)
-    fewer_flops, smaller = Option(("a",), 10, 30, 30, 0.0), Option(("a", "b"), 10, 25, 25, 0.0)
+    plain = Option((), 10, 20, 20, 0.0, flops=1)
+    fewer_flops, smaller = Option((("", ("a",)),), 10, 30, 30, 0.0), Option((("", ("a", "b")),), 10, 25, 25, 0.0)
     assert chosen(plain, fewer_flops) == fewer_flops
     assert chosen(plain, fewer_flops, smaller) == smaller
-    same = [Option(("a",), 10, 20, 20, 0.0), Option((), 10, 20, 20, 0.0), Option(None, 10, 20, 20, 0.0)]
+    same = [Option((("", ("a",)),), 10, 20, 20, 0.0), Option((("", ()),), 10, 20, 20, 0.0), Option((), 10, 20, 20, 0.0)]
     assert chosen(*same) == same[2]
     assert chosen(*same[:2]) == same[1]
 
@@ -166,7 +166,7 @@ def test_an_integer_program_agrees(costs: Costs, more: int) -> None:
     assert choose(costs, budget, "highs").seconds == pytest.approx(choose(costs, budget).seconds, abs=1e-6)
 
 
-GOOD = Option(None, 1, 2, 2, 0.0)
+GOOD = Option((), 1, 2, 2, 0.0)
 NODE = Node(1.0, 1, (-1,))
 
 

@@ -25,6 +25,10 @@ from .errors import (
 )
 from .memory import Measurement, SavedActivations, measure, saved_activations
 from .plan import Applied, Choice, Plan, apply, simulate
+from .plan.planned import solve
+from .plan.prediction import Prediction
+from .plan.profile import Profile
+from .planning import make_plan, profile
 from .region import no_recompute, recompute
 from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
@@ -33,6 +37,11 @@ from .values import doing_recompute, get_recompute_data, is_recomputing, replay,
 __version__ = "0.1.0"
 
 __all__ = [
+    "Profile",
+    "Prediction",
+    "solve",
+    "profile",
+    "make_plan",
     "Applied",
     "ArgumentError",
     "BudgetError",

@@ -86,6 +86,13 @@ from .lens import (
     not_a_model,
     not_paths,
 )
+from .planning import (
+    bad_profile,
+    no_plan_fits,
+    nothing_to_fit_into,
+    nothing_to_plan,
+    unknown_device,
+)
 from .plans import (
     applied_twice,
     bad_plan,
@@ -162,6 +169,11 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "no_plan_fits",
+    "nothing_to_plan",
+    "unknown_device",
+    "bad_profile",
+    "nothing_to_fit_into",
     "no_rank",
     "no_such_collectives",
     "no_such_stream",

@@ -32,7 +32,8 @@ class Option:
     """One way to treat a segment, or several segments in a row as one.
 
     Attributes:
-        keep: The calls that are not repeated (`Choice.keep`); None where the segment is no region at all.
+        regions: The regions in it, each a path below the segment ("" for all of it) and the calls that are not repeated
+            (`Choice.keep`); none where nothing is recomputed.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
         backward_bytes: The most that lives in its backward beyond the level before its forward.
@@ -43,7 +44,7 @@ class Option:
         store: Where its inputs lie (`Choice.store`).
     """
 
-    keep: tuple[str, ...] | None
+    regions: tuple[tuple[str, tuple[str, ...]], ...]
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int

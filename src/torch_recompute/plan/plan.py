@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from .. import errors
+from .prediction import Prediction
 
 VERSION = 1
 KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
@@ -76,10 +77,12 @@ class Plan:
     Attributes:
         choices: One per region; no module is in two of them.
         source: What the plan was made from, in words.
+        prediction: What the step is promised to take, where the plan was made for a budget.
     """
 
     choices: tuple[Choice, ...] = ()
     source: str = ""
+    prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -107,6 +110,31 @@ class Plan:
                 raise errors.ArgumentError(errors.bad_plan(why))
             seen.update(choice.paths)
 
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The most bytes alive at any time of the step; None without a prediction, as with the others."""
+        return None if self.prediction is None else self.prediction.peak_bytes
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Seconds of the step, replays included."""
+        return None if self.prediction is None else self.prediction.step_seconds
+
+    @property
+    def predicted_replay_flops(self) -> int | None:
+        """FLOPs of products in all replays of the step."""
+        return None if self.prediction is None else self.prediction.replay_flops
+
+    @property
+    def lower_bound(self) -> float | None:
+        """Seconds that a step takes at least within the budget, whatever is kept and recomputed."""
+        return None if self.prediction is None else self.prediction.bound_seconds
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the step another schedule could save at most, as a share."""
+        return None if self.prediction is None else self.prediction.gap
+
     def __iter__(self) -> Iterator[Choice]:
         return iter(self.choices)
 
@@ -115,6 +143,8 @@ class Plan:
 
     def __str__(self) -> str:
         head = f"plan of {len(self.choices)} regions" + (f", from {self.source}" if self.source else "")
+        if self.prediction is not None:
+            return f"{head}\n{self.prediction}"
         return "\n".join([head, *(f"  {choice}" for choice in self.choices)])
 
     def digest(self) -> str:
@@ -127,7 +157,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it."""
-        data = {"version": VERSION, "source": self.source, "choices": [dataclasses.asdict(c) for c in self.choices]}
+        data: dict[str, Any] = {"version": VERSION, "source": self.source}
+        data["choices"] = [dataclasses.asdict(choice) for choice in self.choices]
+        if self.prediction is not None:
+            data["prediction"] = dataclasses.asdict(self.prediction)
         return json.dumps(data, indent=1)
 
     @staticmethod
@@ -144,7 +177,9 @@ class Plan:
         if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
             raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
         try:
-            return Plan(tuple(_choice(**choice) for choice in data["choices"]), str(data["source"]))
+            promise = data.get("prediction")
+            prediction = None if promise is None else Prediction.from_data(**promise)
+            return Plan(tuple(_choice(**choice) for choice in data["choices"]), str(data["source"]), prediction)
         except (KeyError, TypeError) as error:
             raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
 

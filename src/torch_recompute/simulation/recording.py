@@ -19,6 +19,8 @@ from ..memory.measurement import Measurement
 from .places import PHASES, Places
 from .pretending import Pretend
 
+Watch = Callable[[Any, Any, Any, Any], None]
+
 
 class Recording(Measurement):
     """The books of one simulated step.
@@ -28,17 +30,21 @@ class Recording(Measurement):
         places: Knows where the step is.
         device: The device whose figures are wanted.
         rounding: Sizes are rounded up to multiples of this many bytes.
+        watch: Called with each operation: its overload, arguments, keyword arguments and result.
 
     Attributes:
         flops: FLOPs by phase.
         kept: What the forward keeps for backward: entries of activations and their bytes.
     """
 
-    def __init__(self, pretend: Pretend, places: Places, device: torch.device, rounding: int) -> None:
+    def __init__(
+        self, pretend: Pretend, places: Places, device: torch.device, rounding: int, watch: Watch | None = None
+    ) -> None:
         super().__init__(device)
         self._pretend = pretend
         self._rounding = rounding
         self._places = places
+        self._told = watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
@@ -70,6 +76,9 @@ class Recording(Measurement):
             ledger.place = place
         self.at[place.event] = place
         super().record(func, inputs, outputs)
+        if self._told is not None:
+            args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
+            self._told(func, args, kwargs or {}, outputs)
         formula: Any = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)

@@ -22,7 +22,7 @@ from .advising import advise
 from .faking import Faker
 from .places import Places
 from .pretending import Pretend
-from .recording import Recording
+from .recording import Recording, Watch
 from .result import Moment, Simulation
 
 _WHAT = "simulate"
@@ -34,6 +34,7 @@ def simulate_step(
     kwargs: dict[str, Any] | None = None,
     *,
     prepare: Callable[[nn.Module], object] | None = None,
+    watch: Watch | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
@@ -47,6 +48,7 @@ def simulate_step(
         args: The positional arguments of one call.
         kwargs: Its keyword arguments.
         prepare: Called with the copy before the step.
+        watch: Called with each operation of the step: its overload, arguments, keyword arguments and result.
         loss: From the model's output to a scalar.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: Where the step is to run.
@@ -73,7 +75,7 @@ def simulate_step(
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            step = _Step(where, rounding)
+            step = _Step(where, rounding, watch)
             step.set_up(model, optimizer, prepare)
             return step.run(args, kwargs or {}, loss or loss_of, accumulate)
     finally:
@@ -124,9 +126,11 @@ class _Step:
     Args:
         device: Where it is to run.
         rounding: What sizes are rounded up to; None for the device's own.
+        watch: Called with each operation.
     """
 
-    def __init__(self, device: torch.device, rounding: int | None) -> None:
+    def __init__(self, device: torch.device, rounding: int | None, watch: Watch | None) -> None:
+        self._watch = watch
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, 0)
         self._device = device
@@ -158,7 +162,7 @@ class _Step:
     ) -> Simulation:
         """Runs the step."""
         args, kwargs = self._faker.arguments(args, kwargs)
-        books = Recording(self._pretend, self._places, self._device, self._rounding)
+        books = Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
         books.track(self._model)
         logits: tuple[int, int] | None = None
         with self._pretend, self._places.watching(), books:
@@ -181,7 +185,7 @@ class _Step:
         if self._optimizer is not None:
             with self._pretend:
                 self._optimizer.step()
-            second = Recording(self._pretend, self._places, self._device, self._rounding)
+            second = Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
             second.go_on_from(books)
             second.track(self._model, self._optimizer)
             state = second.on(self._device).live_by_category["optimizer"]

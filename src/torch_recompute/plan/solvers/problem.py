@@ -242,10 +242,10 @@ class Problem:
         return Solution(options, self.peak(chosen).bytes, math.fsum(option.seconds for option in chosen), solver)
 
 
-def simplicity(option: Option) -> tuple[bool, bool, int, int, tuple[str, ...], str]:
-    """Sorts options: no region first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
-    keep = option.keep or ()
-    return option.keep is not None, bool(option.store), len(keep), option.span, tuple(keep), option.store
+def simplicity(option: Option) -> tuple[object, ...]:
+    """Sorts options: few regions first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
+    kept = sum(len(keep) for _, keep in option.regions)
+    return len(option.regions), bool(option.store), kept, option.span, option.regions, option.store
 
 
 def _exponent(total: float) -> int:

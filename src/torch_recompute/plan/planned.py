@@ -1,0 +1,149 @@
+"""From what a solver chose to a plan, and `solve`: a profile and a budget in, a plan out, without the model."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .. import errors
+from .anatomy import inside
+from .bound import bound
+from .budget import read_budget
+from .cost import Costs, Option, Solution
+from .plan import Choice, Plan
+from .prediction import Line, Prediction
+from .profile import Profile
+from .solve import choose, smallest
+
+
+def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") -> Plan:
+    """The plan for a budget, from a profile alone.
+
+        plan = solve(profile(model, batch), budget="24GiB")
+
+    What it predicts follows from the profile; `make_plan` also simulates the step with the plan, and hands out only
+    what then fits.
+
+    Args:
+        profile: What the step costs.
+        budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
+            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
+            of the step with no region.
+        solver: "auto", or the name of one of the solvers.
+
+    Raises:
+        BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
+        ArgumentError: The budget is none.
+    """
+    least = smallest(profile.costs)
+    wanted = bytes_of(budget, least.peak_bytes, profile.plain_peak_bytes, None)
+    try:
+        solution = choose(profile.costs, wanted, solver)
+    except errors.BudgetError as error:
+        raise errors.BudgetError(str(error), error.smallest, planned(profile, profile.costs, least, wanted)) from None
+    return planned(profile, profile.costs, solution, wanted)
+
+
+def bytes_of(budget: object, least: int, most: int, free: int | None) -> int:
+    """What a budget comes to for one model.
+
+    Args:
+        budget: See `read_budget`.
+        least: The smallest peak of any plan.
+        most: The peak with no region.
+        free: What the device has for this step; None if there is no device at hand.
+
+    Raises:
+        ArgumentError: It is no budget, or "fit" without a device.
+    """
+    meant = read_budget(budget)
+    if meant.bytes is not None:
+        return meant.bytes
+    if meant.share is not None:
+        return least + math.floor(meant.share * (most - least))
+    if free is None:
+        raise errors.ArgumentError(errors.nothing_to_fit_into())
+    return free
+
+
+def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
+    """The regions that a solver chose."""
+    found: list[Choice] = []
+    names = [segment.path for segment in profile.costs.segments]
+    start = 0
+    while start < len(names):
+        option = solution.options[start]
+        together = tuple(names[start : start + option.span])
+        for below, keep in option.regions:
+            paths = tuple(f"{path}.{below}".strip(".") for path in together)
+            carry = any(inside(decided, path) for decided in profile.carries for path in paths)
+            found.append(Choice(paths, keep, carry, store=option.store))
+        start += option.span
+    return tuple(found)
+
+
+def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, peak: int | None = None) -> Plan:
+    """The plan of a solution, with what it promises.
+
+    Args:
+        profile: What the plan is for.
+        costs: What the solution was chosen from.
+        solution: What was chosen.
+        budget: In bytes.
+        peak: Of the simulated step with this plan; None if it was not simulated.
+    """
+    starts = [i for i in range(len(solution.options)) if _begins(solution.options, i)]
+    prediction = Prediction(
+        budget_bytes=budget,
+        peak_bytes=solution.peak_bytes if peak is None else peak,
+        plain_peak_bytes=profile.plain_peak_bytes,
+        step_seconds=costs.step_seconds + solution.seconds,
+        plain_step_seconds=costs.step_seconds,
+        replay_flops=sum(solution.options[i].flops for i in starts),
+        bound_seconds=costs.step_seconds + bound(costs, max(budget, solution.peak_bytes)),
+        device=profile.device,
+        solver=solution.solver,
+        lines=_lines(costs, solution, starts),
+    )
+    return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction)
+
+
+def _begins(options: tuple[Option, ...], place: int) -> bool:
+    start = 0
+    while start < place:
+        start += options[start].span
+    return start == place
+
+
+def _lines(costs: Costs, solution: Solution, starts: list[int]) -> tuple[Line, ...]:
+    groups: dict[tuple[str, str, Option], list[str]] = {}
+    for start in starts:
+        segment, option = costs.segments[start], solution.options[start]
+        pattern = re.sub(r"\d+", "*", segment.path)
+        groups.setdefault((pattern, segment.kind, option), []).append(segment.path)
+    lines: list[Line] = []
+    for (pattern, kind, option), paths in groups.items():
+        plain = costs.kinds[kind].options[0].saved_bytes * option.span
+        lines.append(
+            Line(
+                pattern if len(paths) > 1 else paths[0],
+                len(paths),
+                _what(option),
+                option.saved_bytes,
+                max(0, plain - option.saved_bytes),
+                option.seconds,
+            )
+        )
+    return tuple(lines)
+
+
+def _what(option: Option) -> str:
+    if not option.regions:
+        return "not recomputed"
+    parts = [
+        f"{path or ('recomputed' if option.span == 1 else f'{option.span} together recomputed')}"
+        + (" recomputed" if path else "")
+        + (f" but not {', '.join(keep)}" if keep else "")
+        for path, keep in option.regions
+    ]
+    return "; ".join(parts) + (f"; inputs in {option.store!r}" if option.store else "")

@@ -1,0 +1,90 @@
+"""A profile: what the step of one model costs on one device, as plain data that can be saved, read and compared.
+
+It holds everything that `solve` needs and nothing of the model but paths, so a profile that was taken on one machine is
+solved on another, for any number of budgets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+from .. import errors
+from .cost import Costs, Graph, Kind, Node, Option, Point, Segment
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step costs.
+
+    Attributes:
+        model: The name of the model's class.
+        device: What the seconds are of.
+        costs: The segments, their options, and what else lives.
+        plain_peak_bytes: The peak of the step with no region.
+        carries: The paths of segments whose regions carry decisions (routing).
+        left_out: Modules that are not planned, and why.
+        advice: What else would help, in words; "" where nothing is to be said.
+    """
+
+    model: str
+    device: str
+    costs: Costs
+    plain_peak_bytes: int
+    carries: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+    advice: str = ""
+
+    def to_json(self) -> str:
+        """The profile as JSON text; `from_json` reads it."""
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """A profile from what `to_json` wrote.
+
+        Raises:
+            ArgumentError: The text is no JSON, of another version, or holds something else.
+        """
+        try:
+            data: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise errors.ArgumentError(errors.bad_profile(f"no JSON: {error}")) from None
+        if not isinstance(data, dict) or cast("dict[str, Any]", data).pop("version", None) != VERSION:
+            raise errors.ArgumentError(errors.bad_profile(f"this version of the library reads version {VERSION}"))
+        try:
+            costs = _costs(**data.pop("costs"))
+            lists = {name: tuple(data.pop(name)) for name in ("carries",)}
+            left_out = tuple((path, why) for path, why in data.pop("left_out"))
+            return Profile(costs=costs, left_out=left_out, **lists, **data)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise errors.ArgumentError(errors.bad_profile(f"a field is missing or unknown: {error}")) from None
+
+
+def _costs(kinds: Any, segments: Any, points: Any, **rest: Any) -> Costs:
+    return Costs(
+        {name: _kind(**kind) for name, kind in kinds.items()},
+        tuple(Segment(**segment) for segment in segments),
+        tuple(Point(**point) for point in points),
+        **rest,
+    )
+
+
+def _kind(options: Any, graph: Any) -> Kind:
+    return Kind(tuple(_option(**option) for option in options), None if graph is None else _graph(**graph))
+
+
+def _option(regions: Any, **rest: Any) -> Option:
+    return Option(tuple((path, tuple(keep)) for path, keep in regions), **rest)
+
+
+def _graph(nodes: Any, **rest: Any) -> Graph:
+    return Graph(tuple(_node(**node) for node in nodes), **rest)
+
+
+def _node(inputs: Any, **rest: Any) -> Node:
+    return Node(inputs=tuple(inputs), **rest)

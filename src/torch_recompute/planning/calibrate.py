@@ -1,0 +1,123 @@
+"""From one simulated step to `Costs`: what lives besides the segments, at every point.
+
+Idea. The simulation's timeline says how many bytes were alive after each operation, and in which module. What the
+segments before had saved is known, since their options are; so is what the running segment's own option takes. What is
+left is everybody else's: parameters, gradients so far, the optimizer's state, embeddings, the loss. So the rest of the
+model needs no description, and whatever is strange about it is in the figures.
+
+The costs reproduce the simulation they were taken from exactly, for the options that it ran with. For other options
+they assume that the rest stays the same. Where it does not, by the few bytes of a tensor that two segments share, the
+plan that was chosen is simulated in its turn, and the costs are taken anew from that (`planner.py`). What two segments
+both save (a skip connection) counts twice; what is left for everybody else then comes out too small, never below 0, so
+that such a model is planned with too little rather than too much room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..plan.anatomy import inside
+from ..plan.cost import Costs, Kind, Option, Point, Segment
+from ..simulation import Moment, Simulation
+
+
+def calibrate(
+    simulation: Simulation,
+    paths: Sequence[str],
+    kinds: Sequence[str],
+    options: Sequence[Option],
+    ways: Mapping[str, Kind],
+    step_seconds: float,
+) -> Costs:
+    """The costs of a step, taken from a simulation of it.
+
+    Args:
+        simulation: The step, with some option chosen for each segment.
+        paths: The segments, in the order of their forwards.
+        kinds: The kind of each.
+        options: The option that each had.
+        ways: The kinds.
+        step_seconds: Of the step with no region.
+    """
+    saved = [0]
+    for option in options:
+        saved.append(saved[-1] + option.saved_bytes)
+    spans = _spans(simulation.timeline, paths)
+    segments: list[Segment] = []
+    points: list[Point] = []
+    after, turned = 0, False
+    for segment, backward, moments in spans:
+        highest = max(moment.live_bytes for moment in moments)
+        if segment is None:
+            points.append(Point(after, max(0, highest - saved[after]), _where(moments, highest)))
+            continue
+        turned = turned or backward
+        after = segment if turned else segment + 1
+        own = options[segment].backward_bytes if backward else options[segment].forward_bytes
+        base = max(0, highest - saved[segment] - own)
+        if backward:
+            segments[segment] = Segment(paths[segment], kinds[segment], segments[segment].forward_bytes, base)
+        else:
+            segments.append(Segment(paths[segment], kinds[segment], base, 0))
+    turn = _turn(simulation.timeline)
+    return Costs(ways, tuple(segments), _merged(points), step_seconds, max(0, turn - saved[-1]))
+
+
+Stretch = tuple[int | None, bool, list[Moment]]
+
+
+def _spans(timeline: Sequence[Moment], paths: Sequence[str]) -> list[Stretch]:
+    """The timeline cut where segments begin and end: of each stretch its segment, whether it is backward, its moments.
+
+    Forward takes the segments in order, backward in the opposite order. What lies between the first and the last moment
+    of a segment is its own; an optimizer's step is of no segment.
+    """
+    number = {path: i for i, path in enumerate(paths)}
+    tops = sorted(number, key=len, reverse=True)
+    memo: dict[str, int | None] = {}
+
+    def at(moment: Moment) -> int | None:
+        if moment.phase == "optimizer" or moment.phase == "loss":
+            return None
+        if moment.module not in memo:
+            memo[moment.module] = next((number[path] for path in tops if inside(moment.module, path)), None)
+        return memo[moment.module]
+
+    backward = next((i for i, m in enumerate(timeline) if m.phase in ("backward", "replay")), len(timeline))
+    ended = next((i for i, m in enumerate(timeline) if m.phase == "optimizer"), len(timeline))
+    stretches: list[Stretch] = []
+    for start, end, back in ((0, backward, False), (backward, ended, True), (ended, len(timeline), True)):
+        part = timeline[start:end]
+        last = {at(moment): i for i, moment in enumerate(part)}
+        i = 0
+        while i < len(part):
+            here = at(part[i])
+            if here is None:
+                j = i + 1
+                while j < len(part) and at(part[j]) is None:
+                    j += 1
+            else:
+                j = last[here] + 1
+            stretches.append((here, back, list(part[i:j])))
+            i = j
+    return stretches
+
+
+def _turn(timeline: Sequence[Moment]) -> int:
+    """Bytes alive when backward begins."""
+    forward = [moment for moment in timeline if moment.phase in ("forward", "loss")]
+    return forward[-1].live_bytes if forward else 0
+
+
+def _where(moments: Sequence[Moment], highest: int) -> str:
+    moment = next(moment for moment in moments if moment.live_bytes == highest)
+    return f"{moment.phase} of {moment.module}" if moment.module else moment.phase
+
+
+def _merged(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Of the points at one place the highest."""
+    best: dict[int, Point] = {}
+    for point in points:
+        if point.after not in best or best[point.after].bytes < point.bytes:
+            best[point.after] = point
+    return tuple(best.values())

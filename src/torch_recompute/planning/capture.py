@@ -1,0 +1,187 @@
+"""The segments of a model as it runs: which modules, in which order, called with what, and which of them are alike.
+
+Idea. One forward on fake tensors, no backward. Hooks on the chosen modules note the arguments of each call; a dispatch
+mode the operations that run in it. Two segments are of one kind if they ran the same operations on the same shapes.
+That tells apart what class names and configurations do not (a layer with a sliding window from one without, a mixture
+of experts from a dense layer), and says nothing of what makes no difference (the number of the layer).
+
+Segments are the layers that `find_units` sees. Where it sees none (a U-Net, a convolutional network), they are the
+largest modules with at most `PRODUCTS` products each.
+
+A module that is called more than once in a forward is no segment: one choice would be for all its calls, and the bytes
+of each lie at another place of the step. It is planned as part of nothing, and said (`Captured.left_out`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _compat, errors
+from .._compat.fakes import FakeTensorMode
+from ..plan.anatomy import Units, inside
+from ..plan.units import find_units
+from ..simulation.faking import Faker
+from ..simulation.pretending import Pretend
+from .ops import Log, Op
+from .trials import Call
+
+PRODUCTS = 6
+
+
+@dataclass
+class Captured:
+    """A fake model and the calls of its segments.
+
+    Attributes:
+        units: What the model is made of.
+        paths: The segments, in the order of their calls.
+        calls: How each is called.
+        kinds: The kind of each: segments with the same number are alike.
+        left_out: Modules that could have been segments, and why they are none.
+        fakes: The mode that the fake tensors belong to.
+        pretend: The mode under which they run.
+    """
+
+    units: Units
+    fakes: FakeTensorMode
+    pretend: Pretend
+    paths: list[str] = field(default_factory=list[str])
+    calls: list[Call] = field(default_factory=list[Call])
+    kinds: list[int] = field(default_factory=list[int])
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """What decides where tokens go; a region around it carries the decisions."""
+        parts = [part for unit in self.units.by_role("moe") for part in (unit.parts or (unit.path,))]
+        return tuple(dict.fromkeys([*(unit.path for unit in self.units.by_role("router")), *parts]))
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Where operations run on the fakes, with grad, whatever is set outside."""
+        with torch.inference_mode(False), torch.enable_grad(), self.pretend:
+            yield
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
+) -> Captured:
+    """Runs a fake copy of a model forward and notes the calls of its segments.
+
+    Args:
+        model: The model.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        device: Where the fakes lie; None for where the model's tensors do.
+
+    Returns:
+        The segments.
+
+    Raises:
+        ArgumentError: The model has no module that could be a segment and is called once.
+    """
+    fakes = FakeTensorMode()
+    faker = Faker(fakes, device)
+    copy: nn.Module = faker.copy(model)
+    args, kwargs = faker.arguments(args, kwargs)
+    units = find_units(model)
+    found = Captured(units, fakes, Pretend(fakes, lambda: ""))
+    modules = dict(copy.named_modules())
+    seen = _Seen({path: modules[path] for path in segments(units, copy)})
+    with found.running(), seen:
+        copy(*args, **kwargs)
+    numbers: dict[Any, int] = {}
+    times = Counter(path for path, _, _ in seen.calls)
+    for path, call, ran in seen.calls:
+        if times[path] > 1:
+            found.left_out[path] = f"is called {times[path]} times in one forward"
+            continue
+        key = (tuple(ran), _grads(call), call.modules[0].training)
+        found.paths.append(path)
+        found.calls.append(call)
+        found.kinds.append(numbers.setdefault(key, len(numbers)))
+    if not found.paths:
+        raise errors.ArgumentError(errors.nothing_to_plan(type(model).__name__, found.left_out))
+    return found
+
+
+def _grads(call: Call) -> tuple[bool, ...]:
+    """Which arguments and parameters require grad."""
+    parameters = tuple(parameter.requires_grad for parameter in call.modules[0].parameters())
+    return (*(isinstance(x, torch.Tensor) and x.requires_grad for x in call.leaves[0]), *parameters)
+
+
+class _Seen:
+    """The calls of some modules and the operations that run in each."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self.calls: list[tuple[str, Call, list[Op]]] = []
+        self._open: list[list[Op]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Seen:
+        for path, module in self._modules.items():
+            enter = module.register_forward_pre_hook(self._entering(path), prepend=False, with_kwargs=True)
+            leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            self._stack.callback(enter.remove)
+            self._stack.callback(leave.remove)
+        self._stack.enter_context(Log(self._ran))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _entering(self, path: str) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leaves, spec = _compat.tree_flatten((args, kwargs))
+            self._open.append([])
+            self.calls.append((path, Call((module,), (tuple(leaves),), (spec,)), self._open[-1]))
+
+        return enter
+
+    def _leave(self) -> None:
+        self._open.pop()
+
+    def _ran(self, op: Op, arguments: Any, result: Any) -> None:
+        if self._open:
+            self._open[-1].append(op)
+
+
+def segments(units: Units, model: nn.Module) -> list[str]:
+    """The modules to plan: the outermost layers, else the largest modules with few products."""
+    layers = [unit.path for unit in units.layers]
+    if layers:
+        return [path for path in layers if not any(inside(path, other) and path != other for other in layers)]
+    products = {unit.path for unit in units.by_role("product")} or {
+        path for path, module in model.named_modules() if any(p.ndim > 1 for p in module.parameters(recurse=False))
+    }
+    callable_ = set(units.modules)
+
+    def split(path: str, module: nn.Module) -> Iterator[str]:
+        held = sum(inside(product, path) for product in products)
+        children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+        if held == 0:
+            return
+        if path and path in callable_ and held <= PRODUCTS:
+            yield path
+            return
+        for below, child in children:
+            yield from split(below, child)
+
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    found: list[str] = []
+    for path in split("", model):
+        module = model.get_submodule(path)
+        if module not in seen:
+            seen.add(module)
+            found.append(path)
+    return found

@@ -1,0 +1,158 @@
+"""Which choices for a segment are worth a trial: guessed from its graph, without running anything.
+
+A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP) and, in each, the
+calls that are kept. There are hundreds. What each stores and runs again follows from the graph by three rules: a region
+stores its inputs and what its kept calls made, as far as something asks for it; what backward needs of the rest is made
+again, from that; and a replay runs everything up to the last tensor that is needed.
+
+The guess is close, but it is only used to leave out choices: those that are worse than another in everything, and those
+far from the convex hull of seconds over bytes. A mixture of two layers on the hull is as good as any choice above it.
+Bytes are meant twice: those stored, which add up over the layers, and with them those that a replay makes, which decide
+the peak in a layer's backward. Half of the choices are taken by each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..plan.anatomy import inside, relative
+from ..plan.plan import kind_in
+from .ops import Op
+from .trace import Trace
+
+Regions = Mapping[str, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a choice would cost.
+
+    Attributes:
+        regions: Each region's path below the segment, and the words of what it keeps.
+        saved: Bytes stored.
+        rebuilt: Bytes made by the largest of its replays that backward needs.
+        seconds: Of the replays.
+    """
+
+    regions: tuple[tuple[str, tuple[str, ...]], ...]
+    saved: int
+    rebuilt: int
+    seconds: float
+
+    @property
+    def both(self) -> int:
+        """Bytes stored and rebuilt."""
+        return self.saved + self.rebuilt
+
+
+def all_guesses(found: Trace, price: Callable[[Op], float]) -> list[Guess]:
+    """What each choice would cost."""
+    seconds = [sum(map(price, made.ops)) for made in found.made]
+    return [_guess(found, seconds, regions) for regions in _choices(found)]
+
+
+def guesses(found: Trace, price: Callable[[Op], float], most: int) -> list[Guess]:
+    """The choices worth trying, at most so many."""
+    every = all_guesses(found, price)
+    every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(keep) for _, keep in g.regions)))
+    best: list[Guess] = []
+    for guess in every:
+        if not any(
+            other.saved <= guess.saved and other.seconds <= guess.seconds and other.rebuilt <= guess.rebuilt
+            for other in best
+        ):
+            best.append(guess)
+    by_saved = _nearest(best, lambda guess: guess.saved)
+    by_both = _nearest(best, lambda guess: guess.both)
+    mixed = dict.fromkeys(itertools.chain.from_iterable(zip(by_saved, by_both, strict=True)))
+    return list(mixed)[:most]
+
+
+def _choices(found: Trace) -> Iterator[Regions]:
+    """All sets of regions and kept calls: one region around the segment, or any of its parts."""
+    numbers = range(len(found.calls))
+    yield from ({"": kept} for kept in _subsets(numbers))
+    if not found.parts:
+        return
+    ways: list[list[Regions]] = []
+    for part in found.parts:
+        own = [n for n in numbers if all(inside(word.removesuffix(kind_in(word)), part) for word in found.calls[n])]
+        ways.append([{}, *({part: kept} for kept in _subsets(own))])
+    for chosen in itertools.product(*ways):
+        regions = {part: kept for way in chosen for part, kept in way.items()}
+        if regions:
+            yield regions
+
+
+def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+    for size in range(len(numbers) + 1):
+        yield from map(frozenset, itertools.combinations(numbers, size))
+
+
+def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
+    """Follows what backward needs back to what is stored."""
+    at = [next((path for path in regions if inside(made.module, path)), None) for made in found.made]
+    stored: set[int] = set()
+    again: set[int] = set()
+    open_ = [(i, at[i]) for i, made in enumerate(found.made) if made.needed]
+    takes_input = found.input_needed
+    while open_:
+        i, asked_in = open_.pop()
+        if i < 0:
+            takes_input = True
+            continue
+        if i in stored or i in again:
+            continue
+        region = at[i]
+        if region is None or region != asked_in or found.made[i].call in regions[region]:
+            stored.add(i)  # no region makes it again, or it is an input of the one that asks, or it is kept
+        else:
+            again.add(i)
+            open_.extend((read, region) for read in found.made[i].inputs)
+    total, rebuilt = 0.0, 0
+    for path, kept in regions.items():
+        here = [i for i in again if at[i] == path]
+        last = max(here, default=-1)
+        total += sum(
+            seconds[i] for i, made in enumerate(found.made) if i <= last and at[i] == path and made.call not in kept
+        )
+        rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
+    words = tuple((path, _words(found, path, kept)) for path, kept in regions.items())
+    saved = sum(found.made[i].bytes for i in stored) + (found.input_bytes if takes_input else 0)
+    return Guess(words, saved, rebuilt, total)
+
+
+def _words(found: Trace, path: str, kept: frozenset[int]) -> tuple[str, ...]:
+    """The words of kept calls as seen from a region."""
+    words = [word for number in sorted(kept) for word in found.calls[number]]
+    return tuple(
+        relative(module, path) + kind_in(word)
+        if (module := word.removesuffix(kind_in(word))) != path
+        else kind_in(word)
+        for word in words
+    )
+
+
+def _nearest(found: Sequence[Guess], size: Callable[[Guess], int]) -> list[Guess]:
+    """By how many seconds each lies above the lower convex hull of seconds over bytes."""
+    hull: list[Guess] = []
+
+    def slope(one: Guess, other: Guess) -> float:
+        return (other.seconds - one.seconds) / (size(other) - size(one))
+
+    for point in sorted(found, key=lambda guess: (size(guess), guess.seconds)):
+        if hull and point.seconds >= hull[-1].seconds:
+            continue
+        while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+
+    def above(guess: Guess) -> float:
+        for one, other in itertools.pairwise(hull):
+            if size(guess) <= size(other):
+                return guess.seconds - one.seconds - (size(guess) - size(one)) * slope(one, other)
+        return guess.seconds - hull[-1].seconds
+
+    return sorted(found, key=above)

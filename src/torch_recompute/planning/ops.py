@@ -1,0 +1,134 @@
+"""Operations as keys: what ran, on which shapes, how often; enough to price one, or to run it alone on a device.
+
+A fake tensor has no values, so an operation is known by its overload, its other arguments, and the shape, strides and
+type of each tensor. Layers that are alike run the same keys, so a model of a hundred layers has some fifty of them.
+An operation that returns only views of its inputs costs nothing and is not written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .. import _compat
+from .._compat.fakes import is_operator, writes
+from ..memory.ledger import storages
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor without its values.
+
+    Attributes:
+        shape: Its shape.
+        stride: Its strides, in elements.
+        dtype: Its type.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements, a repeated one counted once."""
+        count = 1
+        for size, step in zip(self.shape, self.stride, strict=True):
+            count *= size if step or not size else 1
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation on tensors of given shapes.
+
+    Attributes:
+        func: The overload, such as `aten.mm.default`.
+        args: Its positional arguments, tensors as `Meta`, lists as tuples.
+        kwargs: Its keyword arguments, likewise.
+        results: Its tensors.
+        flops: As PyTorch counts them; 0 for what is no product.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[Meta, ...]
+    flops: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return sum(meta.bytes for meta in (*metas(self.args), *metas(dict(self.kwargs)), *self.results))
+
+    def __str__(self) -> str:
+        return f"{self.func}({', '.join(str(list(meta.shape)) for meta in metas(self.args))})"
+
+
+def metas(value: object) -> Iterator[Meta]:
+    """The tensors in a nest of arguments."""
+    if isinstance(value, Meta):
+        yield value
+    elif isinstance(value, tuple):
+        for item in cast("tuple[object, ...]", value):
+            yield from metas(item)
+    elif isinstance(value, dict):
+        yield from metas(tuple(cast("dict[object, object]", value).values()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        stride = tuple(value.stride()) if value.layout is torch.strided else ()
+        return Meta(tuple(value.shape), stride, value.dtype) if stride or not value.shape else repr(value.shape)
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item) for item in cast("Iterable[Any]", value))
+    if isinstance(value, torch.Generator):
+        return None
+    return value
+
+
+def _is_view(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether an operation made no memory and wrote none: its results lie in its arguments."""
+    if writes(func):
+        return False
+    before = {id(storage) for _, storage in storages((args, kwargs))}
+    return all(id(storage) in before for _, storage in storages(out))
+
+
+def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> Op | None:
+    """The key of an operation that has run; None for one that does nothing."""
+    kwargs = kwargs or {}
+    if not is_operator(func) or _is_view(func, args, kwargs, out):
+        return None
+    formula: Any = flop_registry.get(func.overloadpacket)
+    flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+    named = tuple((name, _plain(value)) for name, value in sorted(kwargs.items()))
+    return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), flops)
+
+
+class Log(_compat.TorchDispatchMode):
+    """Shows the operations that run inside.
+
+    Args:
+        seen: Called with each, its arguments and its result.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seen: Callable[[Op, Any, Any], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        op = op_of(func, args, kwargs, out)
+        if op is not None:
+            self._seen(op, (args, kwargs), out)
+        return out

@@ -1,0 +1,285 @@
+"""`profile` and `make_plan`: from a model and a batch to costs, and from a budget to a plan that keeps its promise.
+
+Problem. A planner predicts from a model of memory; the step runs in memory as it is. Predictions that are good on the
+average are of no use to somebody whose step dies of the one that was not.
+
+Idea. Three steps, the last of which is the promise:
+
+    profile    the step is simulated once with no region; each kind of segment is looked at alone (`trace.py`) and
+               tried under the choices worth it (`trials.py`); what else lives is taken from the simulation
+               (`calibrate.py`)
+    solve      the solvers of `plan/` choose one option per segment, on plain data
+    check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
+               taken anew from that simulation, which makes them exact where it matters now, and solved again
+
+A plan is handed out only if its own simulation fits into the budget. Usually the second simulation is the last.
+
+Rejected: a margin on the budget. It is too small for one model and wasteful for all others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from ..plan.anatomy import inside
+from ..plan.apply import apply
+from ..plan.cost import Costs, Kind, Option, Solution
+from ..plan.plan import Choice, Plan
+from ..plan.planned import bytes_of, choices_of, planned
+from ..plan.profile import Profile
+from ..plan.solve import choose, smallest
+from ..plan.solvers.problem import simplicity
+from ..simulation import Simulation, simulate_step
+from .calibrate import calibrate
+from .capture import Captured, capture
+from .free import free_bytes
+from .guesses import guesses
+from .ops import Op, op_of
+from .prices import prices_for, where
+from .trace import trace
+from .trials import Tried, attempt
+
+ROUNDS = 8
+TRIED = 20  # choices per kind of segment
+
+Loss = Callable[[Any], torch.Tensor] | None
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None
+
+
+class Planner:
+    """A model, the step that it is trained with, and what is known of both.
+
+    Attributes:
+        costs: Taken from the step with no region.
+        plain: That step, simulated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        loss: Loss = None,
+        optimizer: MakeOptimizer = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._model = model
+        self._call = args, kwargs
+        roofline, device = where(device)
+        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+        ran: Counter[Op] = Counter()
+        self.plain = self._simulated(Plan(), ran)
+        self._price = roofline or prices_for(model, self.plain.device)
+        captured = capture(model, args, kwargs or {}, self.plain.device)
+        self._paths = captured.paths
+        self._kinds = [str(number) for number in captured.kinds]
+        self._left_out = captured.left_out
+        self._routers = captured.routers
+        self._ways = self._tried(captured)
+        options = [self._ways[kind].options[0] for kind in self._kinds]
+        seconds = sum(self._price(op) * count for op, count in ran.items())
+        self.costs = self._calibrated(self.plain, options, seconds)
+
+    def profile(self) -> Profile:
+        """What is known, as data."""
+        return Profile(
+            type(self._model).__name__,
+            self._price.name,
+            self.costs,
+            self.plain.peak_bytes,
+            self._routers,
+            tuple(self._left_out.items()),
+            self.plain.advice,
+        )
+
+    def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
+        """The plan for a budget, checked by its own simulation."""
+        least, simulated = self._least()
+        wanted = bytes_of(
+            budget, simulated.peak_bytes, self.plain.peak_bytes, free_bytes(self._model, self.plain.device)
+        )
+        best = (least, simulated) if simulated.peak_bytes <= wanted else None
+        costs, known = self.costs, None
+        for _ in range(ROUNDS):
+            try:
+                solution = choose(costs, wanted, solver)
+            except errors.BudgetError:
+                break
+            if solution.options == known:
+                break
+            known = solution.options
+            simulation = self._simulated(self._plan_of(solution))
+            fits = simulation.peak_bytes <= wanted
+            if fits and (best is None or solution.seconds < best[0].seconds):
+                best = solution, simulation
+            if fits and simulation.peak_bytes == solution.peak_bytes:
+                break
+            costs = self._calibrated(simulation, solution.options, costs.step_seconds)
+        if best is None:
+            peak = simulated.peak_bytes
+            plan = planned(self.profile(), self.costs, least, wanted, peak)
+            raise errors.BudgetError(
+                errors.no_plan_fits(wanted, peak, self.plain.peak_bytes, self.plain.advice), peak, plan
+            )
+        solution, simulation = best
+        return planned(self.profile(), costs, solution, wanted, simulation.peak_bytes)
+
+    def _least(self) -> tuple[Solution, Simulation]:
+        """The choice with the smallest peak, by its simulation."""
+        costs, best = self.costs, None
+        for _ in range(ROUNDS):
+            solution = smallest(costs)
+            simulation = self._simulated(self._plan_of(solution))
+            if best is not None and simulation.peak_bytes >= best[1].peak_bytes:
+                break
+            best = solution, simulation
+            if simulation.peak_bytes == solution.peak_bytes:
+                break
+            costs = self._calibrated(simulation, solution.options, costs.step_seconds)
+        assert best is not None
+        return best
+
+    def _plan_of(self, solution: Solution) -> Plan:
+        return Plan(choices_of(self.profile(), solution))
+
+    def _simulated(self, plan: Plan, ran: Counter[Op] | None = None) -> Simulation:
+        """The step with a plan; adds what ran to a count, if there is one."""
+
+        def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            op = op_of(func, args, kwargs, out)
+            if ran is not None and op is not None:
+                ran[op] += 1
+
+        args, kwargs = self._call
+        watch = None if ran is None else count
+        return simulate_step(
+            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step
+        )
+
+    def _tried(self, captured: Captured) -> dict[str, Kind]:
+        """The options of each kind of segment."""
+        ways: dict[str, Kind] = {}
+        for path, kind, call in zip(self._paths, self._kinds, captured.calls, strict=True):
+            if kind in ways:
+                continue
+            with captured.running():
+                inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
+                found = trace(call.modules[0], lambda call=call, inputs=inputs: call.run(inputs), inputs)
+                plain = attempt(call, [], captured.pretend)
+                options = [_option((), plain, plain, self._price)]
+                for guess in guesses(found, self._price, TRIED):
+                    choices = [self._choice(path, *region) for region in guess.regions]
+                    try:
+                        tried = attempt(call, choices, captured.pretend)
+                    except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
+                        continue
+                    options.append(_option(guess.regions, tried, plain, self._price))
+            ways[kind] = Kind(undominated(options), found.graph(self._price))
+        return ways
+
+    def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
+        """A region in a segment that is tried alone."""
+        carry = any(inside(router, f"{path}.{below}".strip(".")) for router in self._routers)
+        return Choice((f"0.{below}".strip("."),), keep, carry)
+
+    def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
+        return calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds)
+
+
+def _option(
+    regions: tuple[tuple[str, tuple[str, ...]], ...], tried: Tried, plain: Tried, price: Callable[[Op], float]
+) -> Option:
+    seconds, flops = tried.extra(plain, price)
+    return Option(regions, tried.saved_bytes, tried.forward_bytes, tried.backward_bytes, seconds, flops)
+
+
+def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
+    """The options of which none other is at least as good in everything; the first one stays."""
+
+    def figures(option: Option) -> tuple[float, ...]:
+        return option.saved_bytes, option.forward_bytes, option.backward_bytes, option.seconds
+
+    kept = [options[0]]
+    rest = sorted(options[1:], key=lambda option: (*figures(option)[::-1], simplicity(option)))
+    for option in rest:
+        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def profile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+) -> Profile:
+    """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
+
+    Nothing is run but single operations, to time them, and nothing is changed; see `simulate` for what the step is.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
+            "b200" or "rtx4090". By default where the model is.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ArgumentError: See `simulate`; or the model has no part that could be recomputed.
+    """
+    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile()
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+) -> Plan:
+    """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
+
+        plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
+        apply(model, plan)
+
+    The plan that is returned has been simulated: its step fits into the budget.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
+            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
+            of the step with no region; or "fit": what is free on the device now.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: See `profile`.
+        solver: "auto", or the name of one of the solvers.
+
+    Returns:
+        The plan, with its prediction.
+
+    Raises:
+        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it.
+        ArgumentError: See `profile`; or the budget is none.
+    """
+    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).plan(budget, solver)

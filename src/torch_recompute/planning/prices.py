@@ -1,0 +1,192 @@
+"""What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
+
+A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
+launch besides. The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
+that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with.
+
+Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
+fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
+roofline, scaled by what the measured ones took of theirs.
+
+Prices decide between plans, so what counts is how they compare.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .. import errors
+from .._compat.fakes import without_modes
+from .ops import Meta, Op
+
+REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
+LONGEST = 0.5  # seconds
+TIMES = 3
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device as two speeds.
+
+    Attributes:
+        name: What it is called.
+        flops: FLOPs per second of matrix products, by bytes of an element; the widest not above an operation's counts.
+        bytes_per_second: Of its memory.
+        launch: Seconds that any operation takes at least.
+    """
+
+    name: str
+    flops: Mapping[int, float]
+    bytes_per_second: float
+    launch: float
+
+    def __call__(self, op: Op) -> float:
+        """Seconds of an operation."""
+        return max(op.flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
+
+    def _speed(self, op: Op) -> float:
+        size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
+        return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
+
+
+def _data_sheet(name: str, half: float, single: float, gigabytes: float) -> Roofline:
+    """A device by the figures of its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s."""
+    speeds = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
+    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6)
+
+
+DEVICES = {
+    roofline.name: roofline
+    for roofline in (
+        _data_sheet("a100", 312, 156, 2039),
+        _data_sheet("h100", 989, 495, 3350),
+        _data_sheet("h200", 989, 495, 4800),
+        _data_sheet("b200", 2250, 1125, 8000),
+        _data_sheet("rtx4090", 165, 83, 1008),
+    )
+}
+
+
+_processor: list[Roofline] = []
+
+
+def processor() -> Roofline:
+    """The roofline of this machine's processor, measured once by a product and a copy."""
+    if not _processor:
+        with without_modes(), torch.no_grad():
+            a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
+            product = min(_seconds(lambda: a @ a, 5))
+            copy = min(_seconds(big.clone, 5))
+            launch = statistics.median(_seconds(lambda: small + small, 50))
+        speed = 2 * 512**3 / product
+        _processor.append(Roofline("cpu", {2: speed, 4: speed}, 2 * big.nbytes / copy, launch))
+    return _processor[0]
+
+
+def _seconds(call: Any, times: int) -> list[float]:
+    call()
+    found: list[float] = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+class Measured:
+    """Prices by running each operation on a device, once in the life of the process.
+
+    Args:
+        device: The device.
+    """
+
+    _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._device = device
+        self._roofline = roofline_of(device)
+        self._scales: list[float] = []
+
+    def __call__(self, op: Op) -> float:
+        """Seconds of an operation."""
+        key = (self.name, op)
+        expected = self._roofline(op)
+        if key not in self._known:
+            self._known[key] = self._run(op) if expected < LONGEST else None
+        seconds = self._known[key]
+        if seconds is not None:
+            self._scales.append(seconds / expected)
+            return seconds
+        return expected * (statistics.median(self._scales) if self._scales else 1.0)
+
+    def _run(self, op: Op) -> float | None:
+        try:
+            with without_modes(), torch.no_grad():  # prices are asked for while fake tensors are about
+                args = tuple(self._real(value) for value in op.args)
+                kwargs = {name: self._real(value) for name, value in op.kwargs}
+                return min(self._times(lambda: op.func(*args, **kwargs)))
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return None
+
+    def _times(self, call: Any) -> list[float]:
+        if self._device.type != "cuda":
+            return _seconds(call, TIMES)
+        call()
+        found: list[float] = []
+        for _ in range(TIMES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1000)
+        return found
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Meta):
+            tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
+            return tensor.normal_() if value.dtype.is_floating_point and 0 not in value.stride else tensor.zero_()
+        if isinstance(value, tuple):
+            return [self._real(item) for item in value]
+        if isinstance(value, torch.device):
+            return self._device
+        return value
+
+
+def where(device: torch.device | str | None) -> tuple[Roofline | None, torch.device | None]:
+    """The roofline of a device that is named by its data sheet, or the device of this machine.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if isinstance(device, str) and device.lower() in DEVICES:
+        return DEVICES[device.lower()], None
+    try:
+        return None, None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise errors.ArgumentError(errors.unknown_device(device, [*DEVICES])) from None
+
+
+def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:
+    """Prices for a step of a model on a device of this machine.
+
+    A model with its weights on the device is measured. One on the meta device has sizes that this machine may not be
+    able to run, so its operations are priced by the roofline.
+    """
+    real = any(parameter.device.type == device.type for parameter in model.parameters())
+    return Measured(device) if real else roofline_of(device)
+
+
+def roofline_of(device: torch.device) -> Roofline:
+    """The roofline of a device of this machine; that of an h100 where its data sheet is not known."""
+    if device.type == "cpu":
+        return processor()
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else ""
+    return next((roofline for known, roofline in DEVICES.items() if known in name), DEVICES["h100"])

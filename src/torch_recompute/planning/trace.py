@@ -1,0 +1,258 @@
+"""One segment looked at alone: the graph of its operations, and the calls in it that a plan could keep.
+
+Idea. The segment runs once, on fake tensors. A dispatch mode writes down which storage each operation makes and reads,
+saved-tensor hooks which of them backward needs, and a function mode which call of a kind (`plan/calls.py`) the
+operation belongs to. Everything is said of storages: a view is its base, a write in place belongs to the node of what
+it writes (what it reads counts only if it was made earlier, so the graph has no cycle; the bound stays one).
+
+Calls become candidates, each the words that a plan writes into `Choice.keep` (`self_attn.q_proj@product`). What cannot
+be told apart by words is one candidate: the calls of one module, the members of a list of experts, the parts of a
+product with an adapter.
+
+Each storage also knows the module that made it, so that `guesses.py` can say what a region around a part would store.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..memory.ledger import storages
+from ..plan.anatomy import inside
+from ..plan.calls import attention_in_parts, kind_of
+from ..plan.cost import Graph, Node
+from .ops import Log, Op
+
+MOST = 8  # candidates, so that all their subsets can be looked at
+
+
+@dataclass
+class Made:
+    """A storage that the segment made.
+
+    Attributes:
+        bytes: Its size.
+        ops: What was run to make it and to write it.
+        inputs: The storages read for it, by index; -1 is the segment's input.
+        call: The candidate that it was made in; -1 outside of all.
+        module: Path of the module that made it, below the segment.
+        needed: Whether backward needs it.
+    """
+
+    bytes: int
+    ops: list[Op]
+    inputs: set[int]
+    call: int
+    module: str
+    needed: bool = False
+
+
+@dataclass
+class Trace:
+    """What a segment does.
+
+    Attributes:
+        made: The storages it makes, in order.
+        calls: The words of each candidate.
+        parts: Modules below the segment that hold several of its calls and that it calls itself.
+        output: Index of the storage of its result.
+        input_bytes: Of its input.
+        input_needed: Whether backward needs its input itself.
+    """
+
+    made: list[Made] = field(default_factory=list["Made"])
+    calls: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    parts: list[str] = field(default_factory=list[str])
+    output: int = -1
+    input_bytes: int = 0
+    input_needed: bool = False
+
+    def graph(self, price: Callable[[Op], float]) -> Graph:
+        """The operations as plain data, with prices."""
+        nodes = [
+            Node(sum(map(price, made.ops)), made.bytes, tuple(sorted(made.inputs)), made.needed) for made in self.made
+        ]
+        return Graph(tuple(nodes), self.output, self.input_bytes, self.input_needed)
+
+
+def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> Trace:
+    """Runs a segment and writes down what it does.
+
+    Args:
+        module: The segment.
+        call: Runs it on fake tensors, with grad.
+        inputs: The tensors that come from the segments before.
+    """
+    found = Trace(input_bytes=sum(storage.nbytes() for _, storage in storages(list(inputs))))
+    index: dict[int, int] = {id(storage): -1 for _, storage in storages(list(inputs))}
+    held: list[Any] = [*inputs]  # no storage may die and give its identity to another
+    calls = _Calls(module)
+    read: list[set[int]] = []
+
+    def seen(op: Op, arguments: Any, result: Any) -> None:
+        reads = {index[id(s)] for _, s in storages(list(arguments)) if id(s) in index}
+        held.append(result)
+        read.append(reads)
+        results = [s for _, s in storages([result])]
+        fresh = [s for s in results if id(s) not in index and id(s) not in _ids(arguments)]
+        written = [index[id(s)] for s in results if id(s) in index and index[id(s)] >= 0]
+        for storage in fresh:
+            index[id(storage)] = len(found.made)
+            found.made.append(Made(int(storage.nbytes()), [], set(reads), calls.current, calls.module))
+        for place in written[:1] if not fresh else ():
+            found.made[place].inputs |= {read for read in reads if read < place}
+        owner = index[id(fresh[0])] if fresh else written[0] if written else None
+        if owner is not None:
+            found.made[owner].ops.append(op)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        for _, storage in storages([tensor]):
+            place = index.get(id(storage))
+            if place == -1:
+                found.input_needed = True
+            elif place is not None:
+                found.made[place].needed = True
+        return tensor.detach()
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(calls)
+        stack.enter_context(Log(seen))
+        result = call()
+    places = [index.get(id(storage), -1) for _, storage in storages([result])]
+    found.output = max(places, default=-1)
+    found.calls = calls.words()
+    found.parts = calls.parts()
+    numbers = calls.numbers()
+    for made in found.made:
+        made.call = numbers[made.call] if made.call >= 0 else -1
+    return found
+
+
+def _ids(arguments: Any) -> set[int]:
+    return {id(storage) for _, storage in storages(list(arguments))}
+
+
+class _Calls(TorchFunctionMode):
+    """Which call of a kind is running, and in which module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._paths = {id(child): path for path, child in module.named_modules()}
+        self._called = {path for path, child in module.named_modules() if _can_be_called(child)}
+        self._products = {path for path, child in module.named_modules() if hasattr(child, "base_layer")}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._found: dict[tuple[str, str], int] = {}
+        self._module = module
+        self.current = -1
+
+    def __enter__(self) -> Any:
+        for path, child in self._module.named_modules():
+            self._handles.append(child.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path)))
+            self._handles.append(child.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        return super().__enter__()
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return attention_in_parts(*args, **kwargs)
+        kind = kind_of(func, args, kwargs)
+        if kind is None or self.current >= 0:
+            return func(*args, **kwargs)
+        where = self._scope(self.module)
+        self.current = self._found.setdefault((where, kind), len(self._found))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.current = -1
+
+    def _scope(self, path: str) -> str:
+        """The module whose calls are named together with those of this one."""
+        parts = path.split(".")
+        for length in range(len(parts) + 1):
+            above = ".".join(parts[:length])
+            if above in self._products:
+                return above
+        for place, part in enumerate(parts):
+            if part.isdigit():  # a member of a list: experts, of which each may run or not
+                parts = parts[:place]
+                break
+        while parts and ".".join(parts) not in self._called:
+            parts.pop()
+        return ".".join(parts)
+
+    def parts(self) -> list[str]:
+        """The outermost modules below the segment that are called and are more than one call."""
+        below = [path for path in self._called if path and any(inside(where, path) for where, _ in self._found)]
+        outermost = [path for path in below if not any(inside(path, other) and path != other for other in below)]
+        bare = {where for where, _ in self._found}
+        return [path for path in outermost if path not in bare or any(inside(w, path) and w != path for w in bare)]
+
+    def words(self) -> list[tuple[str, ...]]:
+        """The words of each candidate, in the order in which they ran."""
+        return [
+            tuple(f"{where}{kind}" for where, kind in group if not _covered(where, kind, group))
+            for group in self._groups()
+        ]
+
+    def numbers(self) -> list[int]:
+        """For each call that was found, the candidate it belongs to."""
+        groups = self._groups()
+        return [next(i for i, group in enumerate(groups) if key in group) for key in self._found]
+
+    def _groups(self) -> list[list[tuple[str, str]]]:
+        groups: list[list[tuple[str, str]]] = []
+        for where, kind in sorted(self._found, key=lambda key: len(key[0])):
+            around = [group for group in groups if group[0][1] == kind and inside(where, group[0][0])]
+            if around:
+                around[0].append((where, kind))
+            else:
+                groups.append([(where, kind)])
+        order = list(self._found)
+        groups.sort(key=lambda group: min(map(order.index, group)))
+        while len(groups) > MOST:  # the two neighbours of one kind that lie nearest in the tree
+            pairs = [(_distance(a, b), i) for i, (a, b) in enumerate(itertools.pairwise(groups))]
+            _, place = min(pairs)
+            groups[place : place + 2] = [groups[place] + groups[place + 1]]
+        return groups
+
+
+def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
+    """Whether another word of the group says this one too."""
+    return any(other == kind and inside(where, around) and where != around for around, other in group)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _distance(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[bool, int]:
+    """How far apart two groups lie: of different kinds, then by how little of their paths they share."""
+    a, b = one[-1][0].split("."), other[0][0].split(".")
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return one[-1][1] != other[0][1], max(len(a), len(b)) - shared

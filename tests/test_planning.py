@@ -1,0 +1,301 @@
+"""Plans for budgets: what is promised is kept, to the byte, the FLOP and the last bit of every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_recompute import BudgetError, Plan, Profile, apply, make_plan, measure, profile, solve
+from torch_recompute.planning.capture import capture
+from torch_recompute.planning.guesses import all_guesses
+from torch_recompute.planning.planner import Planner
+from torch_recompute.planning.trace import trace
+from zoo import build, scalar_loss
+
+WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 2
+
+
+class Attention(nn.Module):
+    """Self-attention with a dropout of its own."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.by_hand = by_hand
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.view(BATCH, TOKENS, HEADS, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if self.by_hand:
+            y = F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH))
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention(by_hand=by_hand)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, layers: int = 3, *, by_hand: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block(by_hand=by_hand) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class UNet(nn.Module):
+    """Convolutions with skips: no two parts alike, and bytes that live across the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def part(a: int, b: int) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.Conv2d(b, b, 1))
+
+        self.down1, self.down2, self.middle = part(3, 8), part(8, 16), part(16, 16)
+        self.up2, self.up1 = part(32, 8), part(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.down1(x)
+        b = self.down2(F.max_pool2d(a, 2))
+        c = self.middle(F.max_pool2d(b, 2))
+        d = self.up2(torch.cat([F.interpolate(c, scale_factor=2.0), b], 1))
+        return self.up1(torch.cat([F.interpolate(d, scale_factor=2.0), a], 1)).square().mean()
+
+
+IDS = torch.randint(64, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "gpt": (Gpt, (IDS,)),
+    "gpt by hand": (lambda: Gpt(by_hand=True), (IDS,)),
+    "u-net": (UNet, (PICTURE,)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    build_, args = MODELS[name]
+    return build_(), args
+
+
+def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer | None = None) -> None:
+    torch.manual_seed(1)
+    call().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def promise_is_kept(
+    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan, optimizer: Any = None
+) -> None:
+    """Runs the step plainly and with the plan, and compares."""
+    assert plan.prediction is not None
+    model, call = fresh()
+    step(model, call)
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+
+    model, call = fresh()
+    apply(model, plan)
+    step(model, call)
+    different = [n for n, p in model.named_parameters() if p.grad is not None and not torch.equal(p.grad, wanted[n])]
+    assert different == []
+    assert all((p.grad is None) == (wanted[n] is None) for n, p in model.named_parameters())
+
+    counts: list[int] = []
+    for used in (Plan(), plan):
+        model, call = fresh()
+        apply(model, used)
+        with FlopCounterMode(display=False) as counter:
+            step(model, call)
+        counts.append(counter.get_total_flops())
+    assert counts[1] - counts[0] == plan.predicted_replay_flops
+
+    model, call = fresh()
+    apply(model, plan)
+    made_optimizer = None if optimizer is None else optimizer(model.parameters())
+    if made_optimizer is not None:
+        step(model, call, made_optimizer)
+    with measure(model, made_optimizer) as m:
+        step(model, call, made_optimizer)
+    assert m.peak_bytes <= plan.prediction.budget_bytes
+    assert m.peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_promise_is_kept(name: str, optimizer: Any) -> None:
+    """At every budget the measured peak is the predicted one, and FLOPs and gradients are as they should be."""
+    model, args = made(name)
+
+    def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        model, args = made(name)
+        return model, lambda: model(*args)
+
+    planner = Planner(model, args, None, optimizer=optimizer, device="h100")
+    for share in (0.7, 0.3, 0.02):
+        promise_is_kept(fresh, planner.plan(share), optimizer)
+
+
+# One of each sort: dense, routed, latent attention, two stacks, pictures, state spaces, adapters.
+SORTS = ("gpt2", "llama", "mixtral", "deepseek_v3", "t5", "vit", "mamba", "lora_llama", "whisper")
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_the_promise_is_kept_for_every_sort_of_model(name: str) -> None:
+    """Whatever the model is made of, its plan for a third of the activation memory does what it says."""
+
+    def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+        model, inputs = build(name)
+        return model, lambda: scalar_loss(model(**inputs))
+
+    model, inputs = build(name)
+    plan = make_plan(model, (), inputs, budget=0.3, loss=scalar_loss, device="h100")
+    promise_is_kept(fresh, plan)
+
+
+def test_a_larger_budget_never_costs_more() -> None:
+    """Along the budgets the predicted peak stays below each, and seconds and FLOPs fall."""
+    model, args = made("gpt")
+    planner = Planner(model, args, None, device="h100")
+    plans = [planner.plan(share / 10) for share in range(1, 10)]
+    for plan in plans:
+        assert plan.prediction is not None
+        assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes
+        assert plan.prediction.bound_seconds <= plan.prediction.step_seconds
+    seconds = [plan.prediction.step_seconds for plan in plans if plan.prediction]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+def test_an_infeasible_budget_names_the_smallest_and_its_plan() -> None:
+    """The error carries the least budget and a plan; asking for that budget gives a plan that keeps it."""
+    model, args = made("gpt")
+    planner = Planner(model, args, None, device="h100")
+    with pytest.raises(BudgetError, match="is too small for a step of this model") as caught:
+        planner.plan("1 KiB")
+    least = caught.value.smallest
+    plan = planner.plan(least)
+    assert plan.predicted_peak_bytes == least
+    assert isinstance(caught.value.solution, Plan)
+    assert caught.value.solution.predicted_peak_bytes == least
+    with pytest.raises(BudgetError):
+        planner.plan(least - 1)
+
+
+def test_a_generous_budget_leaves_the_model_alone() -> None:
+    """With more than the plain step needs there is no region, and the step costs nothing more."""
+    model, args = made("gpt")
+    plan = make_plan(model, args, budget="10 GiB", device="h100")
+    assert len(plan) == 0
+    assert plan.predicted_replay_flops == 0
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes == plan.prediction.plain_peak_bytes
+
+
+def test_a_model_on_meta_is_planned_without_memory() -> None:
+    """A model far larger than this machine is planned; nothing of it is ever made."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(16384, 65536), nn.GELU(), nn.Linear(65536, 16384)) for _ in range(6)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+    with torch.device("meta"):
+        model = Large()
+    x = torch.empty(65536, 16384, device="meta")
+    plan = make_plan(model, (x,), budget=0.3, device="h100")
+    assert plan.prediction is not None
+    assert plan.prediction.plain_peak_bytes > 128 * 2**30
+    assert len(plan) > 0
+
+
+def test_a_profile_is_data() -> None:
+    """What is written as JSON and read back solves to the same plans, without the model."""
+    model, args = made("gpt")
+    taken = profile(model, args, device="h100")
+    read = Profile.from_json(taken.to_json())
+    assert read == taken
+    for budget in (0.8, 0.2):
+        plan = solve(read, budget=budget)
+        assert plan == solve(taken, budget=budget)
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.predicted_peak_bytes is not None
+        assert make_plan(model, args, budget=budget, device="h100").choices == plan.choices
+    with pytest.raises(BudgetError) as caught:
+        solve(read, budget=1)
+    assert isinstance(caught.value.solution, Plan)
+
+
+def test_planning_leaves_no_trace() -> None:
+    """Gradients, buffers, hooks, random state and modules are as before."""
+    model, args = made("u-net")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    make_plan(model, args, budget=0.3, device="h100")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_guess_is_what_a_trial_finds() -> None:
+    """Of a block, bytes stored and FLOPs replayed are guessed from the graph as the engine does them."""
+    model, args = made("gpt")
+    planner = Planner(model, args, None, device="h100")
+    captured = capture(model, args, {})
+    call = captured.calls[0]
+    with captured.running():
+        inputs = [x.detach().requires_grad_() for x in call.inputs]
+        found = trace(call.modules[0], lambda: call.run(inputs), inputs)
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
+    options = planner.costs.kinds["0"].options
+    assert len(options) > 8
+    for option in options[1:]:
+        guess = guessed[option.regions]
+        generators = 8192 * len(option.regions)  # what a region keeps of the generator's state is no activation
+        assert abs(guess.saved - option.saved_bytes) <= generators
+        assert guess.seconds == option.flops
+
+
+def test_the_table_says_what_and_why() -> None:
+    """A printed plan has its promise, and a line per sort of treatment with an exchange rate."""
+    model, args = made("gpt")
+    text = str(make_plan(model, args, budget=0.4, device="h100"))
+    assert "from a budget of" in text
+    assert "allowed" in text
+    assert "no schedule saves more than" in text
+    assert "blocks." in text
+    assert "MiB per ms" in text
