@@ -44,6 +44,7 @@ from torch_recompute import (
     _compat,
     _fingerprints,
     _generators,
+    _models,
     apply,
     audit,
     checkpoint,
@@ -57,7 +58,6 @@ from torch_recompute import (
     replay,
     save_for_recompute,
     saved_activations,
-    show,
     simulate,
     solve,
     state,
@@ -337,7 +337,7 @@ def shows_a_configuration(text: str) -> None:
         unittest.mock.patch.object(Path, "read_text", return_value=text),
         unittest.mock.patch.dict(sys.modules, {"transformers": None}),
     ):
-        show.load("config.json")
+        _models.load("config.json")
 
 
 def saves_more_at_first() -> None:
@@ -2249,26 +2249,27 @@ CASES = [
     Case(
         "no_such_model",
         ArgumentError,
-        lambda: show.load("llama-8b"),
-        f"MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name. {MODEL}",
+        lambda: _models.load("llama-8b"),
+        f"MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name. {MODEL} Known "
+        "by name are llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, gpt2-xl, vit-h.",
     ),
     Case(
         "not_importable",
         ArgumentError,
-        lambda: show.load("no_such_package:model"),
+        lambda: _models.load("no_such_package:model"),
         f"MODEL is 'no_such_package:model': No module named 'no_such_package'. {MODEL}",
     ),
     Case(
         "makes_no_module",
         ArgumentError,
-        lambda: show.load("math:pi"),
+        lambda: _models.load("math:pi"),
         "MODEL is 'math:pi', which gives float: 3.141592653589793; expected a torch.nn.Module, or a function that "
-        "returns one.",
+        "returns one, or one and its batch (a tuple of arguments, or a dict of keyword arguments).",
     ),
     Case(
         "not_built",
         ArgumentError,
-        lambda: show.load("math:sin"),
+        lambda: _models.load("math:sin"),
         "MODEL is 'math:sin', and building it raises TypeError: math.sin() takes exactly one argument (0 given)",
     ),
     Case(

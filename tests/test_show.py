@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from torch_recompute import cli
+from torch_recompute._models import load
 from torch_recompute.errors import ArgumentError
 from torch_recompute.plan.units import find_units
-from torch_recompute.show import labels_at, load
+from torch_recompute.show import labels_at
 from zoo import LIBRARY, build
 
 INSTANCE = nn.Sequential(nn.Linear(2, 2))
@@ -97,7 +98,7 @@ def test_configuration(name: str, folder: bool, tmp_path: Path) -> None:
     assert name in LIBRARY
     model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
     model.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
-    loaded = load(str(tmp_path if folder else tmp_path / "config.json"))
+    loaded = load(str(tmp_path if folder else tmp_path / "config.json")).model
     assert find_units(loaded) == find_units(model)
     assert all(parameter.is_meta for parameter in loaded.parameters())
 
@@ -108,7 +109,7 @@ def test_configuration_without_a_class(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": None}))
-    loaded = load(str(path))
+    loaded = load(str(path)).model
     assert type(loaded).__name__ == "LlamaModel"
     assert len(find_units(loaded).layers) == 3
 
@@ -128,7 +129,7 @@ def test_the_current_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     try:
-        assert isinstance(load("lies_here:made.net"), nn.LayerNorm)
+        assert isinstance(load("lies_here:made.net").model, nn.LayerNorm)
     finally:
         sys.modules.pop("lies_here", None)
 
@@ -185,6 +186,6 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_class_is_a_factory() -> None:
     """A module class that needs no arguments can be named, and the model is on the device that it chose."""
-    model = load("torch.nn:Identity")
+    model = load("torch.nn:Identity").model
     assert isinstance(model, nn.Identity)
-    assert torch.device("cpu") == next(load("this_test:factory").parameters()).device
+    assert torch.device("cpu") == next(load("this_test:factory").model.parameters()).device

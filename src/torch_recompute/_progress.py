@@ -1,5 +1,7 @@
 """How the commands show that they are at work: a bar on a terminal, a line at every tenth elsewhere, all on stderr.
 
+Where it is not known how much there is to do, one line says what is being done.
+
 stdout belongs to the result, so that `--json` can be piped. rich is imported late, so that everything else works
 without it.
 """
@@ -38,3 +40,17 @@ def progress_shown(total: int) -> Generator[Callable[[str], None]]:
             sys.stderr.flush()
 
     yield line
+
+
+@contextmanager
+def at_work(word: str) -> Generator[None]:
+    """Say what is being done while it is: on a terminal a line that goes away, elsewhere one that stays."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(word):
+            yield
+        return
+    sys.stderr.write(f"{word} ...\n")
+    sys.stderr.flush()
+    yield

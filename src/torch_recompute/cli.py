@@ -5,7 +5,8 @@ Each subcommand is a room of its own with two functions: `add_command`, which de
 what a user can mend into one line on stderr instead of a traceback.
 
 Exit codes: 0 done; 1 a check failed (the output says which); 2 the command line asks for something that cannot be
-done (stderr says what was passed, what was expected and what to write); 130 interrupted.
+done (stderr says what was passed, what was expected and what to write); 3 no plan fits
+into the memory budget (stderr says which would do); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo, show
-from .errors import ArgumentError
+from . import __version__, bench, demo, plan_command, show
+from .errors import ArgumentError, BudgetError
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, TOO_SMALL, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -25,13 +26,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torch-recompute",
         description="Activation recomputation for PyTorch.",
-        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line",
+        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 a budget that no plan fits",
     )
     parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_command(commands)
     bench.add_command(commands)
     show.add_command(commands)
+    plan_command.add_command(commands)
     return parser
 
 
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.command(args)
+    except BudgetError as error:
+        print(f"torch-recompute: {error}", file=sys.stderr)
+        return TOO_SMALL
     except ArgumentError as error:
         print(f"torch-recompute: error: {error}", file=sys.stderr)
         return USAGE

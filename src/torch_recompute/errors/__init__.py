@@ -24,6 +24,18 @@ from .arguments import (
     unknown_determinism_check,
 )
 from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
+from .commands import (
+    cannot_write,
+    goes_with,
+    made_by_a_function,
+    needs_matplotlib,
+    no_batch_known,
+    no_folder,
+    no_sequence,
+    not_a_picture,
+    not_a_size,
+    sequence_too_long,
+)
 from .configs import (
     a_region_anyway,
     bad_file,
@@ -337,6 +349,16 @@ __all__ = [
     "value_requires_grad",
     "values_in_graph",
     "wrapped_apart",
+    "needs_matplotlib",
+    "not_a_picture",
+    "cannot_write",
+    "goes_with",
+    "made_by_a_function",
+    "no_batch_known",
+    "no_folder",
+    "no_sequence",
+    "not_a_size",
+    "sequence_too_long",
 ]
 
 

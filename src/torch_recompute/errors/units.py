@@ -28,9 +28,12 @@ def bad_match(match: object) -> str:
 _MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
 
 
-def no_such_model(model: str) -> str:
+def no_such_model(model: str, known: Sequence[str]) -> str:
     """Text for a word that names no model."""
-    return f"MODEL is {model!r}, which is no file, no folder and not of the form pkg.module:name. {_MODEL}"
+    return (
+        f"MODEL is {model!r}, which is no file, no folder and not of the form pkg.module:name. {_MODEL} Known by name "
+        f"are {', '.join(known)}."
+    )
 
 
 def not_importable(model: str, why: Exception) -> str:
@@ -40,7 +43,10 @@ def not_importable(model: str, why: Exception) -> str:
 
 def makes_no_module(model: str, made: object) -> str:
     """Text for a name that stands for something else than a model."""
-    return f"MODEL is {model!r}, which gives {say(made)}; expected a torch.nn.Module, or a function that returns one."
+    return (
+        f"MODEL is {model!r}, which gives {say(made)}; expected a torch.nn.Module, or a function that returns one, "
+        "or one and its batch (a tuple of arguments, or a dict of keyword arguments)."
+    )
 
 
 def not_built(model: str, why: Exception) -> str:

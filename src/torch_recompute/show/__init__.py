@@ -19,12 +19,12 @@ import json
 import sys
 from typing import Any, cast
 
+from .._models import PRESETS, load
 from ..plan.anatomy import Units
 from ..plan.labels import LABELS, choices, matching
 from ..plan.units import find_units
-from .loading import load
 
-__all__ = ["add_command", "command", "labels_at", "load", "to_json"]
+__all__ = ["add_command", "command", "labels_at", "to_json"]
 
 SCHEMA_VERSION = 1
 
@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
         "model",
         metavar="MODEL",
         help="pkg.module:name of a module or of a function that makes one, or the config.json (or its folder) of a "
-        "Hugging Face model, which is built without weights",
+        f"Hugging Face model, which is built without weights, or one of {', '.join(PRESETS)}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tree")
     parser.set_defaults(command=command)
@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute show`; 0 when there was something to show."""
-    units = find_units(load(args.model))
+    units = find_units(load(args.model).model)
     if args.json:
         sys.stdout.write(to_json(units) + "\n")
         return 0

@@ -1,0 +1,64 @@
+"""A batch for a model that transformers describes: what its forward takes, with labels, so that the step has a loss.
+
+Token ids are real tensors, for a model on the meta device too: a model looks at their values (for padding), and they
+are small. Their values are all the same, because no figure of a step depends on them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+
+SEQUENCE = 4096
+
+
+def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
+    """The keyword arguments of one call.
+
+    Args:
+        model: A model of transformers.
+        word: What the user called it.
+        batch: How many sequences or pictures; 1 by default.
+        sequence: How many tokens each; by default as many as the model has positions, and at most 4096.
+
+    Returns:
+        `input_ids` (batch, sequence), or `pixel_values` (batch, channels, height, width), and `labels` where the
+        model takes them.
+
+    Raises:
+        ArgumentError: It is not known what the model takes, or it has no such positions.
+    """
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    size = 1 if batch is None else batch
+    if getattr(model, "main_input_name", "") == "pixel_values" and isinstance(getattr(config, "image_size", 0), int):
+        if sequence is not None:
+            raise errors.ArgumentError(errors.no_sequence(word))
+        shape = size, config.num_channels, config.image_size, config.image_size
+        found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=_dtype(model), device="meta")}
+        labels = torch.zeros(size, dtype=torch.long)
+    elif getattr(model, "main_input_name", "") == "input_ids" and "input_ids" in takes:
+        positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
+        length = min(SEQUENCE, positions) if sequence is None else sequence
+        if length > positions:
+            raise errors.ArgumentError(errors.sequence_too_long(word, length, positions))
+        found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
+        labels = found["input_ids"]
+        if "SequenceClassification" in type(model).__name__:
+            labels = torch.zeros(size, dtype=torch.long)
+    else:
+        raise errors.ArgumentError(errors.no_batch_known(word, type(model).__name__))
+    if "labels" in takes:
+        found["labels"] = labels
+    if "use_cache" in takes:
+        found["use_cache"] = False
+    return found
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)

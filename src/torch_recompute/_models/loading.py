@@ -1,0 +1,110 @@
+"""From the word MODEL of a command line to a module, and to the batch that comes with it, if one does.
+
+`pkg.module:name` is imported, with the current folder on the path as for `python -m`, and called unless it is a module
+already. A name of `PRESETS`, and anything else that is the path of a Hugging Face configuration, is built on the meta
+device. Nothing is downloaded and no code that comes with a configuration is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from .. import errors
+from .presets import DTYPE, PRESETS
+
+
+class Loaded(NamedTuple):
+    """A model, and the call that it is to be trained with, where the user has said one.
+
+    Attributes:
+        model: The model.
+        batch: A tuple of positional or a dictionary of keyword arguments; None where only a model was given.
+    """
+
+    model: nn.Module
+    batch: tuple[Any, ...] | dict[str, Any] | None = None
+
+
+def load(model: str, dtype: torch.dtype | None = None) -> Loaded:
+    """The model that a command line names.
+
+    Args:
+        model: `pkg.module:name`, the path of a `config.json` or of its folder, or a name of `PRESETS`.
+        dtype: Of the weights of a model that is built here; by default what its configuration says, and bfloat16 for
+            one of `PRESETS`.
+
+    Raises:
+        ArgumentError: There is no such thing, or it does not make a module, or what makes it decides its dtype.
+    """
+    path = Path(model)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return Loaded(_from_config(path, dtype))
+    if model in PRESETS:
+        preset = PRESETS[model]
+        return Loaded(_built(model, preset.kind, preset.cls, dict(preset.fields), dtype or DTYPE))
+    where, colon, name = model.partition(":")
+    if not (where and colon and name):
+        raise errors.ArgumentError(errors.no_such_model(model, list(PRESETS)))
+    if dtype is not None:
+        raise errors.ArgumentError(errors.made_by_a_function("--dtype", model))
+    return _from_python(model, where, name)
+
+
+def _from_python(model: str, where: str, name: str) -> Loaded:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        made: Any = reduce(getattr, name.split("."), importlib.import_module(where))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise errors.ArgumentError(errors.not_importable(model, error)) from error
+    if not isinstance(made, nn.Module):
+        if not callable(made):
+            raise errors.ArgumentError(errors.makes_no_module(model, made))
+        try:
+            made = made()
+        except Exception as error:
+            raise errors.ArgumentError(errors.not_built(model, error)) from error
+    if isinstance(made, nn.Module):
+        return Loaded(made)
+    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
+    if len(pair) != 2 or not isinstance(pair[0], nn.Module) or not isinstance(pair[1], (tuple, dict)):
+        raise errors.ArgumentError(errors.makes_no_module(model, made))
+    return Loaded(pair[0], pair[1])
+
+
+def _from_config(path: Path, dtype: torch.dtype | None) -> nn.Module:
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        kind = fields.pop("model_type")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.ArgumentError(errors.not_a_model_config(str(path), error)) from error
+    return _built(str(path), kind, (fields.get("architectures") or [""])[0], fields, dtype)
+
+
+def _built(model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None) -> nn.Module:
+    """A model of transformers on the meta device."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise errors.ArgumentError(errors.needs_transformers(model)) from error
+    try:
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        if dtype is not None:
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)  # the latter before 4.56
+        named = getattr(transformers, cls or "AutoModel", None)
+        build = getattr(named, "_from_config", None) or transformers.AutoModel.from_config
+        with torch.device("meta"):
+            return build(config)
+    except Exception as error:
+        raise errors.ArgumentError(errors.not_built(model, error)) from error

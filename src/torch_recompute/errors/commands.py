@@ -1,0 +1,62 @@
+"""Texts for what `torch-recompute plan` is asked and cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_OWN = "a function pkg.module:name that returns (model, batch), the batch a tuple of arguments or a dict of keywords"
+
+
+def made_by_a_function(option: str, model: str) -> str:
+    """Text for an option that describes what a function of the user makes."""
+    return f"{option} is for models that are built here; {model} makes its own. Leave it out, and have it say so there."
+
+
+def no_batch_known(model: str, cls: str) -> str:
+    """Text for a model of which it is not known what it is called with."""
+    return (
+        f"MODEL is {model!r}, which is {cls}: no model of transformers that takes input_ids or pixel_values, so there "
+        f"is no batch for it. Write {_OWN}."
+    )
+
+
+def no_sequence(model: str) -> str:
+    """Text for a sequence length of a model that takes pictures."""
+    return f"--sequence is a number of tokens, and {model} takes pixel_values. Leave it out."
+
+
+def sequence_too_long(model: str, length: int, positions: int) -> str:
+    """Text for more tokens than a model has positions."""
+    return f"--sequence is {length}, and {model} has {positions} positions. Write --sequence {positions} or less."
+
+
+def not_a_size(option: str, value: int) -> str:
+    """Text for a size that is none."""
+    return f"{option} is {value}; expected a whole number of at least 1. Write for example {option} 1."
+
+
+def goes_with(option: str, other: str) -> str:
+    """Text for an option that means something only with another one."""
+    return f"{option} goes with {other} and says nothing without it. Add {other}, or leave {option} out."
+
+
+def no_folder(option: str, path: str, folder: str) -> str:
+    """Text for a file in a folder that does not exist."""
+    return f"{option} is {path}, but there is no folder {folder}. Write: mkdir -p {folder}"
+
+
+def cannot_write(option: str, path: str, why: OSError) -> str:
+    """Text for a file that cannot be written."""
+    return f"{option} {path}: {(why.strerror or str(why)).lower()}. Write the path of a file that may be written."
+
+
+def not_a_picture(path: str, known: Sequence[str]) -> str:
+    """Text for a file of no known kind of picture."""
+    return f"--plot is {path}; expected a file name that ends in {', '.join(known)}. Write for example --plot plan.png"
+
+
+def needs_matplotlib(path: str) -> str:
+    """Text for a picture without what draws it."""
+    return (
+        f"--plot is {path}, but the package matplotlib, which draws it, is not installed. Write: pip install matplotlib"
+    )

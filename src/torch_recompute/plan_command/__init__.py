@@ -1,0 +1,130 @@
+"""`torch-recompute plan MODEL --budget 24GiB`: a plan for a model that this machine need not be able to hold.
+
+Problem. Whether a model can be trained on a device, and what that costs, is asked before there is a device, a script
+or a checkpoint.
+
+Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
+The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
+`Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
+budget costs, before one is chosen.
+
+The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
+2 for what cannot be asked, 3 where no plan fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from .. import errors
+from .._models import PRESETS
+from .._progress import at_work
+from ..plan.budget import read_budget
+from ..plan.plan import Plan
+from ..plan.profile import Profile
+from ..planning.prices import DEVICES
+from . import plot
+from .task import DTYPES, OPTIMIZERS, Task, curve
+
+__all__ = ["Task", "add_command", "command", "curve", "to_json"]
+
+SCHEMA_VERSION = 1
+
+
+def add_command(commands: Any) -> None:
+    """Describe `torch-recompute plan` to the command line."""
+    about = "a plan for a budget of memory: what to keep, what to recompute, what the step takes"
+    parser = cast("argparse.ArgumentParser", commands.add_parser("plan", help=about, description=about))
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is "
+        "built without weights; or pkg.module:name of a function that returns (model, batch), where batch is a tuple "
+        "of arguments or a dict of keyword arguments",
+    )
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
+        "--budget",
+        metavar="BYTES",
+        help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
+    )
+    asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
+    parser.add_argument(
+        "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve of --frontier")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run `torch-recompute plan`; 0 when there is a plan."""
+    _check(args)
+    with at_work(f"building {args.model}"):
+        task = Task.of(args)
+    with at_work(f"profiling {task}"):
+        planner = task.planner()
+    profile = planner.profile()
+    with at_work("planning"):
+        plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
+    if args.out is not None:
+        _write(args.out, plans[0])
+    if args.plot is not None:
+        plot.draw(args.plot, profile, plans, str(task))
+    if args.json:
+        sys.stdout.write(to_json(task, profile, plans, curve=args.frontier) + "\n")
+        return 0
+    from . import view
+
+    view.show(task, profile, plans, curve=args.frontier)
+    return 0
+
+
+def to_json(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) -> str:
+    """The plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each of them."""
+    data = [json.loads(plan.to_json()) for plan in plans]
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "plan",
+        **task.as_data(),
+        "device": profile.device,
+        "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": profile.costs.step_seconds},
+        "advice": profile.advice,
+        **({"frontier": data} if curve else {"plan": data[0]}),
+    }
+    return json.dumps(document, indent=1)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse before the work what could not be done after it."""
+    for option, other in (("out", "budget"), ("plot", "frontier")):
+        path = getattr(args, option)
+        if path is None:
+            continue
+        if not getattr(args, other):
+            raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
+        if not path.parent.is_dir():
+            raise errors.ArgumentError(errors.no_folder(f"--{option}", str(path), str(path.parent)))
+    if args.plot is not None:
+        plot.check(args.plot)
+    if args.budget is not None:
+        read_budget(args.budget)
+
+
+def _write(path: Path, plan: Plan) -> None:
+    try:
+        path.write_text(plan.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise errors.ArgumentError(errors.cannot_write("--out", str(path), error)) from error
