@@ -50,8 +50,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr()
     assert "\x1b" not in output.out + output.err
     assert output.err.splitlines()[-1] == "100%  counting FLOPs"
-    rows = {cells[0]: cells[1:] for line in output.out.splitlines() if len(cells := re.split("  +", line.strip())) == 5}
-    assert rows["same bits"] == ["yes"] * 4
+    rows = {cells[0]: cells[1:] for line in output.out.splitlines() if len(cells := re.split("  +", line.strip())) == 6}
+    assert rows["same bits"] == ["yes"] * 5
     assert rows["of a plain step"][0] == "0.0%"
     assert {"peak MiB", "activations", "parameters", "gradients", "optimizer", "seconds per step"} <= rows.keys()
     assert "2 steps of 2 x 16 bytes of the Python standard library" in output.out

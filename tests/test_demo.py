@@ -46,6 +46,8 @@ def test_flops_by_hand(outcomes: dict[str, Outcome]) -> None:
     head = 2 * positions * TINY.d_model * VOCABULARY
     assert outcomes["none"].flops == 3 * (TINY.layers * layer + head)
     repeated = {name: outcome.recomputed_flops for name, outcome in outcomes.items()}
+    planned = repeated.pop("planned")
+    assert 0 < planned < repeated["layers"]
     assert repeated == {
         "none": 0,
         # All of it: the dropout behind the last matrix product saves its mask, which is drawn after that product.
@@ -65,6 +67,15 @@ def test_bytes_are_ordered(outcomes: dict[str, Outcome]) -> None:
     saved = 4 * TINY.batch * TINY.seq * (TINY.d_model + HEADS)
     peak = {name: outcome.peak_bytes for name, outcome in outcomes.items()}
     assert peak["layers"] < peak["layers_save_attention"] <= peak["layers"] + TINY.layers * saved
+
+
+def test_the_plan_keeps_its_promise(outcomes: dict[str, Outcome]) -> None:
+    """The measured peak of the planned setting is the predicted one, within 35 % of what lies above the least."""
+    planned = outcomes["planned"]
+    assert planned.peak_bytes == planned.predicted_peak_bytes
+    most, layers = outcomes["none"].peak_bytes, outcomes["layers"].peak_bytes
+    assert planned.peak_bytes <= layers + 0.35 * (most - layers)
+    assert [outcome.name for outcome in outcomes.values() if outcome.predicted_peak_bytes is not None] == ["planned"]
 
 
 def test_bytes_of_what_does_not_change(result: Result) -> None:
@@ -121,7 +132,8 @@ def test_progress() -> None:
     config = Config(steps=2, layers=1, d_model=8, seq=8, batch=1)
     run(config, progress=words.append)
     assert len(words) == ticks(config)
-    assert words[0].startswith("step 1 of 2, loss ")
+    assert words[0] == "planning"
+    assert words[1].startswith("step 1 of 2, loss ")
 
 
 def test_text_is_the_same_for_the_same_seed(tmp_path) -> None:
@@ -148,7 +160,7 @@ def test_default_text_is_real_and_bounded() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 24"),
+        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 20"),
         ({"d_model": -4}, r"--d-model is -4; expected a whole number of at least 1"),
         ({"d_model": 30}, r"--d-model is 30; expected a multiple of 4, .*Write --d-model 32$"),
     ],

@@ -3,15 +3,15 @@
 Problem. "Recomputation saves memory and changes nothing" is easy to say. A reader wants to see it hold for a model
 that he knows, with numbers that he can check, before he reads any documentation.
 
-Idea. One small GPT, trained on Python's own standard library byte by byte, four times side by side: without
-recomputation, with every layer recomputed, with attention recomputed only, and with every layer recomputed but the
-attention call saved. All four take the same steps from the same weights. The settings are `SETTINGS` below, one line
-each; the model wraps a callable in whatever the setting says and knows nothing else.
+Idea. One small GPT, trained on Python's own standard library byte by byte, five times side by side: without
+recomputation, with every layer recomputed, with attention recomputed only, with every layer recomputed but the
+attention call saved, and with a plan for a budget. All take the same steps from the same weights. The settings are
+`SETTINGS` below, one line each; the model wraps a callable in whatever the setting says and knows nothing else.
 
 What is measured, each in steps of its own, because each measurement would spoil the others:
 
     seconds  median of the training steps, which go round the settings step by step so that noise hits all alike
-    bytes    one step under `measure`, by category, at the peak
+    bytes    one step under `measure`, by category, at the peak; beside it what the plan has predicted
     FLOPs    one step under `FlopCounterMode`, less that of the plain setting. The counter knows no formula for the
              CPU's fused attention, so in this step attention runs as the matrix products that it stands for
     bits     the loss of every training step, compared as bits with the plain setting; a difference is an error
@@ -38,7 +38,7 @@ __all__ = ["SETTINGS", "Config", "Outcome", "Result", "Setting", "add_command", 
 
 def add_command(commands: Any) -> None:
     """Describe `torch-recompute demo` to the command line."""
-    about = "train a small GPT four ways side by side and compare memory, time, FLOPs and bits"
+    about = "train a small GPT five ways side by side and compare memory, time, FLOPs and bits"
     parser = cast("argparse.ArgumentParser", commands.add_parser("demo", help=about, description=about))
     parser.add_argument("--text", type=Path, metavar="PATH", help="a text to learn (the Python standard library)")
     for name, about in (

@@ -1,7 +1,8 @@
 """What the demonstration trains: a small GPT whose nested calls are wrapped in what a setting says.
 
 `SETTINGS` is the table of what is compared, one line each. The model asks its setting at three places, around the
-layer, around attention and around the attention core, and knows nothing else of recomputation.
+layer, around attention and around the attention core, and knows nothing else of recomputation. A setting with a budget
+wraps nothing: a plan is made for the finished model and applied to it.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ def plain(fn: Call) -> Call:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is wrapped around the three nested calls of a transformer layer."""
+    """What is wrapped around the three nested calls of a transformer layer, or the budget of a plan for the model."""
 
     name: str
     title: str
     layer: Wrap = plain
     attention: Wrap = plain
     core: Wrap = plain
+    budget: float | None = None
 
 
 SETTINGS = (
-    Setting("none", "no recomputation"),
+    Setting("none", "nothing recomputed"),
     Setting("layers", "every layer", layer=partial(recompute, name="layer")),
     Setting("attention", "attention only", attention=partial(recompute, name="attention")),
     Setting(
@@ -50,6 +52,7 @@ SETTINGS = (
         layer=partial(recompute, name="layer"),
         core=partial(no_recompute, name="attention core"),
     ),
+    Setting("planned", "planned for 35 % of the activation memory", budget=0.35),
 )
 
 
@@ -57,7 +60,7 @@ SETTINGS = (
 class Config:
     """The size of the demonstration."""
 
-    steps: int = 24
+    steps: int = 20
     layers: int = 6
     d_model: int = 256
     seq: int = 256

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from .. import apply, make_plan
 from ..memory import measure
 from .model import GPT, SETTINGS, Config, Setting
 from .text import batches, read_text
@@ -38,6 +39,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.predicted_peak_bytes: int | None = None
+
+    def plan(self, budget: float, text: Tensor) -> None:
+        """Plan for a share of the activation memory, with a batch such as this, and apply the plan."""
+        plan = make_plan(self.model, (text,), budget=budget, loss=_itself, optimizer=self.optimizer)
+        self.predicted_peak_bytes = plan.predicted_peak_bytes
+        apply(self.model, plan)
 
     def step(self, index: int, text: Tensor) -> float:
         """One training step; its random numbers depend on the step alone."""
@@ -69,11 +77,15 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one setting showed; `identical` compares all its losses with the plain setting's, as bits."""
+    """What one setting showed; `identical` compares all its losses with the plain setting's, as bits.
+
+    `predicted_peak_bytes` is what its plan has promised, None where there is no plan.
+    """
 
     name: str
     title: str
     peak_bytes: int
+    predicted_peak_bytes: int | None
     by_category: dict[str, int]
     step_seconds: float
     flops: int
@@ -142,6 +154,10 @@ def run(
     numbered = batches(text, config)
     with torch.random.fork_rng(devices=[]):
         trainers = [Trainer(config, setting) for setting in settings]
+        for trainer in trainers:
+            if trainer.setting.budget is not None:
+                trainer.plan(trainer.setting.budget, torch.zeros(config.batch, config.seq + 1, dtype=torch.long))
+                tick("planning")
         for _ in range(config.steps):
             step, batch = next(numbered)
             turn = step % len(trainers)
@@ -165,6 +181,7 @@ def run(
                 name=trainer.setting.name,
                 title=trainer.setting.title,
                 peak_bytes=sum(memory.values()),
+                predicted_peak_bytes=trainer.predicted_peak_bytes,
                 by_category=memory,
                 step_seconds=statistics.median(trainer.seconds),
                 flops=flops,
@@ -181,7 +198,11 @@ def run(
 
 def ticks(config: Config, settings: tuple[Setting, ...] = SETTINGS) -> int:
     """How often `run` reports progress."""
-    return len(settings) * (config.steps + 2)
+    return len(settings) * (config.steps + 2) + sum(setting.budget is not None for setting in settings)
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss
 
 
 def _quiet(_: str) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from .training import Outcome, Result
 
 MIB = 2**20
-COLUMN = len("recomputation")
+COLUMN = len("recomputed")
 
 
 def show(result: Result) -> None:
@@ -36,6 +36,7 @@ def show(result: Result) -> None:
         return lambda outcome: f"{outcome.by_category[category] / MIB:.1f}"
 
     row("peak MiB", lambda outcome: Text(f"{outcome.peak_bytes / MIB:.1f}", style="bold"))
+    row("  predicted", _predicted)
     for category in ("activations", "parameters", "gradients", "optimizer"):
         row(f"  {category}", mebibytes(category), last=category == "optimizer")
     row("seconds per step", lambda outcome: f"{outcome.step_seconds:.3f}")
@@ -57,6 +58,12 @@ def show(result: Result) -> None:
         highlight=False,
     )
     for outcome in result.outcomes:
+        if outcome.predicted_peak_bytes is not None:
+            console.print(
+                f"{outcome.title.capitalize()}: the plan predicts a peak of {outcome.predicted_peak_bytes:,} bytes, measured were "
+                f"{outcome.peak_bytes:,}.",
+                highlight=False,
+            )
         if outcome.first_difference is not None:
             at = outcome.first_difference
             mine, theirs = outcome.losses[at], result.outcomes[0].losses[at]
@@ -67,3 +74,8 @@ def show(result: Result) -> None:
                 soft_wrap=True,
                 highlight=False,
             )
+
+
+def _predicted(outcome: Outcome) -> str:
+    predicted = outcome.predicted_peak_bytes
+    return "-" if predicted is None else f"{predicted / MIB:.1f}"
