@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -49,11 +50,13 @@ from torch_recompute import (
     audit,
     checkpoint,
     checkpoint_sequential,
+    cli,
     doing_recompute,
     errors,
     get_recompute_data,
     make_plan,
     no_recompute,
+    plan_command,
     recompute,
     replay,
     save_for_recompute,
@@ -338,6 +341,25 @@ def shows_a_configuration(text: str) -> None:
         unittest.mock.patch.dict(sys.modules, {"transformers": None}),
     ):
         _models.load("config.json")
+
+
+def described(takes: str, **config: int) -> nn.Module:
+    """A model that transformers could have made."""
+    model = nn.Module()
+    model.main_input_name, model.config = takes, types.SimpleNamespace(**config)  # type: ignore[assignment]
+    model.forward = lambda input_ids=None: None
+    return model
+
+
+def plans(*argv: str) -> None:
+    """`torch-recompute plan` up to its own errors."""
+    args = cli.build_parser().parse_args(["plan", *argv])
+    args.command(args)
+
+
+def draws_without_matplotlib() -> None:
+    with unittest.mock.patch.object(plan_command.plot, "find_spec", return_value=None):
+        plans("math:sin", "--frontier", "--plot", "plan.png")
 
 
 def saves_more_at_first() -> None:
@@ -2290,6 +2312,70 @@ CASES = [
         ArgumentError,
         lambda: shows_a_configuration('{"model_type": "llama"}'),
         "config.json is built with the package transformers, which is not installed. Write: pip install transformers",
+    ),
+    # torch-recompute plan
+    Case(
+        "made_by_a_function",
+        ArgumentError,
+        lambda: _models.load("math:sin", torch.float16),
+        "--dtype is for models that are built here; math:sin makes its own. Leave it out, and have it say so there.",
+    ),
+    Case(
+        "no_batch_known",
+        ArgumentError,
+        lambda: _models.batch_for(nn.Linear(1, 1), "mine:model"),
+        "MODEL is 'mine:model', which is Linear: no model of transformers that takes input_ids or pixel_values, so "
+        "there is no batch for it. Write a function pkg.module:name that returns (model, batch), the batch a tuple of "
+        "arguments or a dict of keywords.",
+    ),
+    Case(
+        "no_sequence",
+        ArgumentError,
+        lambda: _models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
+        "--sequence is a number of tokens, and vit-h takes pixel_values. Leave it out.",
+    ),
+    Case(
+        "sequence_too_long",
+        ArgumentError,
+        lambda: _models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
+        "--sequence is 9, and gpt2-xl has 8 positions. Write --sequence 8 or less.",
+    ),
+    Case(
+        "not_a_size",
+        ArgumentError,
+        lambda: plans("math:sin", "--budget", "1GiB", "--batch", "0"),
+        "--batch is 0; expected a whole number of at least 1. Write for example --batch 1.",
+    ),
+    Case(
+        "goes_with",
+        ArgumentError,
+        lambda: plans("math:sin", "--budget", "1GiB", "--plot", "a.png"),
+        "--plot goes with --frontier and says nothing without it. Add --frontier, or leave --plot out.",
+    ),
+    Case(
+        "no_folder",
+        ArgumentError,
+        lambda: plans("math:sin", "--budget", "1GiB", "--out", "nowhere/plan.json"),
+        "--out is nowhere/plan.json, but there is no folder nowhere. Write: mkdir -p nowhere",
+    ),
+    Case(
+        "cannot_write",
+        ArgumentError,
+        lambda: plan_command.write(Path("/"), Plan()),
+        "--out /: is a directory. Write the path of a file that may be written.",
+    ),
+    Case(
+        "not_a_picture",
+        ArgumentError,
+        lambda: plans("math:sin", "--frontier", "--plot", "plan.bmp"),
+        "--plot is plan.bmp; expected a file name that ends in .png, .svg, .pdf. Write for example --plot plan.png",
+    ),
+    Case(
+        "needs_matplotlib",
+        ArgumentError,
+        lambda: draws_without_matplotlib(),
+        "--plot is plan.png, but the package matplotlib, which draws it, is not installed. Write: pip install "
+        "matplotlib",
     ),
     # plans that meet other libraries
     Case(

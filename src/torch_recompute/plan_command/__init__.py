@@ -31,7 +31,7 @@ from ..planning.prices import DEVICES
 from . import plot
 from .task import DTYPES, OPTIMIZERS, Task, curve
 
-__all__ = ["Task", "add_command", "command", "curve", "to_json"]
+__all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 
 SCHEMA_VERSION = 1
 
@@ -80,7 +80,7 @@ def command(args: argparse.Namespace) -> int:
     with at_work("planning"):
         plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
     if args.out is not None:
-        _write(args.out, plans[0])
+        write(args.out, plans[0])
     if args.plot is not None:
         plot.draw(args.plot, profile, plans, str(task))
     if args.json:
@@ -123,8 +123,9 @@ def _check(args: argparse.Namespace) -> None:
         read_budget(args.budget)
 
 
-def _write(path: Path, plan: Plan) -> None:
+def write(path: Path, plan: Plan) -> None:
+    """Write a plan to a file, for `Plan.from_json` to read."""
     try:
         path.write_text(plan.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise errors.ArgumentError(errors.cannot_write("--out", str(path), error)) from error
+        raise errors.ArgumentError(errors.cannotwrite("--out", str(path), error)) from error

@@ -1,0 +1,219 @@
+"""`torch-recompute plan`: models by name and by file, the table, the JSON document, the curve, and each exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_recompute import Plan, apply, cli, make_plan
+from torch_recompute._models import PRESETS, batch_for, load
+from torch_recompute.errors import ArgumentError
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Sequential(*(Block() for _ in range(3))), (torch.ones(256, 8),)
+
+
+def named_pair() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model, (x,) = pair()
+    return model, {"input": x}
+
+
+def only_a_model() -> nn.Module:
+    return pair()[0]
+
+
+def three() -> tuple[nn.Module, int, int]:
+    return pair()[0], 1, 2
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in, the output is plain, and this file can be imported by its name."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """The path of a tiny configuration."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert cli.main(["plan", *argv, "--json"]) == cli.OK
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_models_by_name_have_their_published_size(name: str) -> None:
+    """A model by name is built on meta, in bfloat16, with as many parameters as were published, and takes its batch."""
+    pytest.importorskip("transformers")
+    model = load(name).model
+    assert type(model).__name__ == PRESETS[name].cls
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].parameters
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    assert {p.dtype for p in load(name, torch.float16).model.parameters()} == {torch.float16}
+    assert "labels" in batch_for(model, name)
+
+
+def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is the plan's own, progress goes to stderr, and the file holds the plan that `make_plan` makes."""
+    pytest.importorskip("rich")
+    out = tmp_path / "plan.json"
+    argv = ["--batch", "2", "--sequence", "256", "--dtype", "fp32", "--budget", "0.3", "--out", str(out)]
+    assert cli.main(["plan", llama, *argv]) == cli.OK
+    output = capsys.readouterr()
+    plan = Plan.from_json(out.read_text())
+    first, *table = output.out.splitlines()
+    assert "LlamaForCausalLM" in first
+    assert "in float32; input_ids 2 x 256, labels 2 x 256; optimizer adamw" in first
+    assert table[: len(str(plan).splitlines())] == str(plan).splitlines()
+    assert [line.split()[0] for line in output.err.splitlines()] == ["building", "profiling", "planning"]
+
+    model = load(llama, torch.float32).model
+    ids = torch.ones(2, 256, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    assert plan == make_plan(model, (), batch, budget=0.3, optimizer=torch.optim.AdamW, device="h100")
+    apply(model, plan).remove()
+
+
+def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The document says the step, the plan as `Plan.from_json` reads it, and the step without it."""
+    found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
+    assert list(found) == [
+        *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "device"),
+        *("plain", "advice", "plan"),
+    ]
+    assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
+    assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
+    plan = Plan.from_json(json.dumps(found["plan"]))
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes < found["plain"]["peak_bytes"]
+    assert plan.prediction.step_seconds >= found["plain"]["step_seconds"]
+
+
+def test_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Along the curve the budget rises and the step gets shorter, to that of the step with no region."""
+    found = document(capsys, "this_test:pair", "--frontier", "--optimizer", "none", "--device", "h100")
+    plans = [Plan.from_json(json.dumps(plan)) for plan in found["frontier"]]
+    promises = [plan.prediction for plan in plans if plan.prediction is not None]
+    budgets = [promise.budget_bytes for promise in promises]
+    seconds = [promise.step_seconds for promise in promises]
+    assert 3 <= len(plans) == len(promises) <= 10
+    assert budgets == sorted(set(budgets))
+    assert seconds == sorted(set(seconds), reverse=True)
+    assert seconds[-1] == found["plain"]["step_seconds"]
+    assert all(promise.peak_bytes <= promise.budget_bytes for promise in promises)
+
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    picture = tmp_path / "curve.png"
+    argv = ["--frontier", "--optimizer", "none", "--device", "h100", "--plot", str(picture)]
+    assert cli.main(["plan", "this_test:pair", *argv]) == cli.OK
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [f"{1000 * s:,.1f}" for s in seconds] == [cells[1] for cells in lines if cells and cells[-1].endswith("%")]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch may be a tuple or a dict, and the plan is the same."""
+    argv = ["--budget", "40%", "--device", "h100"]
+    by_place, by_name = (document(capsys, f"this_test:{name}", *argv) for name in ("pair", "named_pair"))
+    assert by_place["plan"] == by_name["plan"]
+    assert (by_place["inputs"], by_name["inputs"]) == ({"0": [256, 8]}, {"input": [256, 8]})
+    assert by_place["dtypes"] == ["float32"]
+
+
+def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 3, and stderr says which budget would do, which then does."""
+    argv = ["plan", "this_test:pair", "--device", "h100"]
+    assert cli.main([*argv, "--budget", "1KiB"]) == cli.TOO_SMALL == 3
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "budget=1.00 KiB is too small for a step of this model" in output.err
+    least = output.err.split(" bytes)")[0].split("(")[-1]
+    assert document(capsys, *argv[1:], "--budget", least)["plan"]["prediction"]["peak_bytes"] == int(least)
+    assert cli.main([*argv, "--budget", str(int(least) - 1)]) == cli.TOO_SMALL
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["no-such-model", "--budget", "1GiB"], "Known by name are llama3-8b, "),
+        (["this_test:pair", "--budget", "24G"], "'g' is not a unit of memory"),
+        (["this_test:pair", "--budget", "0.5", "--batch", "2"], "--batch is for models that are built here"),
+        (["this_test:pair", "--budget", "0.5", "--dtype", "bf16"], "--dtype is for models that are built here"),
+        (["this_test:pair", "--budget", "0.5", "--sequence", "0"], "--sequence is 0; expected a whole number"),
+        (["this_test:only_a_model", "--budget", "0.5"], "that returns (model, batch)"),
+        (["this_test:three", "--budget", "0.5"], "or one and its batch"),
+        (["this_test:pair", "--budget", "0.5", "--plot", "a.png"], "--plot goes with --frontier"),
+        (["this_test:pair", "--frontier", "--out", "a.json"], "--out goes with --budget"),
+        (["this_test:pair", "--frontier", "--plot", "a.bmp"], "ends in .png, .svg, .pdf"),
+        (["this_test:pair", "--budget", "0.5", "--out", "no/such/folder/a.json"], "there is no folder no/such/folder"),
+    ],
+)
+def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command line that cannot be answered ends with 2, nothing on stdout, and what to write."""
+    assert cli.main(["plan", *argv]) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in output.err
+
+
+@pytest.mark.parametrize("argv", [[], ["gpt2-xl"], ["gpt2-xl", "--budget", "1GiB", "--frontier"]])
+def test_malformed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A model, and either a budget or the curve, have to be asked for."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", *argv])
+    assert caught.value.code == cli.USAGE
+    assert capsys.readouterr().out == ""
+
+
+def test_batches_that_are_refused(llama: str) -> None:
+    """More tokens than positions, tokens of pictures, and models that take something else have no batch."""
+    with pytest.raises(ArgumentError, match="--sequence is 513, and MODEL has 512 positions"):
+        batch_for(load(llama).model, "MODEL", sequence=513)
+    with pytest.raises(ArgumentError, match="--sequence is a number of tokens, and vit-h takes pixel_values"):
+        batch_for(load("vit-h").model, "vit-h", sequence=8)
+    assert batch_for(load(llama).model, "MODEL", 3)["input_ids"].shape == (3, 512)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where transformers is not installed, a model by name says what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["plan", "gpt2-xl", "--budget", "1GiB"]) == cli.USAGE
+    assert "pip install transformers" in capsys.readouterr().err
