@@ -2329,13 +2329,13 @@ CASES = [
         "arguments or a dict of keywords.",
     ),
     Case(
-        "no_sequence",
+        "no_such_sequence",
         ArgumentError,
         lambda: _models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
         "--sequence is a number of tokens, and vit-h takes pixel_values. Leave it out.",
     ),
     Case(
-        "sequence_too_long",
+        "no_such_sequence",
         ArgumentError,
         lambda: _models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
         "--sequence is 9, and gpt2-xl has 8 positions. Write --sequence 8 or less.",
@@ -2353,16 +2353,10 @@ CASES = [
         "--plot goes with --frontier and says nothing without it. Add --frontier, or leave --plot out.",
     ),
     Case(
-        "no_folder",
-        ArgumentError,
-        lambda: plans("math:sin", "--budget", "1GiB", "--out", "nowhere/plan.json"),
-        "--out is nowhere/plan.json, but there is no folder nowhere. Write: mkdir -p nowhere",
-    ),
-    Case(
         "cannot_write",
         ArgumentError,
         lambda: plan_command.write(Path("/"), Plan()),
-        "--out /: is a directory. Write the path of a file that may be written.",
+        "--out is /: is a directory. Write the path of a file in a folder that is there, and that may be written.",
     ),
     Case(
         "not_a_picture",

@@ -38,7 +38,7 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
     size = 1 if batch is None else batch
     if getattr(model, "main_input_name", "") == "pixel_values" and isinstance(getattr(config, "image_size", 0), int):
         if sequence is not None:
-            raise errors.ArgumentError(errors.no_sequence(word))
+            raise errors.ArgumentError(errors.no_such_sequence(word, sequence, None))
         shape = size, config.num_channels, config.image_size, config.image_size
         found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=_dtype(model), device="meta")}
         labels = torch.zeros(size, dtype=torch.long)
@@ -46,7 +46,7 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
         length = min(SEQUENCE, positions) if sequence is None else sequence
         if length > positions:
-            raise errors.ArgumentError(errors.sequence_too_long(word, length, positions))
+            raise errors.ArgumentError(errors.no_such_sequence(word, length, positions))
         found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
         labels = found["input_ids"]
         if "SequenceClassification" in type(model).__name__:

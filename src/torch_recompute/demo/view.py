@@ -60,8 +60,8 @@ def show(result: Result) -> None:
     for outcome in result.outcomes:
         if outcome.predicted_peak_bytes is not None:
             console.print(
-                f"{outcome.title.capitalize()}: the plan predicts a peak of {outcome.predicted_peak_bytes:,} bytes, measured were "
-                f"{outcome.peak_bytes:,}.",
+                f"{outcome.title.capitalize()}: the plan predicts a peak of {outcome.predicted_peak_bytes:,} bytes, "
+                f"measured were {outcome.peak_bytes:,}.",
                 highlight=False,
             )
         if outcome.first_difference is not None:

@@ -30,11 +30,9 @@ from .commands import (
     made_by_a_function,
     needs_matplotlib,
     no_batch_known,
-    no_folder,
-    no_sequence,
+    no_such_sequence,
     not_a_picture,
     not_a_size,
-    sequence_too_long,
 )
 from .configs import (
     a_region_anyway,
@@ -355,10 +353,8 @@ __all__ = [
     "goes_with",
     "made_by_a_function",
     "no_batch_known",
-    "no_folder",
-    "no_sequence",
+    "no_such_sequence",
     "not_a_size",
-    "sequence_too_long",
 ]
 
 

@@ -20,13 +20,10 @@ def no_batch_known(model: str, cls: str) -> str:
     )
 
 
-def no_sequence(model: str) -> str:
-    """Text for a sequence length of a model that takes pictures."""
-    return f"--sequence is a number of tokens, and {model} takes pixel_values. Leave it out."
-
-
-def sequence_too_long(model: str, length: int, positions: int) -> str:
-    """Text for more tokens than a model has positions."""
+def no_such_sequence(model: str, length: int, positions: int | None) -> str:
+    """Text for a number of tokens that a model cannot take; it has no positions if it takes pictures."""
+    if positions is None:
+        return f"--sequence is a number of tokens, and {model} takes pixel_values. Leave it out."
     return f"--sequence is {length}, and {model} has {positions} positions. Write --sequence {positions} or less."
 
 
@@ -40,14 +37,9 @@ def goes_with(option: str, other: str) -> str:
     return f"{option} goes with {other} and says nothing without it. Add {other}, or leave {option} out."
 
 
-def no_folder(option: str, path: str, folder: str) -> str:
-    """Text for a file in a folder that does not exist."""
-    return f"{option} is {path}, but there is no folder {folder}. Write: mkdir -p {folder}"
-
-
-def cannot_write(option: str, path: str, why: OSError) -> str:
+def cannot_write(option: str, path: str, why: str) -> str:
     """Text for a file that cannot be written."""
-    return f"{option} {path}: {(why.strerror or str(why)).lower()}. Write the path of a file that may be written."
+    return f"{option} is {path}: {why}. Write the path of a file in a folder that is there, and that may be written."
 
 
 def not_a_picture(path: str, known: Sequence[str]) -> str:

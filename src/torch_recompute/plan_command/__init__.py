@@ -116,7 +116,9 @@ def _check(args: argparse.Namespace) -> None:
         if not getattr(args, other):
             raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
         if not path.parent.is_dir():
-            raise errors.ArgumentError(errors.no_folder(f"--{option}", str(path), str(path.parent)))
+            raise errors.ArgumentError(
+                errors.cannot_write(f"--{option}", str(path), f"there is no folder {path.parent}")
+            )
     if args.plot is not None:
         plot.check(args.plot)
     if args.budget is not None:
@@ -128,4 +130,6 @@ def write(path: Path, plan: Plan) -> None:
     try:
         path.write_text(plan.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise errors.ArgumentError(errors.cannotwrite("--out", str(path), error)) from error
+        raise errors.ArgumentError(
+            errors.cannot_write("--out", str(path), (error.strerror or str(error)).lower())
+        ) from error
