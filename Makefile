@@ -27,7 +27,7 @@ unexport PYTHONPATH
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputation, and compare
+demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputation, and with a plan, and compare
 	$(BIN)/torch-recompute demo
 
 test: lint types $(VENV)/.stamp-installed  ## lint, type check, and the tests against the installed wheel
