@@ -2504,6 +2504,14 @@ CASES = [
         '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)',
     ),
     Case(
+        "other_model",
+        ArgumentError,
+        lambda: apply(torch.nn.Sequential(torch.nn.Linear(4, 4)), Plan((), modules=(("0", "Block with 4 tensors"),))),
+        "the plan was made for a model with Block with 4 tensors at '0'; this model has Linear with 2 parameters of 20 "
+        "elements there.\n"
+        "  Make the plan anew for this model, as it is when the plan is applied:  make_plan(model, args, budget=...)",
+    ),
+    Case(
         "unknown_device",
         ArgumentError,
         lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_recompute import BudgetError, Plan, Profile, apply, make_plan, measure, profile, solve
+from torch_recompute import ArgumentError, BudgetError, Plan, Profile, apply, make_plan, measure, profile, solve
 from torch_recompute.planning.capture import capture
 from torch_recompute.planning.guesses import all_guesses
 from torch_recompute.planning.planner import Planner
@@ -257,6 +257,17 @@ def test_a_profile_is_data() -> None:
     with pytest.raises(BudgetError) as caught:
         solve(read, budget=1)
     assert isinstance(caught.value.solution, Plan)
+
+
+def test_a_plan_is_for_one_model() -> None:
+    """A plan that was written and read applies to the same model made anew; of another the first difference is named."""
+    model, args = made("gpt")
+    plan = Plan.from_json(make_plan(model, args, budget=0.3, device="h100").to_json())
+    again, _ = made("gpt")
+    apply(again, plan).remove()
+    again.blocks[1].mlp[0] = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+    with pytest.raises(ArgumentError, match=r"made for a model with Block with .* at 'blocks.1'; this model has Block"):
+        apply(again, plan)
 
 
 def test_planning_leaves_no_trace() -> None:

@@ -43,6 +43,14 @@ def no_such_module(model: str, path: str, near: Sequence[str]) -> str:
     )
 
 
+def other_model(path: str, said: str, found: str) -> str:
+    """Text for a model that is not the one that a plan was made for."""
+    return (
+        f"the plan was made for a model with {said} at {path!r}; this model has {found} there.\n"
+        "  Make the plan anew for this model, as it is when the plan is applied:  make_plan(model, args, budget=...)"
+    )
+
+
 def one_module_twice(path: str, other: str) -> str:
     """Text for one module under two of a plan's paths."""
     return (

@@ -42,7 +42,7 @@ from .caches import Inside, Root
 from .calls import Carry, Compare, enter_keeping
 from .named import Listed, module_of, name_in
 from .observe import Figures
-from .placed import Placed
+from .placed import Placed, described
 from .plan import Choice, Plan, kind_in
 from .report import Report, Row
 from .switch import Switch, roots
@@ -317,7 +317,8 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
 
     Raises:
         ArgumentError: The model has no module of such a path, or has a plan already, or one module lies under two of
-            the paths, or is checkpointed by a wrapper; the plan names a store that is not given, or one is given that
+            the paths, or is checkpointed by a wrapper; the plan was made for
+            another model; the plan names a store that is not given, or one is given that
             it does not name.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
@@ -328,6 +329,10 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     )
     if already is not None:
         raise errors.ArgumentError(errors.applied_twice(type(model).__name__, already))
+    for path, said in plan.modules:
+        found = described(modules[path]) if path in modules else "nothing"
+        if found != said:
+            raise errors.ArgumentError(errors.other_model(path, said, found))
     by_word = _stores(plan, stores or {})
     placed: list[Placed] = []
     wanted: dict[tuple[int, str], str] = {}

@@ -15,6 +15,13 @@ from typing import Any
 from torch import nn
 
 
+def described(module: nn.Module) -> str:
+    """A module in words: its class, how many parameters, and their elements, over all ranks if it is sharded."""
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    name = type(module).__name__.removeprefix("FSDP")  # fully_shard makes a subclass of that name
+    return f"{name} with {len(sizes)} parameters of {sum(sizes):,} elements"
+
+
 class Placed:
     """What stands as `forward` on a module: the module's own forward, called in some way.
 

@@ -29,7 +29,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from .. import errors
@@ -78,11 +78,14 @@ class Plan:
         choices: One per region; no module is in two of them.
         source: What the plan was made from, in words.
         prediction: What the step is promised to take, where the plan was made for a budget.
+        modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
+            modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
     """
 
     choices: tuple[Choice, ...] = ()
     source: str = ""
     prediction: Prediction | None = None
+    modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -161,6 +164,8 @@ class Plan:
         data["choices"] = [dataclasses.asdict(choice) for choice in self.choices]
         if self.prediction is not None:
             data["prediction"] = dataclasses.asdict(self.prediction)
+        if self.modules:
+            data["modules"] = self.modules
         return json.dumps(data, indent=1)
 
     @staticmethod
@@ -179,8 +184,10 @@ class Plan:
         try:
             promise = data.get("prediction")
             prediction = None if promise is None else Prediction.from_data(**promise)
-            return Plan(tuple(_choice(**choice) for choice in data["choices"]), str(data["source"]), prediction)
-        except (KeyError, TypeError) as error:
+            modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
+            choices = tuple(_choice(**choice) for choice in data["choices"])
+            return Plan(choices, str(data["source"]), prediction, modules)
+        except (KeyError, TypeError, ValueError) as error:
             raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
 
     def diff(self, other: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 from .. import errors
 from .anatomy import inside
@@ -36,7 +37,7 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
         ArgumentError: The budget is none.
     """
     least = smallest(profile.costs)
-    wanted = bytes_of(budget, least.peak_bytes, profile.plain_peak_bytes, None)
+    wanted = bytes_of(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
     try:
         solution = choose(profile.costs, wanted, solver)
     except errors.BudgetError as error:
@@ -44,12 +45,12 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
     return planned(profile, profile.costs, solution, wanted)
 
 
-def bytes_of(budget: object, least: int, most: int, free: int | None) -> int:
+def bytes_of(budget: object, least: Callable[[], int], most: int, free: int | None) -> int:
     """What a budget comes to for one model.
 
     Args:
         budget: See `read_budget`.
-        least: The smallest peak of any plan.
+        least: Says the smallest peak of any plan; asked only for a share.
         most: The peak with no region.
         free: What the device has for this step; None if there is no device at hand.
 
@@ -60,7 +61,8 @@ def bytes_of(budget: object, least: int, most: int, free: int | None) -> int:
     if meant.bytes is not None:
         return meant.bytes
     if meant.share is not None:
-        return least + math.floor(meant.share * (most - least))
+        bottom = least()
+        return bottom + math.floor(meant.share * (most - bottom))
     if free is None:
         raise errors.ArgumentError(errors.nothing_to_fit_into())
     return free
@@ -105,7 +107,7 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         solver=solution.solver,
         lines=_lines(costs, solution, starts),
     )
-    return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction)
+    return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction, profile.modules)
 
 
 def _begins(options: tuple[Option, ...], place: int) -> bool:

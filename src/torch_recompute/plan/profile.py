@@ -26,6 +26,7 @@ class Profile:
         device: What the seconds are of.
         costs: The segments, their options, and what else lives.
         plain_peak_bytes: The peak of the step with no region.
+        modules: What the segments are, in words, by path.
         carries: The paths of segments whose regions carry decisions (routing).
         left_out: Modules that are not planned, and why.
         advice: What else would help, in words; "" where nothing is to be said.
@@ -35,6 +36,7 @@ class Profile:
     device: str
     costs: Costs
     plain_peak_bytes: int
+    modules: tuple[tuple[str, str], ...] = ()
     carries: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     advice: str = ""
@@ -59,8 +61,8 @@ class Profile:
         try:
             costs = _costs(**data.pop("costs"))
             lists = {name: tuple(data.pop(name)) for name in ("carries",)}
-            left_out = tuple((path, why) for path, why in data.pop("left_out"))
-            return Profile(costs=costs, left_out=left_out, **lists, **data)
+            pairs = {name: tuple((a, b) for a, b in data.pop(name)) for name in ("modules", "left_out")}
+            return Profile(costs=costs, **pairs, **lists, **data)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise errors.ArgumentError(errors.bad_profile(f"a field is missing or unknown: {error}")) from None
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .. import errors
 from ..plan.anatomy import inside
 from ..plan.apply import apply
 from ..plan.cost import Costs, Kind, Option, Solution
+from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, planned
 from ..plan.profile import Profile
@@ -94,6 +96,7 @@ class Planner:
             self._price.name,
             self.costs,
             self.plain.peak_bytes,
+            tuple((path, described(self._model.get_submodule(path))) for path in self._paths),
             self._routers,
             tuple(self._left_out.items()),
             self.plain.advice,
@@ -101,11 +104,9 @@ class Planner:
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        least, simulated = self._least()
-        wanted = bytes_of(
-            budget, simulated.peak_bytes, self.plain.peak_bytes, free_bytes(self._model, self.plain.device)
-        )
-        best = (least, simulated) if simulated.peak_bytes <= wanted else None
+        free = free_bytes(self._model, self.plain.device)
+        wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
+        best: tuple[Solution, Simulation] | None = None
         costs, known = self.costs, None
         for _ in range(ROUNDS):
             try:
@@ -122,16 +123,15 @@ class Planner:
             if fits and simulation.peak_bytes == solution.peak_bytes:
                 break
             costs = self._calibrated(simulation, solution.options, costs.step_seconds)
-        if best is None:
-            peak = simulated.peak_bytes
-            plan = planned(self.profile(), self.costs, least, wanted, peak)
-            raise errors.BudgetError(
-                errors.no_plan_fits(wanted, peak, self.plain.peak_bytes, self.plain.advice), peak, plan
-            )
-        solution, simulation = best
-        return planned(self.profile(), costs, solution, wanted, simulation.peak_bytes)
+        solution, simulation = best or self.least
+        plan = planned(self.profile(), costs, solution, wanted, simulation.peak_bytes)
+        if simulation.peak_bytes > wanted:
+            text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, self.plain.advice)
+            raise errors.BudgetError(text, simulation.peak_bytes, plan)
+        return plan
 
-    def _least(self) -> tuple[Solution, Simulation]:
+    @cached_property
+    def least(self) -> tuple[Solution, Simulation]:
         """The choice with the smallest peak, by its simulation."""
         costs, best = self.costs, None
         for _ in range(ROUNDS):
