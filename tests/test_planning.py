@@ -260,7 +260,7 @@ def test_a_profile_is_data() -> None:
 
 
 def test_a_plan_is_for_one_model() -> None:
-    """A plan that was written and read applies to the same model made anew; of another the first difference is named."""
+    """A plan that was written and read applies to the same model made anew; another is refused by its difference."""
     model, args = made("gpt")
     plan = Plan.from_json(make_plan(model, args, budget=0.3, device="h100").to_json())
     again, _ = made("gpt")

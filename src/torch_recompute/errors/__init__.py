@@ -8,8 +8,6 @@ engine raises; nothing here knows it.
 
 from __future__ import annotations
 
-from torch.utils.checkpoint import CheckpointError
-
 from .arguments import (
     bad_segments,
     debug_with_contexts,
@@ -84,6 +82,16 @@ from .faces import (
     not_one_input,
     nothing_to_offload,
     unknown_deepspeed_key,
+)
+from .family import (
+    ArgumentError,
+    BudgetError,
+    ChangedError,
+    MismatchError,
+    NotRecomputingError,
+    RecomputeError,
+    SaveError,
+    StoreError,
 )
 from .graphs import drawn_in_another_graph, host_in_graph, read_in_graph, through_the_host, values_in_graph
 from .lens import (
@@ -358,45 +366,3 @@ __all__ = [
     "no_such_sequence",
     "not_a_size",
 ]
-
-
-class RecomputeError(RuntimeError):
-    """Base of every error that torch-recompute raises."""
-
-
-class ArgumentError(RecomputeError, TypeError, ValueError):
-    """A function was called with something that it cannot use."""
-
-
-class BudgetError(ArgumentError):
-    """No choice fits into the memory budget.
-
-    Attributes:
-        smallest: The least budget, in bytes, for which some choice fits.
-        solution: What reaches it.
-    """
-
-    def __init__(self, text: str, smallest: int, solution: object) -> None:
-        super().__init__(text)
-        self.smallest = smallest
-        self.solution = solution
-
-
-class MismatchError(RecomputeError, CheckpointError):
-    """The replay of a region did not do what its forward did. Also a `torch.utils.checkpoint.CheckpointError`."""
-
-
-class ChangedError(RecomputeError):
-    """Something that a replay needs has been changed in place since the forward."""
-
-
-class SaveError(RecomputeError, AssertionError):
-    """A value cannot be carried from forward to replay."""
-
-
-class NotRecomputingError(RecomputeError, AssertionError):
-    """`get_recompute_data` was called outside of a replay."""
-
-
-class StoreError(RecomputeError):
-    """A store did not give back what it was given."""
