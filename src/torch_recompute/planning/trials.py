@@ -14,8 +14,8 @@ that lets go of it, as a layer before would, so that it lives only as long as so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +108,8 @@ class _Books(Measurement):
         self._pretend = pretend
         self.ran: Counter[Op] = Counter()
 
-    @contextmanager
-    def _shown(self) -> Generator[None]:
-        self._pretend.seen = self.record
-        try:
-            yield
-        finally:
-            self._pretend.seen = None
-
     def _watcher(self) -> AbstractContextManager[Any]:
-        return self._shown()
+        return self._pretend.showing(self.record)
 
     def record(self, func: Any, inputs: Any, outputs: Any) -> None:
         """Books one operation."""

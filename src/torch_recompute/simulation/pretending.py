@@ -20,7 +20,8 @@ Invariants. No tensor of the caller's is written to: what stays real is a copy. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,6 @@ class Pretend(TorchDispatchMode):
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
-        seen: Called with each operation, its arguments and its result, or None.
     """
 
     supports_higher_order_operators = True
@@ -80,7 +80,16 @@ class Pretend(TorchDispatchMode):
         self._kernels = Kernels(fakes)
         self._where = where
         self.assumed: dict[str, None] = {}
-        self.seen: Callable[[Any, Any, Any], None] | None = None
+        self._seen: Callable[[Any, Any, Any], None] | None = None
+
+    @contextmanager
+    def showing(self, seen: Callable[[Any, Any, Any], None]) -> Generator[None]:
+        """Calls `seen` with each operation in the block, its arguments and its result."""
+        self._seen = seen
+        try:
+            yield
+        finally:
+            self._seen = None
 
     def __torch_dispatch__(
         self,
@@ -92,8 +101,8 @@ class Pretend(TorchDispatchMode):
         if func is _DEVICE:  # how a fake tensor is asked for its device, at every turn
             return device_of(args[0])
         out = self._out(func, args, kwargs or {})
-        if self.seen is not None and out is not NotImplemented:
-            self.seen(func, (args, kwargs), out)
+        if self._seen is not None and out is not NotImplemented:
+            self._seen(func, (args, kwargs), out)
         return out
 
     def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

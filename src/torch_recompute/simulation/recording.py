@@ -6,8 +6,7 @@ PyTorch's own formulas (`torch.utils.flop_counter`), each operation on its own; 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -49,16 +48,8 @@ class Recording(Measurement):
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
 
-    @contextlib.contextmanager
-    def _shown(self) -> Generator[None]:
-        self._pretend.seen = self.record
-        try:
-            yield
-        finally:
-            self._pretend.seen = None
-
     def _watcher(self) -> AbstractContextManager[Any]:
-        return self._shown()
+        return self._pretend.showing(self.record)
 
     def _ledger(self, device: torch.device) -> Ledger:
         if device not in self._ledgers:
