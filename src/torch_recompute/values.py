@@ -157,10 +157,12 @@ class Thread(threading.local):
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
     """
 
-    run: Run | None = None
-    names: Names | None = None
-    size: tuple[object, int] | None = None
-    calls = 0
+    def __init__(self) -> None:
+        # Not on the class: the compiler guards what it finds, and would find an object that has more by the first call.
+        self.run: Run | None = None
+        self.names: Names | None = None
+        self.size: tuple[object, int] | None = None
+        self.calls = 0
 
 
 thread = Thread()
