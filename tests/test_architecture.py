@@ -98,7 +98,7 @@ LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
-    *("units", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named"),
+    *("units", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named", "chain", "sizes"),
 }
 
 MAX_LINES = 400

@@ -719,9 +719,11 @@ def plans_for_nothing() -> None:
     make_plan(Twice(), (torch.ones(2, 4),), budget=0.5, device="h100")
 
 
-def plans_for_too_little() -> None:
+def plans_for_too_little(*, sizes: bool = False) -> None:
     two = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(2)]
-    make_plan(torch.nn.Sequential(*two), (torch.ones(64, 8),), budget=100, device="h100")
+    args = (torch.ones(64, 8),)
+    given: Any = {"sizes": [args]} if sizes else {"args": args}
+    make_plan(torch.nn.Sequential(*two), budget=100, device="h100", **given)
 
 
 COSTS = Costs(
@@ -2494,6 +2496,35 @@ CASES = [
         "  26% of the peak are 2 tensors of the loss as wide as the logits (8), 4,096 bytes, which no recomputation of "
         "layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
         "(hidden, labels), where head_and_loss returns a loss per token.",
+    ),
+    Case(
+        "size_does_not_fit",
+        BudgetError,
+        lambda: plans_for_too_little(sizes=True),
+        "sizes: for calls of 64 x 8, budget=100 bytes is too small for a step of this model: with the plan that needs "
+        "the least its peak is "
+        "11.42 KiB (11688 bytes), with no region 15.41 KiB.\n"
+        '  Pass budget="11.42KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
+        ".smallest.\n"
+        "  26% of the peak are 2 tensors of the loss as wide as the logits (8), 4,096 bytes, which no recomputation of "
+        "layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
+        "(hidden, labels), where head_and_loss returns a loss per token.",
+    ),
+    Case(
+        "args_and_sizes",
+        ArgumentError,
+        lambda: make_plan(Scale(), (vector(),), budget=1, sizes=[(vector(),)]),
+        "make_plan was given 1 positional arguments of the model and sizes, which are examples of whole calls.\n"
+        "  Write one or the other:  make_plan(model, budget=..., sizes=[(short,), (long,)])",
+    ),
+    Case(
+        "bad_example",
+        ArgumentError,
+        lambda: make_plan(Scale(), budget=1, sizes=[512]),  # type: ignore[list-item]
+        "sizes holds int: 512, where an example of a call is expected.\n"
+        "  Write a tuple of positional arguments or a dictionary of keyword arguments for each size, with tensors of "
+        "that size:\n"
+        "      sizes=[(batch[:, :length],) for length in (512, 2048, 8192)]",
     ),
     Case(
         "nothing_to_plan",

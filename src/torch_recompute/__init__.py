@@ -24,7 +24,7 @@ from .errors import (
     StoreError,
 )
 from .memory import Measurement, SavedActivations, measure, saved_activations
-from .plan import Applied, Choice, Plan, apply, simulate
+from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
 from .plan.planned import solve
 from .plan.prediction import Prediction
 from .plan.profile import Profile
@@ -60,6 +60,7 @@ __all__ = [
     "SaveError",
     "SavedActivations",
     "Simulation",
+    "SizeClass",
     "Store",
     "StoreError",
     "apply",

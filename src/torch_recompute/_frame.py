@@ -75,6 +75,7 @@ class Frame(Run):
         "later",
         "names",
         "options",
+        "size",
         "slots",
         "store",
         "transient",
@@ -89,7 +90,7 @@ class Frame(Run):
             if outer.replaying:
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
-        self.names = thread.names
+        self.names, self.size = thread.names, thread.size
         self.transient = self.complete = self._aliased = False
         self._aliases: dict[int, torch.Tensor] = _NONE
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
@@ -278,15 +279,15 @@ class Frame(Run):
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
         run = Replay(self, ids, self._need() if self.options.early_stop else None)
-        grad, outer, names = torch.is_grad_enabled(), thread.run, thread.names
+        grad, outer, names, size = torch.is_grad_enabled(), thread.run, thread.names, thread.size
         _compat.set_grad_enabled(True)
-        thread.run, thread.names = run, self.names
+        thread.run, thread.names, thread.size = run, self.names, self.size
         try:
             self._world.run(self.name, run.go, fn, args, kwargs)
             if self.fingerprints is not None:
                 run.compare_values()
         finally:
-            thread.run, thread.names = outer, names
+            thread.run, thread.names, thread.size = outer, names, size
             _compat.set_grad_enabled(grad)
         return run.filled
 

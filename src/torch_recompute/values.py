@@ -152,12 +152,17 @@ class Thread(threading.local):
     Attributes:
         run: The run that it is in; None outside of every region, and inside a saved call.
         names: Who decides about calls with a name; None where nobody does. A replay finds who did in its forward.
+        size: Which set of a plan's choices the present call of a model goes by, with the plan's own object that says
+            whose number it is; None outside of such calls. A replay finds that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
     """
 
-    run: Run | None = None
-    names: Names | None = None
-    calls = 0
+    def __init__(self) -> None:
+        # Not on the class: the compiler guards what it finds, and would find an object that has more by the first call.
+        self.run: Run | None = None
+        self.names: Names | None = None
+        self.size: tuple[object, int] | None = None
+        self.calls = 0
 
 
 thread = Thread()

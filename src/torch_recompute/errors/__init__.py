@@ -105,10 +105,13 @@ from .lens import (
     not_paths,
 )
 from .planning import (
+    args_and_sizes,
+    bad_example,
     bad_profile,
     no_plan_fits,
     nothing_to_fit_into,
     nothing_to_plan,
+    size_does_not_fit,
     unknown_device,
 )
 from .plans import (
@@ -188,6 +191,9 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "args_and_sizes",
+    "bad_example",
+    "size_does_not_fit",
     "no_plan_fits",
     "nothing_to_plan",
     "unknown_device",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ._say import size
+from ._say import say, size
 
 
 def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
@@ -15,6 +15,29 @@ def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
         f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}.\n"
         f'  Pass budget="{size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. That plan is '
         f".solution of this error, and its bytes are .smallest.{more}"
+    )
+
+
+def size_does_not_fit(shape: str, why: str) -> str:
+    """Text for one of several sizes that no plan fits into the budget for."""
+    return f"sizes: for calls of {shape}, {why}"
+
+
+def args_and_sizes(count: int) -> str:
+    """Text for positional arguments beside examples of sizes."""
+    return (
+        f"make_plan was given {count} positional arguments of the model and sizes, which are examples of whole calls.\n"
+        "  Write one or the other:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
+def bad_example(example: object) -> str:
+    """Text for an example of a size that is no call."""
+    return (
+        f"sizes holds {say(example)}, where an example of a call is expected.\n"
+        "  Write a tuple of positional arguments or a dictionary of keyword arguments for each size, with tensors of "
+        "that size:\n"
+        "      sizes=[(batch[:, :length],) for length in (512, 2048, 8192)]"
     )
 
 

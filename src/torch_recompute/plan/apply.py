@@ -11,7 +11,10 @@ is kept, and no layer runs more than once in forward and once in backward.
 
 A model that has a checkpointing switch of its own gets, besides the regions, a switch that keeps the plan
 (`switch.py`), and regions that can be given a cache (`caches.py`). From the inside out a module's `forward` is then:
-its own, `Inside`, the region; on a whole model, `Root` is outermost.
+its own, `Inside`, the region; on a whole model, `Root` is outside of these, and `BySize` outermost.
+
+A plan with sizes places all that any of its sets of choices asks for; each object is the plain call unless the present
+call of the model goes by a set that asks for it (`sizes.py`).
 
 Rejected: wrapper modules, which change paths under everybody's feet (`_checkpoint_wrapped_module.`); patching classes;
 flags on modules. Each call finds its own state, so a module may have any number of live calls.
@@ -20,10 +23,7 @@ flags on modules. Each call finds its own state, so a module may have any number
 from __future__ import annotations
 
 import difflib
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,20 +40,21 @@ from ..values import thread
 from .anatomy import inside
 from .caches import Inside, Root
 from .calls import Carry, Compare, enter_keeping
+from .chain import Chain
 from .named import Listed, module_of, name_in
 from .observe import Figures
 from .placed import Placed, described
 from .plan import Choice, Plan, kind_in
 from .report import Report, Row
+from .sizes import BySize, Sizes
 from .switch import Switch, roots
-
-_FREED = ("FULL_SHARD", "HYBRID_SHARD")
 
 
 class Region(Placed):
     """A module that is recomputed.
 
     Attributes:
+        choice: The choice that asks for it.
         store: Where its inputs lie; None for where they are.
         resting: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
         figures: What it frees and costs.
@@ -61,6 +62,7 @@ class Region(Placed):
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
         super().__init__(module, path)
+        self.choice = choice
         self.store = store
         self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
         self._carry = choice.carry
@@ -69,7 +71,7 @@ class Region(Placed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
-        if self.out or self.resting:
+        if self.idle or self.resting:
             return self.plain(*args, **kwargs)
         name = self.path or type(self.module).__name__
         return recompute(self.body, name=name, inputs=self.store)(*args, **kwargs)
@@ -107,7 +109,7 @@ class NamedCalls(Region):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, and decides about calls in it."""
-        if self.out or self.resting:
+        if self.idle or self.resting:
             return self.plain(*args, **kwargs)
         around = thread.names
         thread.names = Listed(self._name, self.region, around)
@@ -136,7 +138,7 @@ class Saved(Placed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a saved call."""
-        if self.out or thread.run is None or torch.compiler.is_compiling():
+        if self.idle or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
         leaves, spec = _compat.tree_flatten(result)
@@ -152,70 +154,11 @@ class Scope(Placed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these calls saved."""
-        if self.out or thread.run is None or torch.compiler.is_compiling():
+        if self.idle or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         with ExitStack() as stack:
             enter_keeping(stack, self._kinds)
             return self.plain(*args, **kwargs)
-
-
-class Chain:
-    """Modules recomputed together, and the calls of them that run on this thread.
-
-    Attributes:
-        modules: The modules, in the order of their calls.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], model: nn.Module | None = None) -> None:
-        self.modules = list(modules)
-        # Weak, and not in a copy: whoever copies one layer must not get the whole model with it.
-        self._model = None if model is None else weakref.ref(model)
-        self._local = threading.local()
-
-    def __getstate__(self) -> Any:
-        return self.modules  # a copy of the model has calls of its own
-
-    def __setstate__(self, modules: list[nn.Module]) -> None:
-        self.__init__(modules)
-
-    def check(self) -> None:
-        """Raises if the modules are sharded apart: one is replayed in the other's backward, without its parameters."""
-        asked = (getattr(module, "_get_fsdp_state", None) for module in self.modules)
-        states: list[Any] = [ask() for ask in asked if ask is not None]
-        if any(state is not states[0] for state in states):
-            raise errors.ArgumentError(errors.sharded_apart(len(self.modules)))
-        model = None if self._model is None else self._model()
-        if model is not None:
-            around = [_wrapper_around(model, module) for module in self.modules]
-            if any(wrapper is not around[0] for wrapper in around):
-                raise errors.ArgumentError(errors.wrapped_apart(len(self.modules)))
-            self._model = None  # a wrapper is found by looking for it, and stays: once is enough
-
-    @property
-    def waiting(self) -> Discard | None:
-        """The call whose result the next member is about to take."""
-        return getattr(self._local, "call", None)
-
-    @waiting.setter
-    def waiting(self, call: Discard | None) -> None:
-        self._local.call = call
-
-
-def _wrapper_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The innermost FullyShardedDataParallel around a module that frees its parameters between forward and backward.
-
-    That of the first generation is a module of its own, and the module inside knows nothing of it.
-    """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return None
-    found: nn.Module | None = None
-    for outer in model.modules():
-        strategy: Any = outer.sharding_strategy if isinstance(outer, fsdp.FullyShardedDataParallel) else None
-        if strategy is not None and strategy.name in _FREED:
-            inside = outer is not module and any(inner is module for inner in outer.modules())
-            found = outer if inside else found  # `modules()` names the outer ones first
-    return found
 
 
 class Member(Region):
@@ -228,7 +171,7 @@ class Member(Region):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
-        if self.out or self.resting or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.idle or self.resting or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         if self._first:
             self._chain.check()
@@ -270,8 +213,8 @@ class Applied:
         report starts the measurement again.
         """
         rows: list[Row] = []
-        for choice in self.plan:
-            regions = [p for p in self._placed if isinstance(p, Region) and p.path in choice.paths]
+        for choice in self.plan.all_choices:
+            regions = [p for p in self._placed if isinstance(p, Region) and p.choice == choice]
             figures = [region.figures for region in regions]
             known = [f for f in figures if f.saved_bytes is not None]
             seconds = [f.seconds for f in figures]
@@ -292,7 +235,8 @@ class Applied:
         return Report(tuple(rows))
 
     def __repr__(self) -> str:
-        state = f"{len(self.plan)} regions" if self._placed or not len(self.plan) else "removed"
+        regions = len(self.plan.all_choices)
+        state = f"{regions} regions" if self._placed or not regions else "removed"
         return f"<plan applied to {type(self.model).__name__}: {state}>"
 
 
@@ -334,8 +278,9 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         if found != said:
             raise errors.ArgumentError(errors.other_model(path, said, found))
     by_word = _stores(plan, stores or {})
+    sizes = Sizes(plan)
     placed: list[Placed] = []
-    wanted: dict[tuple[int, str], str] = {}
+    wanted: dict[tuple[int, int, str], str] = {}
 
     def find(path: str) -> nn.Module:
         if path not in modules:
@@ -343,34 +288,45 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             raise errors.ArgumentError(errors.no_such_module(type(model).__name__, path, near))
         return modules[path]
 
-    for choice in plan:
+    for choice in plan.all_choices:
         chain = Chain([find(module_of(path)) for path in choice.paths], model)
         for path, module in zip(choice.paths, chain.modules, strict=True):
-            key = id(module), name_in(path)
-            if wanted.setdefault(key, path) != path:
-                raise errors.ArgumentError(errors.one_module_twice(path, wanted[key]))
+            for when in sizes.of(choice):
+                key = when, id(module), name_in(path)
+                if wanted.setdefault(key, path) != path:
+                    raise errors.ArgumentError(errors.one_module_twice(path, wanted[key]))
             store = by_word[choice.store]
             if len(choice.paths) > 1:
-                placed.append(Member(module, path, choice, store, chain))
+                region = Member(module, path, choice, store, chain)
             else:
-                placed.append((NamedCalls if name_in(path) else Region)(module, path, choice, store))
-    kept: dict[tuple[int, str], Placed] = {}
-    for choice in plan:
+                region = (NamedCalls if name_in(path) else Region)(module, path, choice, store)
+            region.when = sizes.when([choice])
+            placed.append(region)
+    kept: dict[tuple[int, str], tuple[Placed, list[Choice]]] = {}
+    for choice in plan.all_choices:
         for word in choice.keep:
             kind = kind_in(word)
             path = f"{choice.paths[0]}.{word.removesuffix(kind)}".strip(".")
             if word != kind:
                 module = find(path)
-                kept.setdefault((id(module), kind), Scope(module, path, [kind]) if kind else Saved(module, path))
-    placed.extend(kept.values())
+                new = Scope(module, path, [kind]) if kind else Saved(module, path)
+                kept.setdefault((id(module), kind), (new, []))[1].append(choice)
     regions = [one for one in placed if isinstance(one, Region)]
     for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
         if any(inside(path, module_of(one.path)) or inside(module_of(one.path), path) for one in regions):
             raise errors.ArgumentError(errors.other_checkpointing_inside(path))
     tops = list(roots(model))
-    inner = [Inside(one.module, one.path) for one in regions if tops and one.module not in tops]
-    outer = [Root(top, "") for top in tops]
-    everything: list[Placed | Switch] = [*inner, *placed, *outer, Switch(model, regions)]
+    inner: dict[int, tuple[Placed, list[Choice]]] = {}
+    for one in regions:
+        if tops and one.module not in tops:
+            inner.setdefault(id(one.module), (Inside(one.module, one.path), []))[1].append(one.choice)
+    for one, choices in (*inner.values(), *kept.values()):
+        one.when = sizes.when(choices)
+    outer: list[Placed] = [Root(top, "") for top in tops]
+    if plan.sizes:
+        outer.append(BySize(model, "", sizes, promised=plan.prediction is not None))
+    innermost, saved = ([one for one, _ in some.values()] for some in (inner, kept))
+    everything: list[Placed | Switch] = [*innermost, *placed, *saved, *outer, Switch(model, regions)]
     for one in everything:
         one.put()
     return Applied(model, plan, everything)
@@ -379,7 +335,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
     """The store for each word of the plan; None where inputs stay where they are."""
     found: dict[str, Store | None] = {"": None}
-    wanted = dict.fromkeys(choice.store for choice in plan if choice.store)
+    wanted = dict.fromkeys(choice.store for choice in plan.all_choices if choice.store)
     for word, store in given.items():
         if word not in wanted:
             raise errors.ArgumentError(errors.store_unused(word, list(wanted)))

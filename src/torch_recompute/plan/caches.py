@@ -90,7 +90,7 @@ class Inside(Placed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         forward = self.plain
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         if getattr(self.module, "gradient_checkpointing", False) is True and self.module.training:
             raise errors.ArgumentError(errors.other_checkpointing_inside(self.path))
@@ -126,7 +126,7 @@ class Root(Placed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        if not self.out and len(args) <= self._place and self.module.training and torch.is_grad_enabled():
+        if not self.idle and len(args) <= self._place and self.module.training and torch.is_grad_enabled():
             said = [kwargs.get(name) for name in ("use_cache", "past_key_values", "cache_params")]
             if all(value is None for value in said) and not any(map(is_cache, args)):
                 kwargs["use_cache"] = False

@@ -29,6 +29,7 @@ class Placed:
         module: The module.
         path: Its path in the model that the plan was applied to.
         out: Whether it has been taken out again.
+        when: Whether it is to act in the present call of the model; None for in every one.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
@@ -36,6 +37,12 @@ class Placed:
         self.path = path
         self._before: Callable[..., Any] | None = None
         self.out = False
+        self.when: Callable[[], bool] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is the plain call now."""
+        return self.out or (self.when is not None and not self.when())
 
     @property
     def __signature__(self) -> inspect.Signature:

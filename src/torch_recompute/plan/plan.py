@@ -16,6 +16,9 @@ region or, with a path before the sign, in one module of it:
 Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
 part on each rank of a group, and any other word is one that the stores given to `apply` are called by.
 
+A plan may hold other choices for calls up to a size than for larger ones (`SizeClass`), so that short batches pay no
+replays that only long ones need.
+
 A path may also mean calls rather than a module: `layers.0.attn@scores` are the calls that its author named "scores"
 (`no_recompute(fn, name="scores")`), made while that module runs.
 
@@ -28,6 +31,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -71,47 +75,63 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class SizeClass:
+    """The regions of a model in calls up to a size.
+
+    Attributes:
+        shape: The largest shape of a call's first tensor for which this holds: no dimension of it is exceeded.
+        choices: One per region, as in a plan.
+        prediction: What the step is promised to take at this shape.
+    """
+
+    shape: tuple[int, ...]
+    choices: tuple[Choice, ...] = ()
+    prediction: Prediction | None = None
+
+    def __str__(self) -> str:
+        head = f"calls up to {shape_in_words(self.shape)}: {len(self.choices)} regions"
+        lines = str(self.prediction).split("\n") if self.prediction is not None else [*map(str, self.choices)]
+        return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+@dataclass(frozen=True)
 class Plan:
     """The regions of a model.
 
     Attributes:
-        choices: One per region; no module is in two of them.
+        choices: One per region; no module is in two of them. With `sizes`, those of a call that is larger than all.
         source: What the plan was made from, in words.
-        prediction: What the step is promised to take, where the plan was made for a budget.
+        prediction: What the step is promised to take, where the plan was made for a budget. With `sizes`, at the
+            largest.
         modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
             modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
+        sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
     """
 
     choices: tuple[Choice, ...] = ()
     source: str = ""
     prediction: Prediction | None = None
     modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    sizes: tuple[SizeClass, ...] = ()
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for choice in self.choices:
-            twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
-            if twice:
-                raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
-            if not choice.paths or (len(choice.paths) > 1 and any(not k.startswith("@") for k in choice.keep)):
-                raise errors.ArgumentError(
-                    errors.bad_plan(f"{choice!r} has no path, or keeps modules inside of several")
-                )
-            unknown = [word for word in choice.keep if kind_in(word) not in ("", *KINDS)]
-            if unknown:
-                raise errors.ArgumentError(
-                    errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {', '.join(KINDS)}")
-                )
-            if not isinstance(choice.store, str):
-                why = (
-                    f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
-                )
-                raise errors.ArgumentError(errors.bad_plan(why))
-            calls = next((path for path in choice.paths if "@" in path), None)
-            if calls is not None and (len(choice.paths) > 1 or any(not word.startswith("@") for word in choice.keep)):
-                why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
-                raise errors.ArgumentError(errors.bad_plan(why))
-            seen.update(choice.paths)
+        _check(self.choices)
+        before: tuple[int, ...] | None = None
+        for size in self.sizes:
+            shape = size.shape
+            if not shape or any(type(n) is not int or n < 1 for n in shape):
+                raise errors.ArgumentError(errors.bad_plan(f"{shape!r} is not the shape of a tensor with elements"))
+            if before is not None and math.prod(shape) <= math.prod(before):
+                why = f"sizes rise from one to the next, but {shape_in_words(shape)} comes after "
+                raise errors.ArgumentError(errors.bad_plan(why + shape_in_words(before)))
+            before = shape
+            _check(size.choices)
+
+    @property
+    def all_choices(self) -> tuple[Choice, ...]:
+        """The choices of the plan and of its sizes, each once."""
+        of_sizes = [choice for size in self.sizes for choice in size.choices]
+        return tuple(dict.fromkeys([*self.choices, *of_sizes]))
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -145,7 +165,13 @@ class Plan:
         return len(self.choices)
 
     def __str__(self) -> str:
-        head = f"plan of {len(self.choices)} regions" + (f", from {self.source}" if self.source else "")
+        made = f", from {self.source}" if self.source else ""
+        if self.sizes:
+            larger = SizeClass(self.sizes[-1].shape, self.choices)
+            beyond = str(larger).replace("up to", "larger than", 1)
+            last = [beyond] if self.choices != self.sizes[-1].choices else []
+            return "\n".join([f"plan of {len(self.sizes)} sizes{made}", *map(str, self.sizes), *last])
+        head = f"plan of {len(self.choices)} regions{made}"
         if self.prediction is not None:
             return f"{head}\n{self.prediction}"
         return "\n".join([head, *(f"  {choice}" for choice in self.choices)])
@@ -155,7 +181,8 @@ class Plan:
 
         As in `diff`, the source does not count.
         """
-        data = [VERSION, [dataclasses.asdict(choice) for choice in self.choices]]
+        data: list[Any] = [VERSION, [dataclasses.asdict(choice) for choice in self.choices]]
+        data += [[size.shape, [dataclasses.asdict(choice) for choice in size.choices]] for size in self.sizes]
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -166,6 +193,8 @@ class Plan:
             data["prediction"] = dataclasses.asdict(self.prediction)
         if self.modules:
             data["modules"] = self.modules
+        if self.sizes:
+            data["sizes"] = [dataclasses.asdict(size) for size in self.sizes]
         return json.dumps(data, indent=1)
 
     @staticmethod
@@ -182,19 +211,56 @@ class Plan:
         if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
             raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
         try:
-            promise = data.get("prediction")
-            prediction = None if promise is None else Prediction.from_data(**promise)
             modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
             choices = tuple(_choice(**choice) for choice in data["choices"])
-            return Plan(choices, str(data["source"]), prediction, modules)
+            sizes = tuple(_size(**size) for size in data.get("sizes", ()))
+            return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
         except (KeyError, TypeError, ValueError) as error:
             raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
 
     def diff(self, other: Plan) -> str:
         """What turns this plan into the other, line by line; empty where they choose the same."""
-        mine, theirs = ([str(choice) for choice in plan.choices] for plan in (self, other))
+        mine, theirs = (
+            [str(choice) for choice in plan.choices]
+            + [f"up to {shape_in_words(size.shape)}: {line}" for size in plan.sizes for line in size.choices or ("-",)]
+            for plan in (self, other)
+        )
         lines = difflib.unified_diff(mine, theirs, self.source or "this", other.source or "other", lineterm="", n=0)
         return "\n".join(lines)
+
+
+def _check(choices: tuple[Choice, ...]) -> None:
+    """Raises if regions contradict themselves or each other."""
+    seen: set[str] = set()
+    for choice in choices:
+        twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
+        if twice:
+            raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
+        if not choice.paths or (len(choice.paths) > 1 and any(not k.startswith("@") for k in choice.keep)):
+            raise errors.ArgumentError(errors.bad_plan(f"{choice!r} has no path, or keeps modules inside of several"))
+        unknown = [word for word in choice.keep if kind_in(word) not in ("", *KINDS)]
+        if unknown:
+            raise errors.ArgumentError(
+                errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {', '.join(KINDS)}")
+            )
+        if not isinstance(choice.store, str):
+            why = f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
+            raise errors.ArgumentError(errors.bad_plan(why))
+        calls = next((path for path in choice.paths if "@" in path), None)
+        if calls is not None and (len(choice.paths) > 1 or any(not word.startswith("@") for word in choice.keep)):
+            why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
+            raise errors.ArgumentError(errors.bad_plan(why))
+        seen.update(choice.paths)
+
+
+def fits(shape: tuple[int, ...], size: tuple[int, ...]) -> bool:
+    """Whether a shape is no larger than another in any dimension."""
+    return len(shape) == len(size) and all(a <= b for a, b in zip(shape, size, strict=True))
+
+
+def shape_in_words(shape: tuple[int, ...]) -> str:
+    """Such as `8 x 512`."""
+    return " x ".join(map(str, shape)) or "no dimension"
 
 
 def kind_in(word: str) -> str:
@@ -204,3 +270,11 @@ def kind_in(word: str) -> str:
 
 def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "") -> Choice:
     return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store)
+
+
+def _prediction(data: Any) -> Prediction | None:
+    return None if data is None else Prediction.from_data(**data)
+
+
+def _size(shape: Any, choices: Any, prediction: Any) -> SizeClass:
+    return SizeClass(tuple(shape), tuple(_choice(**choice) for choice in choices), _prediction(prediction))

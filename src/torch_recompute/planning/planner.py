@@ -44,6 +44,7 @@ from .free import free_bytes
 from .guesses import guesses
 from .ops import Op, op_of
 from .prices import prices_for, where
+from .sizes import calls_of, plan_sizes
 from .trace import trace
 from .trials import Tried, attempt
 
@@ -255,6 +256,7 @@ def make_plan(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
     solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
 ) -> Plan:
     """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
@@ -263,10 +265,14 @@ def make_plan(
 
     The plan that is returned has been simulated: its step fits into the budget.
 
+    Where batches differ in length, give an example of each size, the largest that may come last:
+
+        plan = make_plan(model, budget="24GiB", sizes=[(batch[:, :length],) for length in (512, 2048, 8192)])
+
     Args:
         model: The model; on the meta device if it is too large for this machine.
         args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
+        kwargs: Its keyword arguments; with `sizes`, those of every call.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
             of the step with no region; or "fit": what is free on the device now.
@@ -274,12 +280,25 @@ def make_plan(
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: See `profile`.
         solver: "auto", or the name of one of the solvers.
+        sizes: Examples of calls of several sizes, from small to large, instead of `args`: tuples of positional
+            arguments or dictionaries of keyword arguments. The size of a call is the shape of its first tensor.
+            Each is planned for the same budget, and a call of the model goes by the choices of the first that it
+            exceeds in no dimension.
 
     Returns:
         The plan, with its prediction.
 
     Raises:
-        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it.
-        ArgumentError: See `profile`; or the budget is none.
+        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
+            those of the size that does not fit.
+        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with them.
     """
-    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).plan(budget, solver)
+
+    def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
+        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
+
+    if not sizes:
+        return planner(args, kwargs).plan(budget, solver)
+    if args:
+        raise errors.ArgumentError(errors.args_and_sizes(len(args)))
+    return plan_sizes(model, calls_of(sizes, kwargs or {}), planner, budget, solver)

@@ -1,0 +1,136 @@
+"""Which of a plan's sets of choices a call of the model goes by: the one for the smallest size that the call fits into.
+
+Problem. Batches differ in length. A plan that is safe for the longest makes every short one pay for replays that it
+does not need, and a plan for the usual one runs out of memory when a long one comes.
+
+Idea. The size of a call is the shape of the first tensor it is given. A set of choices was made for one shape, and
+holds for every call that is no larger in any dimension: less of everything is saved, so what fits goes on to fit. A
+call takes the first set that holds for it; one that is larger than all takes the plan's own choices, those of the
+largest size in a plan made for a budget, and if a promise was made a warning says once that it does not hold for this.
+
+`BySize` lies on the model, outermost, and notes the set on the thread while the model runs. What the plan has placed
+in the model asks whether the set is one of its own (`Placed.when`). A region takes the note along, and its replay finds
+what its forward found, whatever other calls of the model came in between, on this thread or another. A part of the
+model that is called by itself goes by the plan's own choices.
+
+Rejected: the number of elements as the size. Eight rows of 512 and one of 4096 are the same number, and scores that are
+written out are eight times as large in the second. Choosing by the length of the call at each region: its inputs need
+not show it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _compat
+from ..values import thread
+from .placed import Placed
+from .plan import Choice, Plan, fits, shape_in_words
+
+Shape = tuple[int, ...]
+
+
+def parameters(module: nn.Module) -> tuple[str, ...]:
+    """The names of a model's arguments, in their order."""
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def size_of(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
+    """The shape of the first tensor that a call is given, in the order of the model's arguments; None without one.
+
+    Args:
+        names: The names of the model's arguments.
+        args: Positional arguments of the call.
+        kwargs: Its keyword arguments, in any order; those that have no name in `names` come last.
+    """
+    in_order = [kwargs[name] for name in names if name in kwargs]
+    rest = [value for name, value in kwargs.items() if name not in names]
+    leaves = _compat.tree_leaves([*args, *in_order, *rest])
+    found = next((x for x in leaves if isinstance(x, torch.Tensor)), None)
+    return None if found is None else tuple(found.shape)
+
+
+class Sizes:
+    """The sets of choices of a plan in a model: those of its sizes in order, then the plan's own."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.shapes = tuple(size.shape for size in plan.sizes)
+        self._sets = [frozenset(one) for one in (*(size.choices for size in plan.sizes), plan.choices)]
+
+    def of(self, choice: Choice) -> list[int]:
+        """The numbers of the sets that a choice is in."""
+        return [number for number, one in enumerate(self._sets) if choice in one]
+
+    def when(self, choices: Iterable[Choice]) -> Callable[[], bool] | None:
+        """Whether the present call goes by a set with one of these choices; None if every set has one."""
+        numbers = frozenset(number for choice in choices for number in self.of(choice))
+        return None if len(numbers) == len(self._sets) else When(self, numbers)
+
+    def number(self, shape: Shape | None) -> int:
+        """The number of the set for a call."""
+        fitting = (number for number, size in enumerate(self.shapes) if shape is not None and fits(shape, size))
+        return next(fitting, len(self.shapes))
+
+
+class When:
+    """Whether the present call of the model goes by one of some sets of choices."""
+
+    def __init__(self, sizes: Sizes, numbers: frozenset[int]) -> None:
+        self._sizes = sizes
+        self._numbers = numbers
+
+    def __call__(self) -> bool:
+        """Looks at this thread."""
+        size = thread.size
+        number = size[1] if size is not None and size[0] is self._sizes else len(self._sizes.shapes)
+        return number in self._numbers
+
+
+class BySize(Placed):
+    """What stands as `forward` on a whole model: it says which set of choices the call goes by.
+
+    Args:
+        module: The model.
+        path: Its path.
+        sizes: The sets.
+        promised: Whether a call that is larger than all sizes breaks a promise.
+    """
+
+    def __init__(self, module: nn.Module, path: str, sizes: Sizes, *, promised: bool) -> None:
+        super().__init__(module, path)
+        self._sizes = sizes
+        self._names = parameters(module)
+        self._silent = not promised
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        if self.out:
+            return self.plain(*args, **kwargs)
+        shape = size_of(self._names, args, kwargs)
+        number = self._sizes.number(shape)
+        if number == len(self._sizes.shapes) and not self._silent and torch.is_grad_enabled():
+            self._warn(shape)
+        around, thread.size = thread.size, (self._sizes, number)
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            thread.size = around
+
+    def _warn(self, shape: Shape | None) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._silent = True
+        given = "no tensor" if shape is None else f"a first tensor of {shape_in_words(shape)}"
+        warnings.warn(
+            f"{type(self.module).__name__} is called with {given}; the largest that its plan was made for is "
+            f"{shape_in_words(self._sizes.shapes[-1])}. The choices for that are used, and the step may take more "
+            "memory than was promised. Give make_plan an example of this size, too. (Said once.)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
