@@ -342,10 +342,13 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
         ours.append(work.add_plan(OURS, f"{share:.0%}", planner.plan(share)))
         tick(f"{OURS} {share:.0%}")
     pairs: list[tuple[int, int | None]] = []
+    plans: dict[int, Plan] = {}
     for peer in others[1:]:
         point = work.points[peer]
         try:
-            pairs.append((peer, work.add_plan(MATCHED, point.title, planner.plan(point.peak_bytes))))
+            if point.peak_bytes not in plans:
+                plans[point.peak_bytes] = planner.plan(point.peak_bytes)
+            pairs.append((peer, work.add_plan(MATCHED, point.title, plans[point.peak_bytes])))
         except BudgetError:
             pairs.append((peer, None))
         tick(f"{MATCHED} {point.title}")
