@@ -4,6 +4,7 @@ The comparison runs once, on two small layers, with some of the settings.
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_recompute import cli, measure
 from torch_recompute.bench import frontier
@@ -41,10 +41,13 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran() -> Iterator[Ran]:
-    """The comparison with two settings of `torch.compile` and three budgets."""
-    with pytest.MonkeyPatch.context() as patch:
+    """The comparison with two settings of `torch.compile` and two budgets."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # PyTorch's compiler looks at the gradients of what it is given.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         patch.setattr(ways, "SHARES", (0.5, 0.0))
-        patch.setattr(result, "SHARES", (0.1, 0.5, 0.9))
+        patch.setattr(ways, "LABELS", (("core_attn",), ("core_attn", "mlp")))
+        patch.setattr(result, "SHARES", (0.1, 0.6))
         words: list[str] = []
         yield Ran(run(TINY, words.append), words, ticks(TINY))
 
@@ -53,9 +56,9 @@ def test_every_peer_has_its_point(ran: Ran) -> None:
     """Each way is a point with a peak, a time and exact FLOPs, each but the plain one is answered, progress is told."""
     families = [point.family for point in ran.result.peers]
     by_layer = ["torch checkpoint", "uniform", "uniform", "block", "block"]
-    assert families == [PLAIN, *by_layer, *["selective"] * 4, "torch selective", *[COMPILED] * 2]
+    assert families == [PLAIN, *by_layer, *["selective"] * 2, "torch selective", *[COMPILED] * 2]
     assert len(ran.result.matches) == len(families) - 1
-    assert [point.title for point in ran.result.ours] == [f"{OURS} {share}" for share in ("10%", "50%", "90%")]
+    assert [point.title for point in ran.result.ours] == [f"{OURS} {share}" for share in ("10%", "60%")]
     assert all(point.seconds > 0 and point.time_ratio > 0 for point in [*ran.result.peers, *ran.result.own])
     assert len(ran.words) == ran.promised
 
@@ -66,7 +69,8 @@ def test_peers_do_what_they_say(ran: Ran) -> None:
     for other in (ran.peer("uniform 1"), ran.peer("block 2")):
         assert (other.peak_bytes, other.replay_flops) == (every.peak_bytes, every.replay_flops)
     assert 2 * ran.peer("block 1").replay_flops == every.replay_flops > 0
-    assert ran.peer("selective core_attn").replay_flops == ran.peer("selective layernorm").replay_flops == 0
+    assert ran.peer("selective core_attn").replay_flops == 0
+    assert 0 < ran.peer("selective core_attn mlp").replay_flops < every.replay_flops
     assert 0 < ran.peer("torch selective torchtitan's list").replay_flops < every.replay_flops
     assert ran.peer("torch.compile 0").replay_flops == every.replay_flops
     assert ran.peer("torch.compile 0.5").peak_bytes > ran.peer("torch.compile 0").peak_bytes
@@ -136,22 +140,24 @@ def test_between(budget: int, best: str | None, less: float | None) -> None:
     assert (None if entry.peer is None else entry.peer.family, entry.less_percent) == (best, less)
 
 
+def test_peaks_are_those_of_the_lens() -> None:
+    """The allocator's peak of a checkpointed step is what the lens says, but for what lives inside one operation."""
+    model, text = build("gpt", *SIZE)
+    step = Step(model, text, peers(TINY.layers)[1])
+    seen = step.seen()
+    with measure(model) as lens:
+        step()
+    step.drop_gradients()
+    assert 0 <= seen.peak_bytes - lens.peak_bytes <= 0.001 * lens.peak_bytes
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_instruments_agree(name: str) -> None:
-    """Peaks by the allocator are those of the lens, and FLOPs by shapes those of PyTorch's counter."""
+def test_flops_by_shapes_are_those_of_the_counter(name: str) -> None:
+    """Of a plain step the formulas on the shapes that the profiler saw give what PyTorch's counter gives."""
     model, text = build(name, *SIZE)
-    for way in peers(TINY.layers)[:3]:
-        step = Step(model, text, way)
-        seen = step.seen()
-        with measure(model) as lens:
-            step()
-        step.drop_gradients()
-        assert seen.peak_bytes == lens.peak_bytes
-        assert seen.flops == Step(model, text, replace(way, first=nullcontext)).seen().flops
-        with FlopCounterMode(display=False) as counter:
-            step()
-        step.drop_gradients()
-        assert seen.flops == counter.get_total_flops()
+    counted, by_shapes = (Step(model, text, Way(PLAIN, first=first)).seen() for first in (None, nullcontext))
+    assert counted.flops == by_shapes.flops > 0
+    assert counted.peak_bytes == by_shapes.peak_bytes
 
 
 def test_models_have_a_seed_of_their_own() -> None:
@@ -189,7 +195,7 @@ def test_json(ran: Ran) -> None:
     document = json.loads(ran.result.to_json())
     assert (document["command"], document["passed"]) == ("bench frontier", True)
     assert document["config"]["layers"] == 2
-    assert [len(document[key]) for key in ("peers", "ours", "matches")] == [13, 3, 12]
+    assert [len(document[key]) for key in ("peers", "ours", "matches")] == [11, 2, 10]
     assert all(type(point["peak_bytes"]) is int for point in document["peers"])
     assert document["ours"][0]["promise"]["budget_bytes"] >= document["ours"][0]["peak_bytes"]
     assert all(entry["ours"]["family"] == MATCHED for entry in document["matches"] if entry["ours"])
