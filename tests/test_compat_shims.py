@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 import threading
+import types
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
-from torch_recompute._compat import capture, fakes, storages
+from torch_recompute._compat import capture, fakes, partitioning, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -694,3 +695,22 @@ def test_an_operation_that_writes_is_known() -> None:
     assert _compat.is_plain(torch.ones(2))
     mode = fakes.FakeTensorMode()
     assert type(fakes.fake_like(mode, torch.ones(2))) is fakes.FakeTensor
+
+
+# --- partitioning -----------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the context the setting has the value, afterwards its own again; where there is none, None says so."""
+    config: Any = importlib.import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    context = partitioning.activation_memory_budget(0.25)
+    assert context is not None
+    with context:
+        assert config.activation_memory_budget == 0.25
+    assert config.activation_memory_budget == before
+
+    monkeypatch.setitem(sys.modules, "torch._functorch.config", types.ModuleType("config"))
+    assert partitioning.activation_memory_budget(0.25) is None
+    monkeypatch.setitem(sys.modules, "torch._functorch.config", None)
+    assert partitioning.activation_memory_budget(0.25) is None

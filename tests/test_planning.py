@@ -15,6 +15,7 @@ from torch_recompute import ArgumentError, BudgetError, Plan, Profile, apply, ma
 from torch_recompute.planning.capture import capture
 from torch_recompute.planning.guesses import all_guesses
 from torch_recompute.planning.planner import Planner
+from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.trace import trace
 from zoo import build, scalar_loss
 
@@ -191,6 +192,18 @@ def test_a_larger_budget_never_costs_more() -> None:
     seconds = [plan.prediction.step_seconds for plan in plans if plan.prediction]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1]
+
+
+def test_prices_may_be_given_as_a_roofline() -> None:
+    """A planner that is given a device by its speeds spares by them: one that counts FLOPs replays no more of them."""
+    model, args = made("gpt")
+    counting = Planner(model, args, None, device=Roofline("counting", {1: 1e12}, 1e18, 1e-12))
+    other = Planner(model, args, None, device="h100")
+    for share in (0.2, 0.5, 0.8):
+        plan, peer = counting.plan(share), other.plan(share)
+        assert plan.prediction is not None
+        assert plan.prediction.device == "counting"
+        assert (plan.predicted_replay_flops or 0) <= (peer.predicted_replay_flops or 0)
 
 
 def test_an_infeasible_budget_names_the_smallest_and_its_plan() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, cast
 
-from . import discard
+from . import discard, frontier
 
-__all__ = ["add_command", "discard"]
+__all__ = ["add_command", "discard", "frontier"]
 
 
 def add_command(commands: Any) -> None:
@@ -20,3 +20,4 @@ def add_command(commands: Any) -> None:
     parser = cast("argparse.ArgumentParser", commands.add_parser("bench", help=about, description=about))
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     discard.add_command(benchmarks)
+    frontier.add_command(benchmarks)

@@ -43,7 +43,7 @@ from .capture import Captured, capture
 from .free import free_bytes
 from .guesses import guesses
 from .ops import Op, op_of
-from .prices import prices_for, where
+from .prices import Roofline, prices_for, where
 from .sizes import calls_of, plan_sizes
 from .trace import trace
 from .trials import Tried, attempt
@@ -71,7 +71,7 @@ class Planner:
         *,
         loss: Loss = None,
         optimizer: MakeOptimizer = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | Roofline | None = None,
     ) -> None:
         self._model = model
         self._call = args, kwargs

@@ -160,12 +160,14 @@ class Measured:
         return value
 
 
-def where(device: torch.device | str | None) -> tuple[Roofline | None, torch.device | None]:
-    """The roofline of a device that is named by its data sheet, or the device of this machine.
+def where(device: torch.device | str | Roofline | None) -> tuple[Roofline | None, torch.device | None]:
+    """The roofline of a device that is named by its data sheet or given as such, or the device of this machine.
 
     Raises:
         ArgumentError: It is neither.
     """
+    if isinstance(device, Roofline):
+        return device, None
     if isinstance(device, str) and device.lower() in DEVICES:
         return DEVICES[device.lower()], None
     try:

@@ -1,0 +1,83 @@
+"""`torch-recompute bench frontier`: every peer at every setting, and our plans for budgets, on one model in one run.
+
+Problem. Each way to recompute has a few settings, and each setting is one point of memory and cost. Whoever has so many
+bytes wants to know which point fits and what it costs, and whether a planner finds a better one. Figures from different
+papers, models and machines do not say.
+
+Idea. One model and batch (`models.py`), the peers as a table of ways to run it, as their users would write them
+(`ways.py`), one set of instruments for all (`measuring.py`), and two questions with their answers as data
+(`result.py`): what ours replays within each peer's own peak, and at budgets between the peers' points.
+
+FLOPs that are replayed are exact and the same on any machine; they are the claim. Times on a CPU are noisy, and are
+shown with their noise. What our planner spares is time, measured on this machine (`--price measured`), so that it may
+replay a product where that is faster than what it would save; with `--price flops` it spares FLOPs, which is what most
+of the peers' settings were chosen for.
+
+Rejected: a peer's own planner as a subprocess with an environment of its own. It could be compared by its claims only.
+
+`--check` ends with 1 where a point of ours breaks its promise. Progress goes to stderr and the result to stdout, so
+`--json` can be piped; `--plot` draws it (`plot.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from ..._progress import progress_shown
+from . import plot, result
+from .config import PRICES, Config
+from .models import MODELS
+from .result import Between, Match, Point, Promise, Result, run
+
+__all__ = ["Between", "Config", "Match", "Point", "Promise", "Result", "add_command", "command", "run"]
+
+SIZES = (
+    ("layers", "layers of the model"),
+    ("width", "its width"),
+    ("tokens", "tokens of a sequence"),
+    ("batch", "sequences"),
+    ("rounds", "timed steps of each way"),
+)
+
+
+def add_command(benchmarks: Any) -> None:
+    """Describe `torch-recompute bench frontier` to the command line."""
+    about = "peers at every setting they have against our plans, on one model: peak, replayed FLOPs, time, gradients"
+    parser = cast("argparse.ArgumentParser", benchmarks.add_parser("frontier", help=about, description=about))
+    parser.add_argument("--model", metavar="NAME", help=f"{' or '.join(MODELS)} (default {Config.model})")
+    for name, about in SIZES:
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{about} (default {getattr(Config, name)})")
+    parser.add_argument(
+        "--price", metavar="WHAT", help=f"what our plans spare: {' or '.join(PRICES)} (default {Config.price})"
+    )
+    parser.add_argument("--check", action="store_true", help="end with 1 if a plan of ours breaks its promise")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the points: a .png, .svg or .pdf file")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run `torch-recompute bench frontier`; 0 if it is done, and with `--check` 1 if a promise is broken."""
+    given = {field.name: getattr(args, field.name) for field in fields(Config)}
+    config = Config(**{name: value for name, value in given.items() if value is not None})
+    config.check()
+    if args.plot is not None:
+        plot.check(args.plot)
+    view = None
+    if not args.json:
+        from . import view
+    with nullcontext() if args.quiet else progress_shown(result.ticks(config)) as progress:
+        seen = run(config, progress)
+    if args.plot is not None:
+        plot.draw(seen, args.plot)
+    if view is None:
+        sys.stdout.write(seen.to_json() + "\n")
+    else:
+        view.show(seen)
+    return 1 if args.check and not seen.passed else 0

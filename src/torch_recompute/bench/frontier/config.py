@@ -1,0 +1,48 @@
+"""What is asked of `torch-recompute bench frontier`, and what of it cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import ArgumentError
+from ...planning.prices import Roofline
+from .models import HEAD, MODELS
+
+WIDTHS = 2 * HEAD
+"""The width is a multiple of it: of two heads, which a Llama's keys share one of."""
+PRICES = {"measured": None, "flops": Roofline("counting FLOPs", {1: 1e12}, 1e18, 1e-12)}
+"""What our planner counts as cost: what the operations take here, or FLOPs, bytes only where FLOPs are equal."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The size of the comparison, and what our planner is to spare."""
+
+    model: str = "gpt"
+    layers: int = 8
+    width: int = 128
+    tokens: int = 256
+    batch: int = 4
+    rounds: int = 5
+    price: str = "measured"
+
+    def check(self) -> None:
+        """Refuse what cannot run, and say what would."""
+        for name in ("layers", "width", "tokens", "batch", "rounds"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(
+                    f"--{name} is {getattr(self, name)}; expected a whole number of at least 1. Write for example "
+                    f"--{name} {getattr(Config, name)}"
+                )
+        for name, known in (("model", MODELS), ("price", PRICES)):
+            if getattr(self, name) not in known:
+                raise ArgumentError(
+                    f"--{name} is {getattr(self, name)}; expected one of {', '.join(known)}. Write for example "
+                    f"--{name} {getattr(Config, name)}"
+                )
+        if self.width % WIDTHS:
+            above = self.width + WIDTHS - self.width % WIDTHS
+            raise ArgumentError(
+                f"--width is {self.width}; expected a multiple of {WIDTHS}, because an attention head has {HEAD} and "
+                f"a Llama's heads share keys by two. Write --width {above}"
+            )

@@ -1,0 +1,235 @@
+"""`torch-recompute bench frontier`: the instruments agree with others, ours keeps its promises, and lies are noticed.
+
+The comparison runs once, on two small layers, with some of the settings.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_recompute import cli, measure
+from torch_recompute.bench import frontier
+from torch_recompute.bench.frontier import Config, Point, Promise, Result, plot, result, ways
+from torch_recompute.bench.frontier.measuring import Step, difference
+from torch_recompute.bench.frontier.models import MODELS, build
+from torch_recompute.bench.frontier.result import MATCHED, OURS, run, ticks
+from torch_recompute.bench.frontier.ways import COMPILED, PLAIN, Way, peers
+from torch_recompute.errors import ArgumentError
+
+TINY = Config(layers=2, width=64, tokens=32, batch=2, rounds=1, price="flops")
+SIZE = (TINY.layers, TINY.width, TINY.tokens, TINY.batch)
+
+
+@dataclass
+class Ran:
+    """A comparison, and how often it reported progress."""
+
+    result: Result
+    words: list[str]
+    promised: int
+
+    def peer(self, title: str) -> Point:
+        """The peer of a title."""
+        return next(point for point in self.result.peers if point.title == title)
+
+
+@pytest.fixture(scope="module")
+def ran() -> Iterator[Ran]:
+    """The comparison with two settings of `torch.compile` and two budgets."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # PyTorch's compiler looks at the gradients of what it is given.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        patch.setattr(ways, "SHARES", (0.5, 0.0))
+        patch.setattr(ways, "LABELS", (("core_attn",), ("core_attn", "mlp")))
+        patch.setattr(result, "SHARES", (0.1, 0.6))
+        words: list[str] = []
+        yield Ran(run(TINY, words.append), words, ticks(TINY))
+
+
+def test_every_peer_has_its_point(ran: Ran) -> None:
+    """Each way is a point with a peak, a time and exact FLOPs, each but the plain one is answered, progress is told."""
+    families = [point.family for point in ran.result.peers]
+    by_layer = ["torch checkpoint", "uniform", "uniform", "block", "block"]
+    assert families == [PLAIN, *by_layer, *["selective"] * 2, "torch selective", *[COMPILED] * 2]
+    assert len(ran.result.matches) == len(families) - 1
+    assert [point.title for point in ran.result.ours] == [f"{OURS} {share}" for share in ("10%", "60%")]
+    assert all(point.seconds > 0 and point.time_ratio > 0 for point in [*ran.result.peers, *ran.result.own])
+    assert len(ran.words) == ran.promised
+
+
+def test_peers_do_what_they_say(ran: Ran) -> None:
+    """The same regions asked for in three ways are the same point; each setting of a family replays what it says."""
+    every = ran.peer("torch checkpoint every layer")
+    for other in (ran.peer("uniform 1"), ran.peer("block 2")):
+        assert (other.peak_bytes, other.replay_flops) == (every.peak_bytes, every.replay_flops)
+    assert 2 * ran.peer("block 1").replay_flops == every.replay_flops > 0
+    assert ran.peer("selective core_attn").replay_flops == 0
+    assert 0 < ran.peer("selective core_attn mlp").replay_flops < every.replay_flops
+    assert 0 < ran.peer("torch selective torchtitan's list").replay_flops < every.replay_flops
+    assert ran.peer("torch.compile 0").replay_flops == every.replay_flops
+    assert ran.peer("torch.compile 0.5").peak_bytes > ran.peer("torch.compile 0").peak_bytes
+    assert all(point.peak_bytes <= ran.peer(PLAIN).peak_bytes for point in ran.result.peers)
+
+
+def test_gradients_with_dropout(ran: Ran) -> None:
+    """Every way has the plain gradients to the last bit, but compiled code that replays, which draws masks again."""
+    wrong = [point.title for point in ran.result.peers if point.gradient_difference]
+    assert wrong == ["torch.compile 0.5", "torch.compile 0"]
+    assert wrong[0] in ran.result.verdict[-1]
+    assert all(point.gradient_difference == 0 for point in ran.result.own)
+
+
+def test_our_promises_are_kept(ran: Ran) -> None:
+    """Each point of ours is within its budget, at its predicted peak and FLOPs, and no bound is above it."""
+    assert ran.result.passed
+    for point in ran.result.own:
+        assert point.promise is not None
+        assert point.peak_bytes <= point.promise.budget_bytes
+        assert point.replay_flops == point.promise.replay_flops
+        assert point.promise.least_added <= point.promise.added + 1e-12
+        assert point.peak_error <= 0.005
+
+
+def test_regions_by_hand_are_not_better(ran: Ran) -> None:
+    """At the peaks of whole layers recomputed by hand, ours replays no more."""
+    by_hand = [match for match in ran.result.matches if match.peer.family in ("torch checkpoint", "uniform", "block")]
+    assert len(by_hand) == 5
+    assert all(match.no_more_flops for match in by_hand)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"peak_bytes": 10**9},
+        {"gradient_difference": 1e-9},
+        {"replay_flops": 1},
+        {"promise": Promise(10**9, 1, 0, 0.0, 0.0)},
+    ],
+)
+def test_broken_promises_are_noticed(ran: Ran, lie: dict, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A point of ours over its budget, off its prediction or with other gradients makes `--check` end with 1."""
+    first, *rest = ran.result.ours
+    broken = replace(ran.result, ours=[replace(first, **lie), *rest])
+    assert [point.title for point in broken.broken] == [first.title]
+    monkeypatch.setattr(frontier, "run", lambda config, progress: broken)
+    argv = ["bench", "frontier", "--json", "--quiet"]
+    assert (cli.main(argv), cli.main([*argv, "--check"])) == (cli.OK, cli.FAILED)
+    assert json.loads(capsys.readouterr().out.split("\n{\n")[0])["passed"] is False
+
+
+def _point(family: str, peak: int, replay: int, budget: int | None = None) -> Point:
+    promise = None if budget is None else Promise(budget, peak, replay, 0.0, 0.0)
+    return Point(family, "", peak, replay, 0.0, 0.0, promise=promise)
+
+
+@pytest.mark.parametrize(
+    ("budget", "best", "less"),
+    [(100, PLAIN, None), (99, "b", 50.0), (60, "b", 50.0), (59, "a", 75.0), (39, None, None)],
+)
+def test_between(budget: int, best: str | None, less: float | None) -> None:
+    """The best peer is the one that fits and replays least; what replays nothing cannot be undercut."""
+    others = [_point(PLAIN, 100, 0), _point("a", 40, 40), _point("b", 60, 20), _point("c", 55, 80)]
+    seen = Result(TINY, others, [_point(OURS, 30, 10, budget)], [], 0.0)
+    (entry,) = seen.between
+    assert (None if entry.peer is None else entry.peer.family, entry.less_percent) == (best, less)
+
+
+def test_peaks_are_those_of_the_lens() -> None:
+    """The allocator's peak of a checkpointed step is what the lens says, but for what lives inside one operation."""
+    model, text = build("gpt", *SIZE)
+    step = Step(model, text, peers(TINY.layers)[1])
+    seen = step.seen()
+    with measure(model) as lens:
+        step()
+    step.drop_gradients()
+    assert 0 <= seen.peak_bytes - lens.peak_bytes <= 0.001 * lens.peak_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_by_shapes_are_those_of_the_counter(name: str) -> None:
+    """Of a plain step the formulas on the shapes that the profiler saw give what PyTorch's counter gives."""
+    model, text = build(name, *SIZE)
+    counted, by_shapes = (Step(model, text, Way(PLAIN, first=first)).seen() for first in (None, nullcontext))
+    assert counted.flops == by_shapes.flops > 0
+    assert counted.peak_bytes == by_shapes.peak_bytes
+
+
+def test_models_have_a_seed_of_their_own() -> None:
+    """Weights and tokens are the same each time, the caller's random numbers are left alone, a Llama shares keys."""
+    before = torch.get_rng_state()
+    (one, text), (two, again) = (build("llama", *SIZE) for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(text, again)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert one.layers[0].attention.k.weight.shape == (32, 64)
+
+
+def test_difference() -> None:
+    """Equal bits are no difference, others are relative to the whole, and a missing gradient is infinitely far."""
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([0.0])
+    assert difference([a, b], [a.clone(), b]) == 0
+    assert difference([a, b], [a, b + 1]) == pytest.approx(0.2)
+    assert difference([a, b], [a]) == float("inf")
+
+
+def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tables hold every peer and budget, and the verdict follows."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(frontier, "run", lambda config, progress: ran.result)
+    assert cli.main(["bench", "frontier", "--quiet", "--check"]) == cli.OK
+    out = capsys.readouterr().out
+    for point in [*ran.result.peers, *ran.result.ours]:
+        assert f" {point.title} " in out
+    assert f"of {len(ran.result.own)} points of ours {len(ran.result.own)} are within" in " ".join(out.lower().split())
+
+
+def test_json(ran: Ran) -> None:
+    """The document holds every point, how it was obtained, and the verdict."""
+    document = json.loads(ran.result.to_json())
+    assert (document["command"], document["passed"]) == ("bench frontier", True)
+    assert document["config"]["layers"] == 2
+    assert [len(document[key]) for key in ("peers", "ours", "matches")] == [11, 2, 10]
+    assert all(type(point["peak_bytes"]) is int for point in document["peers"])
+    assert document["ours"][0]["promise"]["budget_bytes"] >= document["ours"][0]["peak_bytes"]
+    assert all(entry["ours"]["family"] == MATCHED for entry in document["matches"] if entry["ours"])
+    assert set(document["how"]) == {"peak", "replay", "times", "gradients", "price"}
+
+
+def test_plot(ran: Ran, tmp_path: Path) -> None:
+    """The picture names every family, and what has other gradients."""
+    pytest.importorskip("matplotlib")
+    plot.draw(ran.result, tmp_path / "points.svg")
+    text = (tmp_path / "points.svg").read_text(encoding="utf-8")
+    for word in ("our plans", "torch selective", "torch.compile, other gradients"):
+        assert f"<!-- {word} -->" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 0}, r"--layers is 0; expected a whole number of at least 1. Write for example --layers 8"),
+        ({"rounds": -1}, r"--rounds is -1; expected"),
+        ({"model": "bert"}, r"--model is bert; expected one of gpt, llama. Write for example --model gpt"),
+        ({"price": "euro"}, r"--price is euro; expected one of measured, flops"),
+        ({"width": 100}, r"--width is 100; expected a multiple of 64, .* Write --width 128"),
+    ],
+)
+def test_what_cannot_run(change: dict, message: str) -> None:
+    """What cannot run is refused with what was passed, what was expected and what to write."""
+    with pytest.raises(ArgumentError, match=message):
+        run(replace(TINY, **change))
+
+
+def test_without_the_setting_of_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no such setting, the peer is left out and the others stay."""
+    monkeypatch.setattr(ways, "activation_memory_budget", lambda share: None)
+    found: list[Way] = peers(1)
+    assert [way.family for way in found].count(COMPILED) == 0
+    assert len(found) == 9
