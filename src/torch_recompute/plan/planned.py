@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from .. import errors
 from .anatomy import inside
@@ -78,10 +78,14 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
         together = tuple(names[start : start + option.span])
         for below, keep in option.regions:
             paths = tuple(f"{path}.{below}".strip(".") for path in together)
-            carry = any(inside(decided, path) for decided in profile.carries for path in paths)
-            found.append(Choice(paths, keep, carry, store=option.store))
+            found.append(Choice(paths, keep, decides(paths, profile.carries), store=option.store))
         start += option.span
     return tuple(found)
+
+
+def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
+    """Whether one of some modules holds what routes tokens, so that a region around it carries the decisions."""
+    return any(inside(router, path) for path in paths for router in routers)
 
 
 def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, peak: int | None = None) -> Plan:

@@ -76,7 +76,7 @@ def command(args: argparse.Namespace) -> int:
         task = Task.of(args)
     with at_work(f"profiling {task}"):
         planner = task.planner()
-    profile = planner.profile()
+    profile = planner.profile
     with at_work("planning"):
         plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
     if args.out is not None:

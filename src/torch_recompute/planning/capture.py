@@ -46,12 +46,10 @@ class Captured:
         calls: How each is called.
         kinds: The kind of each: segments with the same number are alike.
         left_out: Modules that could have been segments, and why they are none.
-        fakes: The mode that the fake tensors belong to.
         pretend: The mode under which they run.
     """
 
     units: Units
-    fakes: FakeTensorMode
     pretend: Pretend
     paths: list[str] = field(default_factory=list[str])
     calls: list[Call] = field(default_factory=list[Call])
@@ -93,7 +91,7 @@ def capture(
     copy: nn.Module = faker.copy(model)
     args, kwargs = faker.arguments(args, kwargs)
     units = find_units(model)
-    found = Captured(units, fakes, Pretend(fakes, lambda: ""))
+    found = Captured(units, Pretend(fakes, lambda: ""))
     modules = dict(copy.named_modules())
     seen = _Seen({path: modules[path] for path in segments(units, copy)})
     with found.running(), seen:

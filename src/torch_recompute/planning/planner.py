@@ -28,12 +28,11 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..plan.anatomy import inside
 from ..plan.apply import apply
 from ..plan.cost import Costs, Kind, Option, Solution
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
-from ..plan.planned import bytes_of, choices_of, planned
+from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
 from ..plan.solve import choose, smallest
 from ..plan.solvers.problem import simplicity
@@ -90,6 +89,7 @@ class Planner:
         seconds = sum(self._price(op) * count for op, count in ran.items())
         self.costs = self._calibrated(self.plain, options, seconds)
 
+    @cached_property
     def profile(self) -> Profile:
         """What is known, as data."""
         return Profile(
@@ -125,7 +125,7 @@ class Planner:
                 break
             costs = self._calibrated(simulation, solution.options, costs.step_seconds)
         solution, simulation = best or self.least
-        plan = planned(self.profile(), costs, solution, wanted, simulation.peak_bytes)
+        plan = planned(self.profile, costs, solution, wanted, simulation.peak_bytes)
         if simulation.peak_bytes > wanted:
             text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, self.plain.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
@@ -148,7 +148,7 @@ class Planner:
         return best
 
     def _plan_of(self, solution: Solution) -> Plan:
-        return Plan(choices_of(self.profile(), solution))
+        return Plan(choices_of(self.profile, solution))
 
     def _simulated(self, plan: Plan, ran: Counter[Op] | None = None) -> Simulation:
         """The step with a plan; adds what ran to a count, if there is one."""
@@ -187,7 +187,7 @@ class Planner:
 
     def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
         """A region in a segment that is tried alone."""
-        carry = any(inside(router, f"{path}.{below}".strip(".")) for router in self._routers)
+        carry = decides([f"{path}.{below}".strip(".")], self._routers)
         return Choice((f"0.{below}".strip("."),), keep, carry)
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
@@ -243,7 +243,7 @@ def profile(
     Raises:
         ArgumentError: See `simulate`; or the model has no part that could be recomputed.
     """
-    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile()
+    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
 
 
 def make_plan(

@@ -28,6 +28,7 @@ import torch
 from ... import __version__
 from ..._progress import progress_shown
 from ...errors import ArgumentError
+from .._command import carried_out
 from . import parity, plot, result
 from .blocks import BLOCKS, DTYPES
 from .config import ITERS, SCALE, Config
@@ -79,6 +80,12 @@ def add_command(benchmarks: Any) -> None:
     parser.set_defaults(command=command)
 
 
+def _view() -> Any:
+    from . import view
+
+    return view
+
+
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute bench discard`; 0 if it is done, and with `--check` 1 if anything differs."""
     given: dict[str, Any] = {
@@ -92,20 +99,7 @@ def command(args: argparse.Namespace) -> int:
     if args.check:
         return _check(given, args)
     config = Config(**given)
-    config.check()
-    if args.plot is not None:
-        plot.check(args.plot)
-    view = None
-    if not args.json:
-        from . import view
-    with nullcontext() if args.quiet else progress_shown(result.ticks(config)) as progress:
-        seen = run(config, progress)
-    if args.plot is not None:
-        plot.draw(seen, args.plot)
-    if view is None:
-        sys.stdout.write(seen.to_json() + "\n")
-    else:
-        view.show(seen)
+    carried_out(args, config, plot=plot, view=_view, ticks=result.ticks, run=run)
     return 0
 
 

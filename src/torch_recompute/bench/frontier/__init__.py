@@ -22,13 +22,11 @@ Rejected: a peer's own planner as a subprocess with an environment of its own. I
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from ..._progress import progress_shown
+from .._command import carried_out
 from . import plot, result
 from .config import PRICES, Config
 from .models import MODELS
@@ -62,22 +60,15 @@ def add_command(benchmarks: Any) -> None:
     parser.set_defaults(command=command)
 
 
+def _view() -> Any:
+    from . import view
+
+    return view
+
+
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute bench frontier`; 0 if it is done, and with `--check` 1 if a promise is broken."""
     given = {field.name: getattr(args, field.name) for field in fields(Config)}
     config = Config(**{name: value for name, value in given.items() if value is not None})
-    config.check()
-    if args.plot is not None:
-        plot.check(args.plot)
-    view = None
-    if not args.json:
-        from . import view
-    with nullcontext() if args.quiet else progress_shown(result.ticks(config)) as progress:
-        seen = run(config, progress)
-    if args.plot is not None:
-        plot.draw(seen, args.plot)
-    if view is None:
-        sys.stdout.write(seen.to_json() + "\n")
-    else:
-        view.show(seen)
+    seen = carried_out(args, config, plot=plot, view=_view, ticks=result.ticks, run=run)
     return 1 if args.check and not seen.passed else 0
