@@ -1,0 +1,29 @@
+"""The two halves of a backward, as the stages of `torch.distributed.pipelining` run them.
+
+They are private functions of torch, of which zero bubble schedules alone are made; a simulation of such a schedule that
+did anything else would count other bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import _backward
+
+
+def backward_for_inputs(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    weights: Iterable[torch.nn.Parameter],
+) -> Any:
+    """Makes the gradients of the inputs; returns what the other half needs."""
+    given = None if gradients is None else list(gradients)
+    return _backward.stage_backward_input(list(outputs), given, list(inputs), iter(weights))[1]
+
+
+def backward_for_weights(weights: Iterable[torch.nn.Parameter], groups: Any) -> None:
+    """Makes the gradients of the weights."""
+    _backward.stage_backward_weight(iter(weights), groups)

@@ -1,0 +1,109 @@
+"""A small model in stages that keep the names of the whole, trained in a pipeline with and without plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from distributed.pipelines import ONE, stages_of
+from torch_recompute import Plan, Stages, apply, make_plan, measure
+from torch_recompute.distributed import agree_on
+
+WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Some of the layers, the embedding before the first, the head behind the last."""
+
+    def __init__(self, layers: Iterable[int] = range(LAYERS)) -> None:
+        super().__init__()
+        numbers = list(layers)
+        self.embed = nn.Embedding(CLASSES, WIDTH) if 0 in numbers else None
+        self.layers = nn.ModuleDict({str(i): Block() for i in numbers})
+        self.head = nn.Linear(WIDTH, CLASSES) if LAYERS - 1 in numbers else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def loss_alone(out: torch.Tensor) -> torch.Tensor:
+    return loss_of(out, torch.zeros(out.shape[:-1], dtype=torch.long, device=out.device))
+
+
+def plans_for(schedule: str, budget: Any, ranks: int = 2, **more: Any) -> Any:
+    """The plans, from the whole model on meta."""
+    with torch.device("meta"):
+        whole, batch = Net(), torch.empty(1, ROWS, dtype=torch.long)
+    pipeline = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else 2)
+    options: dict[str, Any] = {"loss": loss_alone, "optimizer": torch.optim.AdamW, "device": "h100", **more}
+    return make_plan(whole, (batch,), budget=budget, stages=pipeline, **options)
+
+
+def trained(schedule: str, budget: Any) -> dict[str, Any]:
+    """One rank's training: its gradients without a plan and with its own, and what was promised and measured."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    here = stages_of(rank, ranks, schedule)
+    plans = agree_on(plans_for(schedule, budget))
+    count = ranks * len(here)
+    each = LAYERS // count
+    ids = torch.randint(CLASSES, (MICROBATCHES, ROWS), generator=torch.Generator().manual_seed(1))
+    last = {"target": ids} if count - 1 in here else {}
+
+    def run(planned: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        chunks = nn.ModuleDict({str(n): Net(range(n * each, (n + 1) * each)) for n in here})
+        for n in here:
+            apply(chunks[str(n)], plans[n] if planned else Plan())
+        stages = [PipelineStage(chunks[str(n)], n, count, torch.device("cpu")) for n in here]
+        make = getattr(schedules, f"Schedule{schedule}")
+        pipeline = make(stages[0] if schedule in ONE else stages, MICROBATCHES, loss_fn=loss_of)
+        optimizer = torch.optim.AdamW(chunks.parameters())
+
+        def step() -> None:
+            torch.manual_seed(2)
+            pipeline.step(*([ids] if 0 in here else []), **last)
+
+        # The buffers that the schedule keeps are made in the first step, so that one is measured, too.
+        with measure(chunks, optimizer) as memory:
+            for _ in range(2):
+                step()
+                optimizer.step()
+                optimizer.zero_grad()
+        step()
+        return [p.grad for p in chunks.parameters() if p.grad is not None], memory.peak_bytes
+
+    plain, plain_peak = run(planned=False)
+    ours, peak = run(planned=True)
+    promised = plans[here[0]].prediction
+    return {
+        "equal": len(plain) > 0 and all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)),
+        "peak": peak,
+        "predicted": promised.peak_bytes,
+        "budget": promised.budget_bytes,
+        "plain": (plain_peak, promised.plain_peak_bytes),
+    }
