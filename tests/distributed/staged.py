@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distributed.pipelines import ONE, stages_of
-from torch_recompute import Plan, Stages, apply, make_plan, measure
+from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
+from torch_recompute.planning.planner import Planner
+from torch_recompute.planning.stages import plan_stages
 
 WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
 
@@ -51,24 +54,29 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
-def loss_alone(out: torch.Tensor) -> torch.Tensor:
-    return loss_of(out, torch.zeros(out.shape[:-1], dtype=torch.long, device=out.device))
+TARGET = torch.zeros(1, ROWS, dtype=torch.long)
 
 
-def plans_for(schedule: str, budget: Any, ranks: int = 2, **more: Any) -> Any:
-    """The plans, from the whole model on meta."""
+@cache
+def planner() -> Planner:
+    """What is known of the whole model, which lies on meta."""
     with torch.device("meta"):
         whole, batch = Net(), torch.empty(1, ROWS, dtype=torch.long)
-    pipeline = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else 2)
-    options: dict[str, Any] = {"loss": loss_alone, "optimizer": torch.optim.AdamW, "device": "h100", **more}
-    return make_plan(whole, (batch,), budget=budget, stages=pipeline, **options)
+    loss = partial(loss_of, target=TARGET)
+    return Planner(whole, (batch,), None, loss=loss, optimizer=torch.optim.AdamW, device="h100")
 
 
-def trained(schedule: str, budget: Any) -> dict[str, Any]:
+def plans_for(schedule: str, budget: Any, ranks: int = 2) -> StagePlans:
+    """The plans for a schedule."""
+    stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else 2)
+    return plan_stages(planner(), stages, budget, "auto", planner().cut, torch.optim.AdamW)
+
+
+def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
     """One rank's training: its gradients without a plan and with its own, and what was promised and measured."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     here = stages_of(rank, ranks, schedule)
-    plans = agree_on(plans_for(schedule, budget))
+    agree_on(plans)
     count = ranks * len(here)
     each = LAYERS // count
     ids = torch.randint(CLASSES, (MICROBATCHES, ROWS), generator=torch.Generator().manual_seed(1))

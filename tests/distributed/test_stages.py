@@ -8,7 +8,7 @@ import pytest
 
 from distributed.pipelines import SCHEDULES
 from distributed.ranks import started
-from distributed.staged import trained
+from distributed.staged import plans_for, trained
 
 ranks = pytest.fixture(scope="module")(started(2))
 
@@ -16,6 +16,6 @@ ranks = pytest.fixture(scope="module")(started(2))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
     """On each rank of each schedule the measured peak is the predicted one, within the budget; gradients are plain."""
-    for rank in ranks.run(trained, schedule, 0.3):
+    for rank in ranks.run(trained, schedule, plans_for(schedule, 0.3)):
         print(schedule, rank)
         assert rank["equal"]

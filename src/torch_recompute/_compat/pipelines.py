@@ -1,6 +1,6 @@
-"""The two halves of a backward, as the stages of `torch.distributed.pipelining` run them.
+"""The backward of a stage in two halves, and its end, as `torch.distributed.pipelining` runs them.
 
-They are private functions of torch, of which zero bubble schedules alone are made; a simulation of such a schedule that
+The halves are private functions of torch, of which zero bubble schedules alone are made; a simulation of such a schedule that
 did anything else would count other bytes.
 """
 
@@ -11,6 +11,16 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import _backward
+
+
+def let_go(outputs: Iterable[torch.Tensor]) -> None:
+    """Cuts the outputs of the last stage, which are kept until the step ends, off their graph: all that are no views.
+
+    The graph of a view stays, with whatever the backward has not let go of.
+    """
+    for output in outputs:
+        if not output._is_view():
+            output.detach_()
 
 
 def backward_for_inputs(

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .inflight import FORWARD, INPUTS, WEIGHTS, Moment
+from .inflight import BACKWARD, FORWARD, INPUTS, WEIGHTS, Moment
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Rank:
         self._microbatches = microbatches
         self._sends = sends
         self._optimizer = optimizer
+        self._filling = {s: max(moment.live(s) for moment in moments) for s in self.stages}
 
     def static(self, stages: Mapping[int, StageBytes]) -> int:
         """What always lives."""
@@ -110,11 +111,10 @@ class Rank:
         """The most bytes that live during an action."""
         action = moment.action
         stage = stages[action.stage]
-        return (
-            self.static(stages)
-            + sum(self._held(s, stages[s], moment) for s in self.stages)
-            + stage.own[action.kind, moment.weights[action.stage] > 0]
-        )
+        own = stage.own[action.kind, moment.weights[action.stage] > 0]
+        if action.kind in (BACKWARD, INPUTS) and action.stage in self._sends.here:
+            own -= stage.output_bytes  # it lies in the buffer of the next
+        return self.static(stages) + sum(self._held(s, stages[s], moment) for s in self.stages) + own
 
     def _held(self, number: int, stage: StageBytes, moment: Moment) -> int:
         """What lives of a stage besides what an action takes."""
@@ -132,7 +132,11 @@ class Rank:
         """What a stage has sent and is still held: outputs of microbatches that are through, gradients of inputs."""
         outputs = 0 if number in self._sends.here else stage.output_bytes
         inputs = 0 if number - 1 in self._sends.here else stage.input_bytes
-        return ended * (outputs + inputs) if self._sends.to_the_end else min(ended, 1) * inputs
+        if self._sends.to_the_end:
+            return ended * (outputs + inputs)
+        # The last one that was sent while the pipeline filled stays in a variable of the schedule's.
+        filling = self._filling[number] > 1 and ended >= self._filling[number] - 1
+        return min(ended, 1) * inputs + filling * outputs
 
     def after(self, stages: Mapping[int, StageBytes]) -> list[RankMoment]:
         """What lives when the last stage's outputs are joined, and in the optimizer's step."""
@@ -155,7 +159,7 @@ class Rank:
 
 _WORDS = {
     FORWARD: "a forward",
-    "B": "a backward",
+    BACKWARD: "a backward",
     INPUTS: "a backward for inputs",
     WEIGHTS: "a backward for weights",
 }

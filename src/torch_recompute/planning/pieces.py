@@ -28,7 +28,7 @@ from torch import nn
 
 from .. import _compat
 from .._compat.fakes import FakeTensorMode
-from .._compat.pipelines import backward_for_inputs, backward_for_weights
+from .._compat.pipelines import backward_for_inputs, backward_for_weights, let_go
 from ..memory.ledger import storages
 from ..plan.apply import apply
 from ..plan.inflight import BACKWARD, FORWARD, INPUTS, WEIGHTS
@@ -255,7 +255,7 @@ class _Actions:
             self._microbatch(again=False)
             before, start = self._live, len(self._timeline)
             self._ran.clear()
-            whole, half = self._microbatch(again=True)
+            whole, half, through = self._microbatch(again=True)
         of, at = self._of, self._books.at
         timeline = tuple(
             Moment(s.event, s.op, s.live_bytes - before, at[s.event].phase, at[s.event].module)
@@ -271,7 +271,7 @@ class _Actions:
             output_bytes=self._sent_bytes,
             whole_bytes=whole,
             half_bytes=half,
-            through_bytes=self._through_bytes,
+            through_bytes=through,
             own=self._own,
         )
         return Piece(figures, timeline, self._ran, tuple(n for n, _ in of._model.named_parameters() if n in mine))
@@ -289,12 +289,11 @@ class _Actions:
     def _sent_bytes(self) -> int:
         return 0 if self._is_last else self._bytes(_tensors(self._of._seen[self._stop - 1].output))
 
-    @property
-    def _through_bytes(self) -> int:
-        return self._bytes(self._kept[-1]) if self._is_last else 0
+    def _microbatch(self, again: bool) -> tuple[int, int, int]:
+        """Forward and backward; returns what is kept after the forward, between the halves, and in the end.
 
-    def _microbatch(self, again: bool) -> tuple[int, int]:
-        """Forward and backward; returns what is kept after the forward, and between the halves of the backward."""
+        Between the halves what has been sent is not counted, nor what is kept to the end.
+        """
         seen = self._of._seen[self._start]
         self._given = [] if self._is_first else [_like(x) for x in seen.inputs]
         level, start = self._live, len(self._timeline)
@@ -313,19 +312,24 @@ class _Actions:
             torch.autograd.backward(outputs, gradients)  # pyright: ignore[reportArgumentType]
             self._note(BACKWARD, again, start, level)
             self._end = len(self._timeline)
+            for x in self._given:
+                x.grad = None
         else:
             half = self._in_halves(outputs, gradients, again, level)
         self._books.counting = False
+        self._given, self._out, outputs, gradients = [], None, [], None
         if self._is_last:
-            self._kept[-1] = tuple(x.detach() for x in self._kept[-1])
-        self._given, self._out = [], None
-        return whole, half
+            let_go(self._kept[-1])
+        through = self._live - level if again else 0
+        between = max(0, half - level - self._sent_bytes - through)
+        if self._halves and again:
+            self._own = {(k, a): n - (self._sent_bytes + through) * (k == WEIGHTS) for (k, a), n in self._own.items()}
+        return whole, between, through
 
     def _in_halves(self, outputs: Any, gradients: Any, again: bool, level: int) -> int:
-        """The halves of a backward; returns what is kept between them.
+        """The halves of a backward; returns what lives between them, without the gradients of inputs, which are sent.
 
-        On the first stage there are no gradients of inputs, and all is done in the second half. The output, and the
-        gradients of the inputs, have been sent by then, and are counted as that.
+        On the first stage there are none, and all is done in the second half.
         """
         start = len(self._timeline)
         weights = [parameter for parameter in self._of._model.parameters() if self._owns(parameter)]
@@ -336,14 +340,13 @@ class _Actions:
         self._end = len(self._timeline)
         for x in self._given:
             x.grad = None
-        sent = level + self._sent_bytes + self._through_bytes
-        half = self._live - sent
+        half = self._live
         start = len(self._timeline)
         if groups is None:
             torch.autograd.backward(outputs, gradients)
         else:
             backward_for_weights(weights, groups)
-        self._note(WEIGHTS, again, start, sent)
+        self._note(WEIGHTS, again, start, level)
         return half
 
     def _note(self, kind: str, again: bool, start: int, level: int) -> None:

@@ -237,6 +237,8 @@ class _Rank:
                 if current.peak.bytes >= best.peak.bytes:
                     break
                 best = current
+            if best is not self.plain:
+                break
         return best
 
     def _chosen(self, solution: Solution) -> dict[int, tuple[Option, ...]]:
@@ -260,7 +262,8 @@ class _Rank:
         Args:
             tried: What the costs are taken from; for its options they are exact.
             moment: The moment.
-            most: Whether each stage counts as often as it ever does, rather than at that moment.
+            most: Whether each stage counts as often as it ever does, rather than at that moment, and what waits of the
+                layers behind one is counted in its backward.
         """
         active = moment.action.stage
         held = {stage: moment.whole(stage) for stage in self.stages}
@@ -282,7 +285,9 @@ class _Rank:
                 kinds[name] = Kind(tuple(options.values()), graph)
                 if stage != active:
                     before.append(Segment(segment.path, name, 0, 0))
-        behind = _suffixes(tried.chosen[active])
+        # In the backward of a layer the ones behind it are let go of by this microbatch, not by those that wait. What
+        # these hold of them is no constant; but they hold more where the backward begins, so it is left out at first.
+        behind = _suffixes(tried.chosen[active], counted=most)
         own = [
             Segment(
                 segment.path,
@@ -374,11 +379,11 @@ def _graph_times(graph: Graph, times: int) -> Graph:
     return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times)
 
 
-def _suffixes(options: Sequence[Option]) -> list[int]:
-    """What is saved by the options from each on."""
+def _suffixes(options: Sequence[Option], *, counted: bool) -> list[int]:
+    """What is saved by the options from each on, if that is counted."""
     sums = [0]
     for option in reversed(options):
-        sums.append(sums[-1] + option.saved_bytes // option.span)
+        sums.append(sums[-1] + counted * option.saved_bytes // option.span)
     return sums[::-1]
 
 
