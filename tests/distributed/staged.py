@@ -109,6 +109,7 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
     ours, peak = run(planned=True)
     promised = plans[here[0]].prediction
     return {
+        "regions": sum(len(plans[n]) for n in here),
         "equal": len(plain) > 0 and all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)),
         "peak": peak,
         "predicted": promised.peak_bytes,

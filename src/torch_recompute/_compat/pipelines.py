@@ -1,7 +1,8 @@
 """The backward of a stage in two halves, and its end, as `torch.distributed.pipelining` runs them.
 
-The halves are private functions of torch, of which zero bubble schedules alone are made; a simulation of such a schedule that
-did anything else would count other bytes.
+The halves are private functions of torch, of which zero bubble schedules alone are made; a simulation of such a
+schedule that did anything else would count other bytes. They are imported where they are called: torch may be built
+without torch.distributed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import _backward
 
 
 def let_go(outputs: Iterable[torch.Tensor]) -> None:
@@ -30,10 +30,14 @@ def backward_for_inputs(
     weights: Iterable[torch.nn.Parameter],
 ) -> Any:
     """Makes the gradients of the inputs; returns what the other half needs."""
+    from torch.distributed.pipelining import _backward
+
     given = None if gradients is None else list(gradients)
     return _backward.stage_backward_input(list(outputs), given, list(inputs), iter(weights))[1]
 
 
 def backward_for_weights(weights: Iterable[torch.nn.Parameter], groups: Any) -> None:
     """Makes the gradients of the weights."""
+    from torch.distributed.pipelining import _backward
+
     _backward.stage_backward_weight(iter(weights), groups)

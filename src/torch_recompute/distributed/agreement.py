@@ -56,7 +56,15 @@ def agree_on(plan: SomePlans, group: dist.ProcessGroup | None = None) -> SomePla
     mine = plan.digest() if isinstance(plan, (Plan, StagePlans)) else None
     if len(set(_gathered(mine, group))) == 1 and mine is not None:
         return plan
-    compare(dict(zip(ranks, _gathered(plan if isinstance(plan, (Plan, StagePlans)) else type(plan).__name__, group), strict=True)))
+    compare(
+        dict(
+            zip(
+                ranks,
+                _gathered(plan if isinstance(plan, (Plan, StagePlans)) else type(plan).__name__, group),
+                strict=True,
+            )
+        )
+    )
     return plan
 
 

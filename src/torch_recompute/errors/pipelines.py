@@ -63,8 +63,8 @@ def bad_split(split: object, why: str, layers: Sequence[str]) -> str:
     """Text for a split that does not fit a model."""
     return (
         f"split={split!r} does not fit: {why}.\n"
-        f"  The model's layers are {layers[0]} to {layers[-1]}, {len(layers)} of them. Write how many each stage has, or "
-        'the path of the first of each ("" for the first stage).'
+        f"  The model's layers are {layers[0]} to {layers[-1]}, {len(layers)} of them. Write how many each stage has, "
+        'or the path of the first of each ("" for the first stage).'
     )
 
 

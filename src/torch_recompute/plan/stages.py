@@ -135,7 +135,7 @@ class StagePlans:
         return dataclasses.replace(plan, choices=tuple(choices), modules=modules)
 
     def __str__(self) -> str:
-        rows = [("stage", "rank", "in flight", "layers", "recomputed", "peak MiB", "of MiB", "costs")]
+        rows = [("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")]
         for stage in self.stages:
             promised = stage.plan.prediction
             more, peak, budget = "", "", ""
@@ -144,7 +144,7 @@ class StagePlans:
                 peak, budget = f"{promised.peak_bytes / MIB:,.1f}", f"{promised.budget_bytes / MIB:,.1f}"
             begun = sum(any(_within(path, choice) for choice in stage.plan) for path in stage.layers)
             numbers = (str(stage.stage), str(stage.rank), str(stage.in_flight), str(len(stage.layers)))
-            rows.append((*numbers, f"in {begun}", peak, budget, more))
+            rows.append((*numbers, str(begun), peak, budget, more))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         made = f", from {self.source}" if self.source else ""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -44,10 +44,11 @@ from .capture import Captured, capture
 from .free import free_bytes
 from .guesses import guesses
 from .ops import Op, op_of
-from .prices import Roofline, prices_for, where
 from .pieces import Pieces
+from .pipeline import Schedule
+from .prices import Roofline, prices_for, where
 from .sizes import calls_of, plan_sizes
-from .stages import Schedule, plan_stages
+from .stages import plan_stages
 from .trace import trace
 from .trials import Tried, attempt
 
@@ -263,6 +264,38 @@ def profile(
     return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
 
 
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
+    stages: None = None,
+) -> Plan: ...
+
+
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str | Sequence[int | float | str],
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
+    stages: Stages | Schedule,
+) -> StagePlans: ...
+
+
 def make_plan(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -325,7 +358,7 @@ def make_plan(
             raise errors.ArgumentError(errors.stages_and_sizes())
         whole = planner(args, kwargs)
         return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
-    if isinstance(budget, (list, tuple)):
+    if not isinstance(budget, (int, float, str)):
         raise errors.ArgumentError(errors.bad_budget(budget))
     if not sizes:
         return planner(args, kwargs).plan(budget, solver)

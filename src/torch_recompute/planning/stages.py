@@ -15,8 +15,8 @@ Idea. The planner's own three steps, for each rank:
 Everything follows from the model, the shapes and the schedule, so with prices of a data sheet (`device="h100"`) each
 rank comes to the same plans by itself.
 
-Rejected: one profile per rank, sent around: no rank could plan for itself. The most of each chunk, at whatever time: the
-chunks of a rank do not hold the most at the same time, so this asks for memory that is never used; it is the last
+Rejected: one profile per rank, sent around: no rank could plan for itself. The most of each chunk, at whatever time:
+the chunks of a rank do not hold the most at the same time, so this asks for memory that is never used; it is the last
 resort where the moments take turns.
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -31,43 +32,32 @@ import torch
 from .. import errors
 from ..plan.bound import bound
 from ..plan.budget import read_budget
-from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution
-from ..plan.inflight import Moment, Orders, in_flight, moments
+from ..plan.cost import Costs, Kind, Option, Point, Segment, Solution
+from ..plan.inflight import Moment, in_flight, moments
+from ..plan.microbatches import behind_each, for_all, graph_held, held_times, kinds_for_all
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of, choices_of, planned
 from ..plan.profile import Profile
 from ..plan.solve import choose, smallest
-from ..plan.stage_memory import Rank, RankMoment, Sends, StageBytes
+from ..plan.stage_memory import Rank, RankMoment, StageBytes
 from ..plan.stages import StagePlan, StagePlans, Stages
 from ..simulation import Simulation
+from .actions import Piece
 from .calibrate import calibrate
 from .ops import Op
-from .pieces import Piece, Pieces
-from .schedules import orders_named, orders_of
+from .pieces import Pieces
+from .pipeline import Pipeline, Schedule
 
 ROUNDS = 8
-# They wait for each send before the next, and hold what they sent no longer.
-_WAITS = {"1F1B"}
-
 Budget = int | float | str
 Chosen = Mapping[int, tuple[Option, ...]]  # by stage, one per layer
-
-
-class Schedule(Protocol):
-    """A schedule of `torch.distributed.pipelining`."""
-
-    pipeline_order: Any
 
 
 class Planning(Protocol):
     """What is known of the whole model."""
 
     plain: Simulation
-
-    @property
-    def profile(self) -> Profile:
-        """As data."""
-        ...
+    profile: cached_property[Profile]
 
     def price(self, op: Op) -> float:
         """Seconds of an operation."""
@@ -97,50 +87,6 @@ class _Tried:
     def seconds(self) -> float:
         """What the replays of one microbatch add."""
         return sum(option.seconds / option.span for options in self.chosen.values() for option in options)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A pipeline over the layers of a model.
-
-    Attributes:
-        name: The schedule's, without `Schedule`.
-        orders: What each rank does.
-        microbatches: How many a step has.
-        bounds: The layers of each stage.
-    """
-
-    name: str
-    orders: Orders
-    microbatches: int
-    bounds: tuple[tuple[int, int], ...]
-
-    @staticmethod
-    def of(stages: Stages | Schedule, paths: Sequence[str]) -> Pipeline:
-        """The pipeline that was asked for.
-
-        Raises:
-            ArgumentError: The schedule is none, or does not take these numbers, or the split does not fit.
-        """
-        if not isinstance(stages, Stages):
-            if not hasattr(stages, "pipeline_order"):
-                raise errors.ArgumentError(errors.bad_stages(stages))
-            stages = Stages(stages)
-        if isinstance(stages.schedule, str):
-            orders = orders_named(stages.schedule, stages.pipeline, stages.microbatches, stages.chunks)
-            name = stages.schedule
-        else:
-            orders, name = orders_of(stages.schedule), type(stages.schedule).__name__
-        actions = [action for order in orders.values() for action in order]
-        count = 1 + max(action.stage for action in actions)
-        microbatches = 1 + max(action.microbatch for action in actions)
-        return Pipeline(name.removeprefix("Schedule"), orders, microbatches, tuple(stages.bounds(count, paths)))
-
-    def sends(self, rank: int) -> Sends:
-        """Until when a rank holds what it sends."""
-        here = {action.stage for action in self.orders[rank]}
-        waits = self.name.upper() in _WAITS
-        return Sends(not waits, frozenset(stage for stage in here if stage + 1 in here))
 
 
 class _Rank:
@@ -196,7 +142,7 @@ class _Rank:
         found = self.plain if self.plain.peak.bytes <= wanted else self._fitting(wanted, solver)
         if found is None:
             least = self._least()
-            text = errors.no_plan_fits(wanted, least.peak.bytes, self.plain.peak.bytes, self._planner.plain.advice)
+            text = errors.no_plan_fits(wanted, least.peak.bytes, self.plain.peak.bytes, "")
             plans = self._plans(least, wanted, "the smallest peak")
             raise errors.BudgetError(errors.rank_does_not_fit(self._number, text), least.peak.bytes, plans)
         return self._plans(found, wanted, solver)
@@ -279,15 +225,15 @@ class _Rank:
                 kind = self._profile.costs.kinds[segment.kind]
                 name = f"{segment.kind} of stage {stage}"
                 times = held[stage]
-                options = {o: _times(o, times, active=stage == active) for o in kind.options}
+                options = {o: held_times(o, times, active=stage == active) for o in kind.options}
                 self._known[stage, segment.kind] = {scaled: option for option, scaled in options.items()}
-                graph = None if kind.graph is None else _graph_times(kind.graph, times + (stage == active))
+                graph = None if kind.graph is None else graph_held(kind.graph, times + (stage == active))
                 kinds[name] = Kind(tuple(options.values()), graph)
                 if stage != active:
                     before.append(Segment(segment.path, name, 0, 0))
         # In the backward of a layer the ones behind it are let go of by this microbatch, not by those that wait. What
         # these hold of them is no constant; but they hold more where the backward begins, so it is left out at first.
-        behind = _suffixes(tried.chosen[active], counted=most)
+        behind = behind_each(tried.chosen[active], counted=most)
         own = [
             Segment(
                 segment.path,
@@ -330,8 +276,8 @@ class _Rank:
         plans: dict[int, Plan] = {}
         for stage in self.stages:
             segments = self._segments(stage)
-            shown = Costs(_for_all(self._profile.costs.kinds, times), segments, step_seconds=plain)
-            options = tuple(_for_all_of(option, times) for option in found.chosen[stage])
+            shown = Costs(kinds_for_all(self._profile.costs.kinds, times), segments, step_seconds=plain)
+            options = tuple(for_all(option, times) for option in found.chosen[stage])
             profile = replace(
                 self._profile,
                 costs=shown,
@@ -355,44 +301,10 @@ class _Rank:
         return plans
 
     def _bound(self, budget: int) -> float:
-        """Seconds that every plan adds to a microbatch; 0 where what is held between halves of a backward is unknown."""
+        """Seconds that every plan adds to a microbatch; 0 where halves of backwards wait, which it knows nothing of."""
         if "I" in self._kinds:
             return 0.0
         return bound(self._costs(self.plain, self._fullest(self.plain), most=False), budget)
-
-
-def _times(option: Option, times: int, *, active: bool) -> Option:
-    """An option of which some more microbatches lie there, besides the one that runs if its stage does."""
-    lies = times * option.saved_bytes
-    if not active:
-        return replace(option, saved_bytes=lies, forward_bytes=lies, backward_bytes=lies)
-    return replace(
-        option,
-        saved_bytes=lies + option.saved_bytes,
-        forward_bytes=lies + option.forward_bytes,
-        backward_bytes=lies + option.backward_bytes,
-    )
-
-
-def _graph_times(graph: Graph, times: int) -> Graph:
-    nodes = tuple(replace(node, bytes=node.bytes * times) for node in graph.nodes)
-    return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times)
-
-
-def _suffixes(options: Sequence[Option], *, counted: bool) -> list[int]:
-    """What is saved by the options from each on, if that is counted."""
-    sums = [0]
-    for option in reversed(options):
-        sums.append(sums[-1] + counted * option.saved_bytes // option.span)
-    return sums[::-1]
-
-
-def _for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
-    return {name: Kind(tuple(_for_all_of(option, times) for option in kind.options)) for name, kind in kinds.items()}
-
-
-def _for_all_of(option: Option, times: int) -> Option:
-    return replace(option, seconds=option.seconds * times, flops=option.flops * times)
 
 
 def plan_stages(
