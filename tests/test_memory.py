@@ -489,7 +489,10 @@ class ActedAllocator:
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peaks[device][0])
         patch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peaks[device][1])
-        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.peaks.update({device: self.now[device]}))
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def reset(self, device: int) -> None:
+        self.peaks[device] = self.now[device]
 
     def hold(self, device: int, allocated: int, reserved: int) -> None:
         """From now on the device has handed out and holds this much."""
