@@ -95,7 +95,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data sheet, weights that are elsewhere, other ranks, and a step that raises: no run, and the profile says why."""
+    """A data sheet, weights elsewhere, other ranks, a step that raises: no run, and the profile says why."""
     model, ids = Gpt(1), at(8)
 
     def refuse(*_: object, **__: object) -> Clocked:

@@ -71,7 +71,7 @@ def test_lengths_are_planned_as_examples_are() -> None:
 
 
 def test_all_lengths_keep_one_budget_and_pay_for_no_more() -> None:
-    """Each class fits where it ends, simulated and measured; the first needs no region, and all replay less than one."""
+    """Each class fits where it ends, simulated and measured; the first needs no region; one plan would replay more."""
     top = 64
     plan = make_plan(Gpt(2), (at(top),), budget=0.25, device="h100", sizes="all")
     assert plan.prediction is not None

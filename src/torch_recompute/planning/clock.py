@@ -11,9 +11,9 @@ regions themselves take the time of. What the plan adds is the difference, and t
 scale: so the cost of the engine is in it, too.
 
 Invariants. The step is that of a copy: its parameters are new ones over the same memory, so that gradients and hooks of
-parameters are not touched, and everything else is copied, buffers and the batch with memory of their own. The optimizer's step is not run, since it would change the
-weights; its operations stay priced one by one. Random states are put back. Nothing is run where other ranks could be
-waited for.
+parameters are not touched, and everything else is copied, buffers and the batch with memory of their own. The
+optimizer's step is not run, since it would change the weights; its operations stay priced one by one. Random states are
+put back. Nothing is run where other ranks could be waited for.
 
 Rejected: one scale for everything, from the step with no region. It says nothing of how much larger a plan's step is,
 and that step often does not fit. Running each segment alone, which needs inputs that are made up.
