@@ -2578,8 +2578,8 @@ CASES = [
         "bad_length",
         ArgumentError,
         lambda: make_plan(Scale(), (torch.ones(2, 8),), budget=1, sizes=[4, (torch.ones(2),)]),
-        "sizes holds lengths of sequences and tuple: (tensor([1., 1.]),); lengths are whole numbers above 0, and are not "
-        "mixed with examples of calls.\n"
+        "sizes holds lengths of sequences and tuple: (tensor([1., 1.]),); lengths are whole numbers above 0, and are "
+        "not mixed with examples of calls.\n"
         "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
         "                           make_plan(model, budget=..., sizes=[(short,), (long,)])",
     ),

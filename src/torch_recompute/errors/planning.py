@@ -42,8 +42,8 @@ def bad_sizes(sizes: str) -> str:
 def bad_length(length: object) -> str:
     """Text for something among lengths that is none."""
     return (
-        f"sizes holds lengths of sequences and {say(length)}; lengths are whole numbers above 0, and are not mixed with "
-        "examples of calls.\n"
+        f"sizes holds lengths of sequences and {say(length)}; lengths are whole numbers above 0, and are not mixed "
+        "with examples of calls.\n"
         "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
         "                           make_plan(model, budget=..., sizes=[(short,), (long,)])"
     )

@@ -1,4 +1,4 @@
-"""The CUDA allocator's own peaks, of what it handed out and of what it held, shared by all measurements that are running.
+"""The CUDA allocator's own peaks, of what it handed out and of what it held, shared by all running measurements.
 
 The allocator keeps one of each per device and process, and resetting it is the only way to begin a new one. So whoever
 begins first hands the peak so far to every measurement still running; then a reset takes nothing from any of them.
