@@ -3,8 +3,9 @@
 Problem. "The best of our options" says nothing about the options. How far from the best that *any* planner could do,
 with regions cut as it likes and tensors recomputed as often as it likes?
 
-Idea. When the forward has ended and the backward begins, what is saved fits into the budget. Whatever backward needs
-and is not saved is computed again at least once, from what is saved. So each schedule pays at least for the cheapest
+Idea. At any moment after the last segment's forward and before the first backward, the loss and its backward among
+them, what is saved fits into the budget beside what else lives then. Whatever backward needs and is not saved is
+computed again at least once, from what is saved. So each schedule pays at least for the cheapest
 set of operations to run again, over the operations of the whole model, with so many bytes to save. With a price per
 byte in the place of the limit that is a minimum cut; segments of one kind share theirs (`cut.py`), and meet only in
 whether the output of one must be there for the next, so the whole is a dynamic program over two states per segment.
@@ -38,7 +39,7 @@ def bound(costs: Costs, budget: int) -> float:
         budget: The most bytes that may live at any time of the step.
     """
     check(costs)
-    room = budget - costs.turn_bytes
+    room = budget - between(costs)
     if room < 0:
         return math.inf
     whole = partial(_cheapest, costs)
@@ -54,15 +55,21 @@ def bound(costs: Costs, budget: int) -> float:
         price = (tight.seconds - free.seconds) / (free.bytes - tight.bytes)
         if price <= 0:
             return best
-        between = whole(price)
-        value = between.value(price)
+        middle = whole(price)
+        value = middle.value(price)
         best = max(best, value - price * room - ROUNDING * (value + price * room))
         if value >= tight.value(price) * (1 - ROUNDING):
             return best
-        if between.bytes <= room:
-            tight = between
+        if middle.bytes <= room:
+            tight = middle
         else:
-            free = between
+            free = middle
+
+
+def between(costs: Costs) -> int:
+    """The most that lives besides what segments saved after the last forward and before the first backward of any."""
+    last = len(costs.segments)
+    return max([costs.turn_bytes, *(point.bytes for point in costs.points if point.after == last)])
 
 
 def _cheapest(costs: Costs, price: float, weight: float = 1.0) -> Cut:

@@ -42,6 +42,8 @@ class Option:
         span: How many segments in a row it takes, all of the same kind; 1 except where layers are grouped. A span
             stands in the forward of its first segment and in the backward of its last.
         store: Where its inputs lie (`Choice.store`).
+        nested: Whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`).
+        host_bytes: What it keeps in host memory from its forward to its backward.
     """
 
     regions: tuple[tuple[str, tuple[str, ...]], ...]
@@ -52,6 +54,8 @@ class Option:
     flops: int = 0
     span: int = 1
     store: str = ""
+    nested: bool = False
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

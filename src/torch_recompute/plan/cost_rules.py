@@ -51,8 +51,12 @@ def _of_option(option: Option) -> Iterator[str]:
         yield "saves more than lives in its forward or its backward, which contain what it saves"
     if not 0 <= option.seconds < math.inf:
         yield "has seconds that are negative or no number"
+    if not _is_bytes(option.host_bytes):
+        yield "has bytes in host memory that are not whole and at least 0"
     if option.span < 1:
         yield "takes no segment"
+    elif option.span > 1 and any(path for path, _ in option.regions):
+        yield "takes several segments, but has a region around a part of one"
 
 
 def _of_graph(graph: Graph) -> Iterator[str]:

@@ -11,7 +11,7 @@ from .anatomy import inside
 from .bound import bound
 from .budget import read_budget
 from .cost import Costs, Option, Solution
-from .plan import Choice, Plan
+from .plan import Choice, Plan, stored_in
 from .prediction import Line, Prediction
 from .profile import Profile
 from .solve import choose, smallest
@@ -78,7 +78,8 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
         together = tuple(names[start : start + option.span])
         for below, keep in option.regions:
             paths = tuple(f"{path}.{below}".strip(".") for path in together)
-            found.append(Choice(paths, keep, decides(paths, profile.carries), store=option.store))
+            carry = decides(paths, profile.carries)
+            found.append(Choice(paths, keep, carry, store=option.store, nested=option.nested))
         start += option.span
     return tuple(found)
 
@@ -146,10 +147,10 @@ def _lines(costs: Costs, solution: Solution, starts: list[int]) -> tuple[Line, .
 def _what(option: Option) -> str:
     if not option.regions:
         return "not recomputed"
+    whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
-        f"{path or ('recomputed' if option.span == 1 else f'{option.span} together recomputed')}"
-        + (" recomputed" if path else "")
+        (f"{path} recomputed" if path else whole + ", then each again" * option.nested)
         + (f" but not {', '.join(keep)}" if keep else "")
         for path, keep in option.regions
     ]
-    return "; ".join(parts) + (f"; inputs in {option.store!r}" if option.store else "")
+    return "; ".join(parts) + (f"; inputs {stored_in(option.store)}" if option.store else "")

@@ -20,7 +20,8 @@ Rejected: a margin on the budget. It is too small for one model and wasteful for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +41,7 @@ from ..simulation import Simulation, simulate_step
 from .calibrate import calibrate
 from .capture import Captured, capture
 from .free import free_bytes
+from .grouping import groups
 from .guesses import guesses
 from .ops import Op, op_of
 from .prices import Roofline, prices_for, where
@@ -182,8 +184,20 @@ class Planner:
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
                     options.append(_option(guess.regions, tried, plain, self._price))
+                options += self._grouped(captured, int(kind), plain, [word for words in found.calls for word in words])
             ways[kind] = Kind(undominated(options), found.graph(self._price))
         return ways
+
+    def _grouped(self, captured: Captured, kind: int, plain: Tried, words: Sequence[str]) -> Iterator[Option]:
+        """The options that take several segments of a kind at once."""
+        for group in groups(captured, self._kinds.index(str(kind)), words):
+            choice = replace(group.choice, carry=decides(group.paths, self._routers))
+            try:
+                tried = attempt(group.call, [choice], captured.pretend)
+            except errors.RecomputeError:  # as above
+                continue
+            option = _option((("", choice.keep),), tried, plain, self._price, group.span)
+            yield replace(option, span=group.span, nested=choice.nested)
 
     def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
         """A region in a segment that is tried alone."""
@@ -191,18 +205,23 @@ class Planner:
         return Choice((f"0.{below}".strip("."),), keep, carry)
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
-        return calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds)
+        known = getattr(self, "costs", None)
+        return calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds, known)
 
 
 def _option(
-    regions: tuple[tuple[str, tuple[str, ...]], ...], tried: Tried, plain: Tried, price: Callable[[Op], float]
+    regions: tuple[tuple[str, tuple[str, ...]], ...],
+    tried: Tried,
+    plain: Tried,
+    price: Callable[[Op], float],
+    times: int = 1,
 ) -> Option:
-    seconds, flops = tried.extra(plain, price)
+    seconds, flops = tried.extra(plain, price, times)
     return Option(regions, tried.saved_bytes, tried.forward_bytes, tried.backward_bytes, seconds, flops)
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """The options of which none other is at least as good in everything; the first one stays."""
+    """The options of which no other of as many segments is at least as good in everything; the first one stays."""
 
     def figures(option: Option) -> tuple[float, ...]:
         return option.saved_bytes, option.forward_bytes, option.backward_bytes, option.seconds
@@ -210,7 +229,8 @@ def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
     kept = [options[0]]
     rest = sorted(options[1:], key=lambda option: (*figures(option)[::-1], simplicity(option)))
     for option in rest:
-        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in kept):
+        rivals = [other for other in kept if other.span == option.span]
+        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in rivals):
             kept.append(option)
     return tuple(kept)
 

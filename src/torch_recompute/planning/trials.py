@@ -80,9 +80,9 @@ class Tried:
     backward_bytes: int
     ops: Counter[Op]
 
-    def extra(self, plain: Tried, price: Callable[[Op], float]) -> tuple[float, int]:
-        """Seconds and FLOPs beyond those of the plain segment."""
-        counts = {op: self.ops[op] - plain.ops[op] for op in (*self.ops, *plain.ops)}
+    def extra(self, plain: Tried, price: Callable[[Op], float], times: int = 1) -> tuple[float, int]:
+        """Seconds and FLOPs beyond those of so many plain segments."""
+        counts = {op: self.ops[op] - times * plain.ops[op] for op in (*self.ops, *plain.ops)}
         seconds = sum(price(op) * count for op, count in counts.items())
         return max(0.0, seconds), sum(op.flops * count for op, count in counts.items())
 
