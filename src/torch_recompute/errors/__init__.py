@@ -107,10 +107,13 @@ from .lens import (
 from .planning import (
     args_and_sizes,
     bad_example,
+    bad_offload,
     bad_profile,
+    no_link,
     no_plan_fits,
     nothing_to_fit_into,
     nothing_to_plan,
+    nowhere_to_offload,
     size_does_not_fit,
     unknown_device,
 )
@@ -191,6 +194,9 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "no_link",
+    "nowhere_to_offload",
+    "bad_offload",
     "args_and_sizes",
     "bad_example",
     "size_does_not_fit",

@@ -12,6 +12,9 @@ whether the output of one must be there for the next, so the whole is a dynamic 
 Any price gives a valid bound; the best price is found where two cuts balance, in a few steps, and the bound is then
 the optimum of the linear program of the whole model.
 
+Where host memory may be used, what can leave the device within the time of a step counts as room, and no byte is
+worth more than the seconds in which one more leaves it.
+
 It assumes that all of forward comes before all of backward, that what is saved is saved as it is, on the device, and
 that the operations are those that were profiled. A segment without a graph counts nothing and gives its output for
 free. The bound is blind to what else is alive during backward: it may lie below what any plan can reach.
@@ -42,19 +45,31 @@ def bound(costs: Costs, budget: int) -> float:
     room = budget - between(costs)
     if room < 0:
         return math.inf
+    highest = math.inf
+    if costs.host is not None:
+        moved = costs.host.to_host * costs.step_seconds
+        room += math.floor(moved if costs.host.bytes is None else min(moved, costs.host.bytes))
+        highest = 1 / costs.host.to_host
     whole = partial(_cheapest, costs)
     free = whole(0.0)
     if free.bytes <= room:
         return max(0.0, free.seconds * (1 - ROUNDING))
     tight = whole(1.0, weight=0.0)
+
+    def at(price: float) -> float:
+        value = whole(price).value(price)
+        return value - price * room - ROUNDING * (value + price * room)
+
     if tight.bytes > room:
-        return math.inf
+        return math.inf if highest == math.inf else max(0.0, at(highest))
     best = 0.0
     while True:
         # The price at which both cost the same. A cut that is cheaper at this price takes the place of one of them.
         price = (tight.seconds - free.seconds) / (free.bytes - tight.bytes)
         if price <= 0:
             return best
+        if price > highest:
+            return max(best, at(highest))
         middle = whole(price)
         value = middle.value(price)
         best = max(best, value - price * room - ROUNDING * (value + price * room))

@@ -140,6 +140,19 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Host memory that a step may use.
+
+    Attributes:
+        bytes: The most that may lie there; None for no limit.
+        to_host: Bytes per second that leave the device.
+    """
+
+    bytes: int | None
+    to_host: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """Everything a solver needs to know.
 
@@ -149,6 +162,7 @@ class Costs:
         points: In any order.
         step_seconds: Of the step with no region.
         turn_bytes: What lives when forward ends and backward begins, besides what the segments saved.
+        host: What may be kept in host memory; None where nothing may.
     """
 
     kinds: Mapping[str, Kind]
@@ -156,6 +170,7 @@ class Costs:
     points: tuple[Point, ...] = ()
     step_seconds: float = 0.0
     turn_bytes: int = 0
+    host: Host | None = None
 
 
 @dataclass(frozen=True)

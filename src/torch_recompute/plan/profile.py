@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from .. import errors
-from .cost import Costs, Graph, Kind, Node, Option, Point, Segment
+from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 
 VERSION = 1
 
@@ -67,11 +67,12 @@ class Profile:
             raise errors.ArgumentError(errors.bad_profile(f"a field is missing or unknown: {error}")) from None
 
 
-def _costs(kinds: Any, segments: Any, points: Any, **rest: Any) -> Costs:
+def _costs(kinds: Any, segments: Any, points: Any, host: Any = None, **rest: Any) -> Costs:
     return Costs(
         {name: _kind(**kind) for name, kind in kinds.items()},
         tuple(Segment(**segment) for segment in segments),
         tuple(Point(**point) for point in points),
+        host=None if host is None else Host(**host),
         **rest,
     )
 

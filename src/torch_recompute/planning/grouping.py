@@ -55,7 +55,7 @@ def groups(captured: Captured, start: int, words: Sequence[str]) -> Iterator[Gro
         start: The first of that kind.
         words: What calls of the kind there are, such as `attn@attention`.
     """
-    runs = _runs(captured.kinds, captured.kinds[start])
+    runs = _runs(captured, captured.kinds[start])
     if not runs:
         return
     start, longest = max(runs, key=lambda run: run[1])
@@ -75,12 +75,17 @@ def groups(captured: Captured, start: int, words: Sequence[str]) -> Iterator[Gro
         span *= 2
 
 
-def _runs(kinds: Sequence[int], kind: int) -> list[tuple[int, int]]:
-    """Where segments of a kind stand one after the other, and how many of them."""
+def _runs(captured: Captured, kind: int) -> list[tuple[int, int]]:
+    """Where segments of a kind take one another's results, and how many of them.
+
+    A run of equal segments is one for the solvers, so where one of them takes something else there is no group at all.
+    """
     runs: list[tuple[int, int]] = []
-    for index, other in enumerate(kinds):
+    for index, (other, chained) in enumerate(zip(captured.kinds, captured.chained, strict=True)):
         if other != kind:
             continue
+        if runs and sum(runs[-1]) == index and not chained:
+            return []
         if runs and sum(runs[-1]) == index:
             runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:

@@ -30,7 +30,7 @@ from torch import nn
 
 from .. import errors
 from ..plan.apply import apply
-from ..plan.cost import Costs, Kind, Option, Solution
+from ..plan.cost import Costs, Host, Kind, Option, Solution
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
@@ -43,11 +43,12 @@ from .capture import Captured, capture
 from .free import free_bytes
 from .grouping import groups
 from .guesses import guesses
+from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .prices import Roofline, prices_for, where
 from .sizes import calls_of, plan_sizes
 from .trace import trace
-from .trials import Tried, attempt
+from .trials import Call, Tried, attempt
 
 ROUNDS = 8
 TRIED = 20  # choices per kind of segment
@@ -73,14 +74,18 @@ class Planner:
         loss: Loss = None,
         optimizer: MakeOptimizer = None,
         device: torch.device | str | Roofline | None = None,
+        offload: bool | int | str = False,
     ) -> None:
         self._model = model
         self._call = args, kwargs
         roofline, device = where(device)
+        limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
         ran: Counter[Op] = Counter()
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
+        self._link = link_of(roofline, self.plain.device) if offload is not False else None
+        self._host = None if self._link is None else Host(limit, self._link.to_host)
         captured = capture(model, args, kwargs or {}, self.plain.device)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
@@ -162,8 +167,9 @@ class Planner:
 
         args, kwargs = self._call
         watch = None if ran is None else count
+        stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         return simulate_step(
-            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step
+            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch, **self._step
         )
 
     def _tried(self, captured: Captured) -> dict[str, Kind]:
@@ -184,9 +190,27 @@ class Planner:
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
                     options.append(_option(guess.regions, tried, plain, self._price))
+                graph = found.graph(self._price)
+                if self._link is not None:
+                    forward = sum(node.seconds for node in graph.nodes)
+                    options += self._offloaded(captured, path, call, undominated(options), plain, forward)
                 options += self._grouped(captured, int(kind), plain, [word for words in found.calls for word in words])
-            ways[kind] = Kind(undominated(options), found.graph(self._price))
+            ways[kind] = Kind(undominated(options), graph)
         return ways
+
+    def _offloaded(
+        self, captured: Captured, path: str, call: Call, options: Sequence[Option], plain: Tried, forward: float
+    ) -> Iterator[Option]:
+        """The options of one segment with the inputs of their regions in host memory."""
+        assert self._link is not None
+        step = sum(self._price(op) * count for op, count in plain.ops.items())
+        for option in options[1:]:
+            choices = [replace(self._choice(path, *region), store="host") for region in option.regions]
+            tried = attempt(call, choices, captured.pretend)
+            if tried.saved_bytes < option.saved_bytes:
+                here = _option(option.regions, tried, plain, self._price)
+                seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+                yield replace(here, seconds=seconds, store="host", host_bytes=tried.host_bytes)
 
     def _grouped(self, captured: Captured, kind: int, plain: Tried, words: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
@@ -206,7 +230,8 @@ class Planner:
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
         known = getattr(self, "costs", None)
-        return calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds, known)
+        costs = calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds, known)
+        return replace(costs, host=self._host)
 
 
 def _option(
@@ -243,6 +268,7 @@ def profile(
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
+    offload: bool | int | str = False,
 ) -> Profile:
     """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
 
@@ -256,6 +282,8 @@ def profile(
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
             "b200" or "rtx4090". By default where the model is.
+        offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
+            of it, as a number or text as "64GiB".
 
     Returns:
         The profile.
@@ -263,7 +291,7 @@ def profile(
     Raises:
         ArgumentError: See `simulate`; or the model has no part that could be recomputed.
     """
-    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
+    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, offload=offload).profile
 
 
 def make_plan(
@@ -277,6 +305,7 @@ def make_plan(
     device: torch.device | str | None = None,
     solver: str = "auto",
     sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
+    offload: bool | int | str = False,
 ) -> Plan:
     """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
@@ -304,6 +333,7 @@ def make_plan(
             arguments or dictionaries of keyword arguments. The size of a call is the shape of its first tensor.
             Each is planned for the same budget, and a call of the model goes by the choices of the first that it
             exceeds in no dimension.
+        offload: Whether inputs of regions may be kept in host memory, see `profile`.
 
     Returns:
         The plan, with its prediction.
@@ -315,7 +345,7 @@ def make_plan(
     """
 
     def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
-        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
+        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, offload=offload)
 
     if not sizes:
         return planner(args, kwargs).plan(budget, solver)
