@@ -33,7 +33,8 @@ class Option:
 
     Attributes:
         regions: The regions in it, each a path below the segment ("" for all of it) and the calls that are not repeated
-            (`Choice.keep`); none where nothing is recomputed.
+            (`Choice.keep`); none where nothing is recomputed. Several paths with spaces between are modules that are
+            recomputed together, as a norm and the attention it feeds.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
         backward_bytes: The most that lives in its backward beyond the level before its forward.
@@ -56,6 +57,11 @@ class Option:
     store: str = ""
     nested: bool = False
     host_bytes: int = 0
+
+
+def paths_of(region: str) -> list[str]:
+    """The paths that a region of an option is made of."""
+    return region.split(" ")
 
 
 @dataclass(frozen=True)

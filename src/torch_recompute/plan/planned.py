@@ -10,7 +10,7 @@ from .. import errors
 from .anatomy import inside
 from .bound import bound
 from .budget import read_budget
-from .cost import Costs, Option, Solution
+from .cost import Costs, Option, Solution, paths_of
 from .plan import Choice, Plan, stored_in
 from .prediction import Line, Prediction
 from .profile import Profile
@@ -77,7 +77,7 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
         option = solution.options[start]
         together = tuple(names[start : start + option.span])
         for below, keep in option.regions:
-            paths = tuple(f"{path}.{below}".strip(".") for path in together)
+            paths = tuple(f"{path}.{part}".strip(".") for path in together for part in paths_of(below))
             carry = decides(paths, profile.carries)
             found.append(Choice(paths, keep, carry, store=option.store, nested=option.nested))
         start += option.span
@@ -149,7 +149,7 @@ def _what(option: Option) -> str:
         return "not recomputed"
     whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
-        (f"{path} recomputed" if path else whole + ", then each again" * option.nested)
+        (f"{' with '.join(paths_of(path))} recomputed" if path else whole + ", then each again" * option.nested)
         + (f" but not {', '.join(keep)}" if keep else "")
         for path, keep in option.regions
     ]

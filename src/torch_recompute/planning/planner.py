@@ -30,7 +30,7 @@ from torch import nn
 
 from .. import errors
 from ..plan.apply import apply
-from ..plan.cost import Costs, Host, Kind, Option, Solution
+from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
@@ -225,8 +225,9 @@ class Planner:
 
     def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
         """A region in a segment that is tried alone."""
-        carry = decides([f"{path}.{below}".strip(".")], self._routers)
-        return Choice((f"0.{below}".strip("."),), keep, carry)
+        parts = paths_of(below)
+        carry = decides([f"{path}.{part}".strip(".") for part in parts], self._routers)
+        return Choice(tuple(f"0.{part}".strip(".") for part in parts), keep, carry)
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
         known = getattr(self, "costs", None)
