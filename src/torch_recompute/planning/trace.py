@@ -221,11 +221,20 @@ class _Calls(TorchFunctionMode):
         return ".".join(parts)
 
     def parts(self) -> list[str]:
-        """The outermost modules below the segment that are called and are more than one call."""
+        """The outermost modules below the segment that are called and are more than one call.
+
+        The calls of a list (`nn.Sequential`) go by its own name, so a module of that name may be more than one, too.
+        """
         below = [path for path in self._called if path and any(inside(where, path) for where, _ in self._found)]
         outermost = [path for path in below if not any(inside(path, other) and path != other for other in below)]
         bare = {where for where, _ in self._found}
-        return [path for path in outermost if path not in bare or any(inside(w, path) and w != path for w in bare)]
+        return [
+            path
+            for path in outermost
+            if path not in bare
+            or any(inside(w, path) and w != path for w in bare)
+            or (path not in self._products and any(self._module.get_submodule(path).children()))
+        ]
 
     def feeders(self, parts: Sequence[str]) -> dict[str, str]:
         """For each part the one module whose result it is given, if that holds no call of a kind."""
