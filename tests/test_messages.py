@@ -81,6 +81,8 @@ from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planning.hosts import link_of
+from torch_recompute.planning.prices import Roofline
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
@@ -2548,6 +2550,27 @@ CASES = [
         lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
         "device='h300' is neither a device of this machine nor one whose speeds are known.\n"
         "  Known are a100, h100, h200, b200, rtx4090.",
+    ),
+    Case(
+        "bad_offload",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, offload="much"),
+        "offload='much' says neither whether nor how much of host memory may be used.\n"
+        '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".',
+    ),
+    Case(
+        "nowhere_to_offload",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, offload=True),
+        "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+        '  To plan for a device that is not at hand, name it: device="h100" (known are a100, rtx4090, h100, h200, b200).',
+    ),
+    Case(
+        "no_link",
+        ArgumentError,
+        lambda: link_of(Roofline("mine", {1: 1e12}, 1e12, 1e-6), torch.device("cpu")),
+        "offload: how fast device 'mine' copies to and from host memory is not known.\n"
+        "  Known are a100, rtx4090, h100, h200, b200, and any CUDA device of this machine, which is measured.",
     ),
     Case(
         "bad_profile",

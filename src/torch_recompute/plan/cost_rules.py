@@ -42,6 +42,9 @@ def _complaints(costs: Costs) -> Iterator[str]:
             yield f"the bytes of a point are not whole and at least 0: {point}"
     if not _is_bytes(costs.turn_bytes):
         yield f"turn_bytes are not whole and at least 0: {costs.turn_bytes!r}"
+    host = costs.host
+    if host is not None and not (host.to_host > 0 and (host.bytes is None or _is_bytes(host.bytes))):
+        yield f"host memory has no whole number of bytes or no speed above 0: {host}"
 
 
 def _of_option(option: Option) -> Iterator[str]:

@@ -70,12 +70,12 @@ class Choice:
 
     def __str__(self) -> str:
         where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
-        where += ", then each again," if self.nested else ""
+        again = ", then each again" if self.nested else ""
         kept = f", but not {', '.join(self.keep)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
         stored = f", inputs {stored_in(self.store)}" if self.store else ""
         asked = f"  ({' '.join(self.labels)})" if self.labels else ""
-        return f"recompute {where or 'the model'}{kept}{carried}{stored}{asked}"
+        return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         device=profile.device,
         solver=solution.solver,
         lines=_lines(costs, solution, starts),
+        host_bytes=sum(solution.options[i].host_bytes for i in starts),
     )
     return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction, profile.modules)
 

@@ -15,7 +15,8 @@ Where the neighbours of a layer send nothing, its copies have more time; that is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -78,19 +79,20 @@ def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float
     return max(0.0, sent / link.to_host - forward) + max(0.0, sent / link.to_device - backward)
 
 
-class _Sent(NamedTuple):
+@dataclass(frozen=True)
+class _Sent:
     """What lies in host memory: nothing but its size."""
 
-    count: int
+    elements: int
     dtype: torch.dtype
     device: torch.device
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
     def numel(self) -> int:
-        return self.count
+        return self.elements
 
 
 class _NoCopies:
@@ -98,17 +100,22 @@ class _NoCopies:
 
     direct = False
 
-    def send(self, source: torch.Tensor) -> tuple[_Sent, None]:
+    def send(self, source: torch.Tensor) -> tuple[Any, None]:
+        """Nothing but the size goes."""
         return _Sent(source.numel(), source.dtype, source.device), None
 
-    def let_go(self, mark: None) -> None: ...
+    def let_go(self, mark: None) -> None:
+        """Nothing to wait for."""
 
-    def fetch(self, host: _Sent, after: None) -> tuple[torch.Tensor, None]:
-        return torch.empty(host.count, dtype=host.dtype, device=host.device), None
+    def fetch(self, host: Any, after: None) -> tuple[torch.Tensor, None]:
+        """Memory of that size."""
+        return torch.empty(host.elements, dtype=host.dtype, device=host.device), None
 
-    def arrive(self, tensor: torch.Tensor, mark: None) -> None: ...
+    def arrive(self, tensor: torch.Tensor, mark: None) -> None:
+        """Nothing to wait for."""
 
-    def abandon(self, tensor: torch.Tensor, mark: None) -> None: ...
+    def abandon(self, tensor: torch.Tensor, mark: None) -> None:
+        """Nothing to wait for."""
 
 
 class HostApart(OnHost):
