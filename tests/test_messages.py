@@ -2563,7 +2563,8 @@ CASES = [
         ArgumentError,
         lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, offload=True),
         "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
-        '  To plan for a device that is not at hand, name it: device="h100" (known are a100, rtx4090, h100, h200, b200).',
+        '  To plan for a device that is not at hand, name it: device="h100" (known are a100, rtx4090, h100, '
+        "h200, b200).",
     ),
     Case(
         "no_link",

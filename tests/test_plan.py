@@ -43,7 +43,7 @@ def test_nested_members_are_several() -> None:
     plan = Plan((Choice(("layers.0", "layers.1"), nested=True),))
     assert Plan.from_json(plan.to_json()) == plan
     assert str(plan.choices[0]) == "recompute layers.0 to layers.1, then each again"
-    with pytest.raises(ArgumentError, match="is for several modules, and 'layers.0' is one"):
+    with pytest.raises(ArgumentError, match=r"is for several modules, and 'layers\.0' is one"):
         Plan((Choice(("layers.0",), nested=True),))
 
 

@@ -323,7 +323,7 @@ def test_a_guess_is_what_a_trial_finds() -> None:
 def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Narrow() for _ in range(24)))
+    model = nn.Sequential(*(Narrow() for _ in range(16)))
     x = torch.randn(512, 16)
     return model, lambda: model(x).square().mean()
 

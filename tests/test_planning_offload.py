@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,7 @@ class Away(OnHost):
         return handle
 
 
+@functools.cache
 def planner(**options: Any) -> Planner:
     model, _ = deep_is_made()
     return Planner(model, (X,), None, loss=lambda y: y.square().mean(), **{"device": "h100", **options})
