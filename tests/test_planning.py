@@ -323,7 +323,7 @@ def test_a_guess_is_what_a_trial_finds() -> None:
 def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Narrow() for _ in range(16)))
+    model = nn.Sequential(*(Narrow() for _ in range(12)))
     x = torch.randn(512, 16)
     return model, lambda: model(x).square().mean()
 
@@ -349,7 +349,7 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
         for name, kind in planner.costs.kinds.items()
     }
     least = planner.least[1].peak_bytes
-    assert least < 0.8 * smallest(replace(planner.costs, kinds=single)).peak_bytes
+    assert least < 0.9 * smallest(replace(planner.costs, kinds=single)).peak_bytes
     plans = [planner.plan(least), planner.plan(0.05)]
     for plan in plans:
         promise_is_kept(deep_is_made, plan)

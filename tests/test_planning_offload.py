@@ -99,7 +99,7 @@ def test_the_promise_is_kept_with_host_memory() -> None:
     """Inputs in host memory lower the least peak; the device's peak and the host's are those that were predicted."""
     with_host, without = planner(offload=True), planner()
     assert with_host.least[1].peak_bytes < without.least[1].peak_bytes
-    plans = [with_host.plan(with_host.least[1].peak_bytes), with_host.plan(0.03), with_host.plan(0.3)]
+    plans = [with_host.plan(with_host.least[1].peak_bytes), with_host.plan(0.2)]
     for plan in plans:
         promise_is_kept(deep_is_made, plan)
     assert any(choice.store == "host" for choice in plans[0])
@@ -108,7 +108,7 @@ def test_the_promise_is_kept_with_host_memory() -> None:
     assert Plan.from_json(plans[0].to_json()) == plans[0]
 
 
-@pytest.mark.parametrize("inputs", [0, 1, 5])
+@pytest.mark.parametrize("inputs", [0, 3])
 def test_a_limit_on_host_memory_is_kept(inputs: int) -> None:
     """No plan keeps more there than was allowed, and the first layers have it."""
     limited = planner(offload=inputs * INPUT + 100)

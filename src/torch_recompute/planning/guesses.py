@@ -1,9 +1,9 @@
 """Which choices for a segment are worth a trial: guessed from its graph, without running anything.
 
 A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
-with its norm) and, in each, the calls that are kept. There are hundreds. What each stores and runs again follows from the graph by three rules: a region
-stores its inputs and what its kept calls made, as far as something asks for it; what backward needs of the rest is made
-again, from that; and a replay runs everything up to the last tensor that is needed.
+with its norm) and, in each, the calls that are kept. There are hundreds. What each stores and runs again follows from
+the graph by three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what
+backward needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed.
 
 The guess is close, but it is only used to leave out choices: those that are worse than another in everything, and those
 far from the convex hull of seconds over bytes. A mixture of two layers on the hull is as good as any choice above it.
