@@ -153,4 +153,4 @@ def test_no_plan_pretends_that_the_processor_has_a_host() -> None:
     with pytest.raises(ArgumentError, match="whose memory is host memory"):
         make_plan(model, (X,), budget=0.5, offload=True)
     with pytest.raises(ArgumentError, match="'mine' copies to and from host memory is not known"):
-        planner(device=Roofline("mine", {1: 1e12}, 1e12, 1e-6), offload=True)
+        planner.__wrapped__(device=Roofline("mine", {1: 1e12}, 1e12, 1e-6), offload=True)
