@@ -83,6 +83,8 @@ from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planning.hosts import link_of
+from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.schedules import orders_named, orders_of
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
@@ -2612,6 +2614,28 @@ CASES = [
         "profiles differ in is shown by  print(one.diff(other)).",
     ),
     Case(
+        "bad_offload",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload="much"),
+        "offload='much' says neither whether nor how much of host memory may be used.\n"
+        '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".',
+    ),
+    Case(
+        "nowhere_to_offload",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload=True),
+        "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+        '  To plan for a device that is not at hand, name it: device="h100" (known are a100, rtx4090, h100, '
+        "h200, b200).",
+    ),
+    Case(
+        "no_link",
+        ArgumentError,
+        lambda: link_of(Roofline("mine", {1: 1e12}, 1e12, 1e-6), torch.device("cpu")),
+        "offload: how fast device 'mine' copies to and from host memory is not known.\n"
+        "  Known are a100, rtx4090, h100, h200, b200, and any CUDA device of this machine, which is measured.",
+    ),
+    Case(
         "bad_profile",
         ArgumentError,
         lambda: Profile.from_json("[]"),
@@ -2722,6 +2746,14 @@ CASES = [
         lambda: plans_stages(sizes=[(vector(),)]),
         "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
         "  Pass as args one microbatch of the largest size.",
+    ),
+    Case(
+        "stages_and_offload",
+        ArgumentError,
+        lambda: plans_stages(offload=True),
+        "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the device.\n"
+        "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
+        'Choice(..., store="host").',
     ),
     Case(
         "rank_does_not_fit",

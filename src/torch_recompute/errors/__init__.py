@@ -117,6 +117,7 @@ from .pipelines import (
     optimizer_of_a_whole,
     rank_does_not_fit,
     schedule_refuses,
+    stages_and_offload,
     stages_and_sizes,
     unknown_schedule,
 )
@@ -125,12 +126,15 @@ from .planning import (
     bad_example,
     bad_length,
     bad_merge,
+    bad_offload,
     bad_profile,
     bad_sizes,
+    no_link,
     no_plan_fits,
     no_sequence,
     nothing_to_fit_into,
     nothing_to_plan,
+    nowhere_to_offload,
     size_does_not_fit,
     unknown_device,
 )
@@ -211,6 +215,9 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "no_link",
+    "nowhere_to_offload",
+    "bad_offload",
     "args_and_sizes",
     "bad_example",
     "bad_length",
@@ -236,6 +243,7 @@ __all__ = [
     "fit_of_ranks",
     "optimizer_of_a_whole",
     "rank_does_not_fit",
+    "stages_and_offload",
     "stages_and_sizes",
     "no_rank",
     "no_such_collectives",

@@ -87,6 +87,30 @@ def unknown_device(name: object, known: Sequence[str]) -> str:
     )
 
 
+def bad_offload(offload: object) -> str:
+    """Text for what says nothing of how much host memory may be used."""
+    return (
+        f"offload={offload!r} says neither whether nor how much of host memory may be used.\n"
+        '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".'
+    )
+
+
+def nowhere_to_offload(known: Sequence[str]) -> str:
+    """Text for offloading from the CPU."""
+    return (
+        "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+        f'  To plan for a device that is not at hand, name it: device="h100" (known are {", ".join(known)}).'
+    )
+
+
+def no_link(name: str, known: Sequence[str]) -> str:
+    """Text for offloading from a device of which the speed of copies is not known."""
+    return (
+        f"offload: how fast device {name!r} copies to and from host memory is not known.\n"
+        f"  Known are {', '.join(known)}, and any CUDA device of this machine, which is measured."
+    )
+
+
 def bad_profile(why: str) -> str:
     """Text for a profile that cannot be."""
     return (

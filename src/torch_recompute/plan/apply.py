@@ -169,6 +169,17 @@ class Member(Region):
         super().__init__(module, path, choice, store if self._first else None)
         self._chain = chain
 
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """What is run in forward and again in a replay; where members are nested, as a region of its own."""
+        run = thread.run
+        if not self.choice.nested or run is None or torch.compiler.is_compiling():
+            return super().body(*args, **kwargs)
+        alone = recompute(super().body, name=self.path)
+        if isinstance(run, Frame):
+            return alone(*args, **kwargs)
+        with self.figures.replay():
+            return alone(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
         if self.idle or self.resting or not torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -58,6 +58,8 @@ class Choice:
         labels: The words that asked for it.
         store: The store in which the region's inputs lie: "" for where they are, "host", "sharded", or another word
             for a store that `apply` is given.
+        nested: Of several modules: whether each is a region of its own in the replay of them all. Then one of them at
+            a time is whole, and of the others only the inputs, for which all but the last run once more.
     """
 
     paths: tuple[str, ...]
@@ -65,14 +67,16 @@ class Choice:
     carry: bool = False
     labels: tuple[str, ...] = ()
     store: str = ""
+    nested: bool = False
 
     def __str__(self) -> str:
         where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
+        again = ", then each again" if self.nested else ""
         kept = f", but not {', '.join(self.keep)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
-        stored = f", inputs {_WHERE.get(self.store, f'in {self.store!r}')}" if self.store else ""
+        stored = f", inputs {stored_in(self.store)}" if self.store else ""
         asked = f"  ({' '.join(self.labels)})" if self.labels else ""
-        return f"recompute {where or 'the model'}{kept}{carried}{stored}{asked}"
+        return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,9 @@ def _check(choices: tuple[Choice, ...]) -> None:
         if not isinstance(choice.store, str):
             why = f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
             raise errors.ArgumentError(errors.bad_plan(why))
+        if choice.nested and len(choice.paths) == 1:
+            why = f"nested=True is for several modules, and {choice.paths[0]!r} is one"
+            raise errors.ArgumentError(errors.bad_plan(why))
         calls = next((path for path in choice.paths if "@" in path), None)
         if calls is not None and (len(choice.paths) > 1 or any(not word.startswith("@") for word in choice.keep)):
             why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
@@ -252,6 +259,11 @@ def shape_in_words(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "no dimension"
 
 
+def stored_in(word: str) -> str:
+    """Where the store of a word keeps things."""
+    return _WHERE.get(word, f"in {word!r}")
+
+
 def kind_in(word: str) -> str:
     """The kind that a word of `Choice.keep` names, such as `@product`; empty where it names a module."""
     return word[word.index("@") :] if "@" in word else ""
@@ -264,8 +276,8 @@ def _plan(data: dict[str, Any]) -> Plan:
     return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
 
 
-def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "") -> Choice:
-    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store)
+def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "", nested: Any = False) -> Choice:
+    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store, bool(nested))
 
 
 def _prediction(data: Any) -> Prediction | None:

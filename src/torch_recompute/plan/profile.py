@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import errors
-from .cost import Costs, Graph, Kind, Node, Option, Point, Segment
+from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 from .profiles import diff, merge
 from .reading import read
 
@@ -88,11 +88,12 @@ def _profile(data: dict[str, Any]) -> Profile:
     return Profile(costs=costs, carries=tuple(data.pop("carries")), **pairs, **data)
 
 
-def _costs(kinds: Any, segments: Any, points: Any, **rest: Any) -> Costs:
+def _costs(kinds: Any, segments: Any, points: Any, host: Any = None, **rest: Any) -> Costs:
     return Costs(
         {name: _kind(**kind) for name, kind in kinds.items()},
         tuple(Segment(**segment) for segment in segments),
         tuple(Point(**point) for point in points),
+        host=None if host is None else Host(**host),
         **rest,
     )
 

@@ -63,6 +63,14 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
     )
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BYTES",
+        help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve of --frontier")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")

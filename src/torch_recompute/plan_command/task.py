@@ -39,6 +39,7 @@ class Task:
         batch: A tuple of positional or a dictionary of keyword arguments.
         optimizer: Its word.
         device: What the seconds are of; None for where the model is.
+        offload: Whether, or how much, host memory may be used.
     """
 
     word: str
@@ -46,6 +47,7 @@ class Task:
     batch: tuple[Any, ...] | dict[str, Any]
     optimizer: str
     device: str | None
+    offload: bool | str = False
 
     @staticmethod
     def of(args: argparse.Namespace) -> Task:
@@ -66,12 +68,13 @@ class Task:
                 if getattr(args, option) is not None:
                     raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
         meta = all(parameter.is_meta for parameter in model.parameters())
-        return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None))
+        return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None), args.offload)
 
     def planner(self) -> Planner:
         """Knows what the step costs."""
         args, kwargs = (self.batch, None) if isinstance(self.batch, tuple) else ((), self.batch)
-        return Planner(self.model, args, kwargs, optimizer=OPTIMIZERS[self.optimizer], device=self.device)
+        optimizer = OPTIMIZERS[self.optimizer]
+        return Planner(self.model, args, kwargs, optimizer=optimizer, device=self.device, offload=self.offload)
 
     @property
     def parameters(self) -> int:
@@ -105,6 +108,7 @@ class Task:
             "dtypes": self.dtypes,
             "inputs": self.inputs,
             "optimizer": self.optimizer,
+            "offload": self.offload,
         }
 
 

@@ -1,4 +1,4 @@
-"""`profile` and `make_plan`: from a model and a batch to costs, and from a budget to a plan that keeps its promise.
+"""From a model and a batch to costs, and from a budget to a plan that keeps its promise.
 
 Problem. A planner predicts from a model of memory; the step runs in memory as it is. Predictions that are good on the
 average are of no use to somebody whose step dies of the one that was not.
@@ -20,39 +20,37 @@ Rejected: a margin on the budget. It is too small for one model and wasteful for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _compat, errors
 from ..plan.apply import apply
-from ..plan.cost import Costs, Kind, Option, Solution
+from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
 from ..plan.solve import choose, frontier, smallest
 from ..plan.solvers.problem import simplicity
-from ..plan.stages import StagePlans, Stages
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .calibrate import calibrate
 from .capture import Captured, capture
 from .clock import Scale, clock, obstacle
 from .free import free_bytes
+from .grouping import groups
 from .guesses import guesses
+from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .pieces import Pieces
-from .pipeline import Schedule
 from .prices import Measured, Roofline, prices_for, where
-from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
-from .stages import plan_stages
 from .trace import trace
-from .trials import Tried, attempt
+from .trials import Call, Tried, attempt
 
 ROUNDS = 8
 TRIED = 20  # choices per kind of segment
@@ -78,15 +76,19 @@ class Planner:
         loss: Loss = None,
         optimizer: MakeOptimizer = None,
         device: torch.device | str | Roofline | None = None,
+        offload: bool | int | str = False,
     ) -> None:
         self._model = model
         self._call = args, kwargs
         roofline, device = where(device)
+        limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
         ran: Counter[tuple[str, Op]] = Counter()
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
         self._timing = "" if roofline else self._price.timing
+        self._link = link_of(roofline, self.plain.device) if offload is not False else None
+        self._host = None if self._link is None else Host(limit, self._link.to_host)
         captured = capture(model, args, kwargs or {}, self.plain.device)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
@@ -232,8 +234,9 @@ class Planner:
 
         args, kwargs = self._call
         watch = None if ran is None else count
+        stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         return simulate_step(
-            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step
+            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch, **self._step
         )
 
     def _tried(self, captured: Captured) -> dict[str, Kind]:
@@ -254,27 +257,64 @@ class Planner:
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
                     options.append(_option(guess.regions, tried, plain, self._price))
-            ways[kind] = Kind(undominated(options), found.graph(self._price))
+                graph = found.graph(self._price)
+                if self._link is not None:
+                    forward = sum(node.seconds for node in graph.nodes)
+                    options += self._offloaded(captured, path, call, undominated(options), plain, forward)
+                options += self._grouped(captured, int(kind), plain, [word for words in found.calls for word in words])
+            ways[kind] = Kind(undominated(options), graph)
         return ways
+
+    def _offloaded(
+        self, captured: Captured, path: str, call: Call, options: Sequence[Option], plain: Tried, forward: float
+    ) -> Iterator[Option]:
+        """The options of one segment with the inputs of their regions in host memory."""
+        assert self._link is not None
+        step = sum(self._price(op) * count for op, count in plain.ops.items())
+        for option in options[1:]:
+            choices = [replace(self._choice(path, *region), store="host") for region in option.regions]
+            tried = attempt(call, choices, captured.pretend)
+            if tried.saved_bytes < option.saved_bytes:
+                here = _option(option.regions, tried, plain, self._price)
+                seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+                yield replace(here, seconds=seconds, store="host", host_bytes=tried.host_bytes)
+
+    def _grouped(self, captured: Captured, kind: int, plain: Tried, words: Sequence[str]) -> Iterator[Option]:
+        """The options that take several segments of a kind at once."""
+        for group in groups(captured, self._kinds.index(str(kind)), words):
+            choice = replace(group.choice, carry=decides(group.paths, self._routers))
+            try:
+                tried = attempt(group.call, [choice], captured.pretend)
+            except errors.RecomputeError:  # as above
+                continue
+            option = _option((("", choice.keep),), tried, plain, self._price, group.span)
+            yield replace(option, span=group.span, nested=choice.nested)
 
     def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
         """A region in a segment that is tried alone."""
-        carry = decides([f"{path}.{below}".strip(".")], self._routers)
-        return Choice((f"0.{below}".strip("."),), keep, carry)
+        parts = paths_of(below)
+        carry = decides([f"{path}.{part}".strip(".") for part in parts], self._routers)
+        return Choice(tuple(f"0.{part}".strip(".") for part in parts), keep, carry)
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
-        return calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds)
+        known = getattr(self, "costs", None)
+        costs = calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds, known)
+        return replace(costs, host=self._host)
 
 
 def _option(
-    regions: tuple[tuple[str, tuple[str, ...]], ...], tried: Tried, plain: Tried, price: Callable[[Op], float]
+    regions: tuple[tuple[str, tuple[str, ...]], ...],
+    tried: Tried,
+    plain: Tried,
+    price: Callable[[Op], float],
+    times: int = 1,
 ) -> Option:
-    seconds, flops = tried.extra(plain, price)
+    seconds, flops = tried.extra(plain, price, times)
     return Option(regions, tried.saved_bytes, tried.forward_bytes, tried.backward_bytes, seconds, flops)
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """The options of which none other is at least as good in everything; the first one stays."""
+    """The options of which no other of as many segments is at least as good in everything; the first one stays."""
 
     def figures(option: Option) -> tuple[float, ...]:
         return option.saved_bytes, option.forward_bytes, option.backward_bytes, option.seconds
@@ -282,159 +322,7 @@ def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
     kept = [options[0]]
     rest = sorted(options[1:], key=lambda option: (*figures(option)[::-1], simplicity(option)))
     for option in rest:
-        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in kept):
+        rivals = [other for other in kept if other.span == option.span]
+        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in rivals):
             kept.append(option)
     return tuple(kept)
-
-
-def profile(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-) -> Profile:
-    """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
-
-    Where the model's weights are on the device, single operations are run, to time them, and then the forward and the
-    backward of a copy over the same weights, so that the seconds are those of whole steps: with the regions that need
-    the least memory and, if there is room, without. Nothing is changed, and the optimizer's step is not run.
-    `Profile.timing` says what was run, or why nothing was. See `simulate` for what the step is.
-
-    Args:
-        model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
-        loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
-            "b200" or "rtx4090". By default where the model is.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ArgumentError: See `simulate`; or the model has no part that could be recomputed.
-    """
-    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
-
-
-@overload
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    budget: int | float | str,
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
-    stages: None = None,
-) -> Plan: ...
-
-
-@overload
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    budget: int | float | str | Sequence[int | float | str],
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
-    stages: Stages | Schedule,
-) -> StagePlans: ...
-
-
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    budget: int | float | str | Sequence[int | float | str],
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
-    stages: Stages | Schedule | None = None,
-) -> Plan | StagePlans:
-    """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
-
-        plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
-        apply(model, plan)
-
-    The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
-    device, the forward and the backward of a copy over the same weights are then run with it, some four times, so that
-    the predicted seconds are those of whole steps (`Prediction.timing`); the step without it is not run unless the plan
-    has no region. With a device by name (`device="h100"`) nothing is run.
-
-    Where batches differ in length, name the lengths, the largest that may come last; or have them found, up to that of
-    the batch:
-
-        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])
-        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")
-
-    Args:
-        model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments; with `sizes`, those of every call.
-        budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
-            of the step with no region; or "fit": what is free on the device now.
-        loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: See `profile`.
-        solver: "auto", or the name of one of the solvers.
-        sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
-            [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
-            Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
-            of the call pays for no more replays than its own bytes ask for, or nearly. Or examples of calls, instead of
-            `args`: tuples of positional arguments or dictionaries of keyword arguments. The size of a call is the shape
-            of its first tensor. Each is planned for the same budget, and a call of the model goes by the choices of the
-            first that it exceeds in no dimension.
-        stages: The pipeline that the model is split into: a `Stages`, or a schedule of
-            `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
-            the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
-            one of a list of parameters.
-
-    Returns:
-        The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
-        those of a data sheet.
-
-    Raises:
-        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
-            those of the size that does not fit.
-        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
-            examples, or it cannot be told where the sequence of a call is.
-    """
-
-    def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
-        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
-
-    if stages is not None:
-        if sizes:
-            raise errors.ArgumentError(errors.stages_and_sizes())
-        whole = planner(args, kwargs)
-        return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
-    if not isinstance(budget, (int, float, str)):
-        raise errors.ArgumentError(errors.bad_budget(budget))
-
-    def peak(plan: Plan, call: Call) -> int:
-        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": where(device)[1]}
-        return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
-
-    if isinstance(sizes, str):
-        if sizes != "all":
-            raise errors.ArgumentError(errors.bad_sizes(sizes))
-        return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
-    if not sizes:
-        return planner(args, kwargs).plan(budget, solver)
-    return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)
