@@ -33,6 +33,7 @@ from .region import no_recompute, recompute
 from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
+from .verifying import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "SizeClass",
     "Store",
     "StoreError",
+    "Verification",
     "apply",
     "audit",
     "checkpoint",
@@ -78,4 +80,5 @@ __all__ = [
     "saved_activations",
     "simulate",
     "state",
+    "verify",
 ]

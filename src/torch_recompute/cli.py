@@ -5,8 +5,8 @@ Each subcommand is a room of its own with two functions: `add_command`, which de
 This file only dispatches, and turns what a user can mend into one line on stderr instead of a traceback.
 
 Exit codes: 0 done; 1 a check failed (the output says which); 2 the command line asks for something that cannot be
-done (stderr says what was passed, what was expected and what to write); 3 no plan fits
-into the memory budget (stderr says which would do); 130 interrupted.
+done (stderr says what was passed, what was expected and what to write); 3 it does
+not fit into the memory there is (stderr says what would); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo, plan_command, show
+from . import __version__, bench, demo, plan_command, show, verify_command
 from ._face import FAILED as FAILED
 from ._face import INTERRUPTED, TOO_SMALL, USAGE
 from ._face import OK as OK
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torch-recompute",
         description="Activation recomputation for PyTorch.",
-        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 a budget that no plan fits",
+        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 it does not fit into memory",
     )
     parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     show.add_command(commands)
     plan_command.add_command(commands)
+    verify_command.add_command(commands)
     return parser
 
 

@@ -24,14 +24,18 @@ from .arguments import (
 from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
 from .commands import (
     cannot_write,
+    does_not_run,
     goes_with,
     made_by_a_function,
     needs_matplotlib,
     needs_rich,
     no_batch_known,
+    no_plan_file,
     no_such_sequence,
     not_a_picture,
     not_a_size,
+    nothing_to_run,
+    too_large_to_run,
 )
 from .configs import (
     a_region_anyway,
@@ -366,6 +370,10 @@ __all__ = [
     "wrapped_apart",
     "needs_matplotlib",
     "needs_rich",
+    "no_plan_file",
+    "nothing_to_run",
+    "too_large_to_run",
+    "does_not_run",
     "not_a_picture",
     "cannot_write",
     "goes_with",

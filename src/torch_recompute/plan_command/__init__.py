@@ -22,13 +22,13 @@ from typing import Any, cast
 
 from .. import errors
 from .._face import OK, Face, add_options, check_folder, document, write_text
-from .._models import PRESETS
+from .._models import add_model_options
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planning.prices import DEVICES
 from . import plot
-from .task import DTYPES, OPTIMIZERS, Task, curve
+from .task import OPTIMIZERS, Task, curve
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 
@@ -39,13 +39,7 @@ def add_command(commands: Any) -> None:
     """Describe `torch-recompute plan` to the command line."""
     about = "a plan for a budget of memory: what to keep, what to recompute, what the step takes"
     parser = cast("argparse.ArgumentParser", commands.add_parser("plan", help=about, description=about))
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is "
-        "built without weights; or pkg.module:name of a function that returns (model, batch), where batch is a tuple "
-        "of arguments or a dict of keyword arguments",
-    )
+    add_model_options(parser, weights="without weights")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(
         "--budget",
@@ -53,11 +47,6 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
-    parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
-    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
