@@ -52,6 +52,7 @@ ROOMS = (
     ("config",),
     ("distributed",),
     ("integrations",),
+    ("testing",),
     ("__init__",),
     ("_progress", "_models"),
     ("_face",),
@@ -93,6 +94,7 @@ LEAN = {
     "planning",
     "auditing",
     "verifying",
+    "testing",
     "config",
     "__init__",
 }

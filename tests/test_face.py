@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute import _face, cli, demo
+from torch_recompute import Choice, Plan, _face, cli, demo
 from torch_recompute._face import Face, document
 from torch_recompute.bench import discard, frontier
 from torch_recompute.bench.frontier import ways
@@ -74,6 +74,12 @@ COMMANDS = (
         "--out a.json",
         plots="",
     ),
+    Command(
+        "verify this_test:pair --plan plan.json",
+        "asked model device regions passed counts noise differences likely tried",
+        "--device tpu",
+        otherwise=("--plan other.json", cli.FAILED),
+    ),
     Command(BLOCKS, f"{MADE_BY} device config timed_size how rows", "--only gelu", plots=""),
     Command(f"{BLOCKS} --check", f"{MADE_BY} device config passed comparisons", "--scale 4"),
     Command(
@@ -88,9 +94,22 @@ COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "
 each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
 
 
+class Restless(nn.Module):
+    """Something else in every run, and so in a replay; `show` and `plan` do not run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.scale = 0, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return torch.tanh(x * self.scale * self.runs)
+
+
 def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
     layers = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
-    return nn.Sequential(*layers), (torch.ones(64, 8),)
+    first, *rest = layers
+    return nn.Sequential(first, Restless(), *rest), (torch.ones(64, 8),)
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,12 +136,15 @@ def once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def surroundings(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def surroundings(once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the tests run in, this file can be imported by its name, and nothing says how to colour."""
     monkeypatch.setenv("COLUMNS", "100")
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
+    monkeypatch.chdir(tmp_path)
+    for name, path in (("plan", "0"), ("other", "1")):
+        Path(f"{name}.json").write_text(Plan((Choice((path,)),)).to_json())
 
 
 def commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -5,8 +5,8 @@ Each subcommand is a room of its own with two functions: `add_command`, which de
 This file only dispatches, and turns what a user can mend into one line on stderr instead of a traceback.
 
 Exit codes: 0 done; 1 a check failed (the output says which); 2 the command line asks for something that cannot be
-done (stderr says what was passed, what was expected and what to write); 3 it does
-not fit into the memory there is (stderr says what would); 130 interrupted.
+done (stderr says what was passed, what was expected and what to write); 3 it does not fit into the memory there is
+(stderr says what would); 130 interrupted.
 """
 
 from __future__ import annotations

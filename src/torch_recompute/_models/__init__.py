@@ -1,7 +1,7 @@
 """From the word MODEL of a command line to a module, and to a batch for it.
 
-Problem. `show`, `plan` and `verify` take a model that the user has not built: a file, a name, a size that everybody knows. What
-is planned needs a batch as well, and a batch depends on the model.
+Problem. `show`, `plan` and `verify` take a model that the user has not built: a file, a name, a size that everybody
+knows. What is planned needs a batch as well, and a batch depends on the model.
 
 Idea. `load` turns a word into a module (`loading.py`; the sizes that have a name are the table in `presets.py`), and
 `batch_for` into a call for a model that transformers describes (`batches.py`); `asked` does both as a command line

@@ -2,7 +2,8 @@
 
 `pkg.module:name` is imported, with the current folder on the path as for `python -m`, and called unless it is a module
 already. A name of `PRESETS`, and anything else that is the path of a Hugging Face configuration, is built on the meta
-device, or, to be run, with random weights on another. Nothing is downloaded and no code that comes with a configuration is run.
+device, or, to be run, with random weights on another. Nothing is downloaded and no code that comes with a configuration
+is run.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from .commands import (
     needs_matplotlib,
     needs_rich,
     no_batch_known,
+    no_device_to_run,
     no_plan_file,
     no_such_sequence,
     not_a_picture,
@@ -173,6 +174,7 @@ from .simulations import (
     too_large_to_read,
 )
 from .stores import bad_host_option, changed_on_device, changed_on_its_way, not_a_device
+from .testing import above_limit, not_one_limit, same_as_what
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -371,6 +373,10 @@ __all__ = [
     "needs_matplotlib",
     "needs_rich",
     "no_plan_file",
+    "no_device_to_run",
+    "same_as_what",
+    "not_one_limit",
+    "above_limit",
     "nothing_to_run",
     "too_large_to_run",
     "does_not_run",

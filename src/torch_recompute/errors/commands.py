@@ -12,9 +12,15 @@ _OWN = "a function pkg.module:name that returns (model, batch), the batch a tupl
 def no_plan_file(path: str, why: str) -> str:
     """Text for a file that holds no plan."""
     return (
-        f"--plan is {path}: {why}. Write the path of a file that torch-recompute plan MODEL --budget ... --out plan.json "
-        "has made, or that holds plan.to_json()."
+        f"--plan is {path}: {why}. Write the path of a file that torch-recompute plan MODEL --budget ... --out "
+        "plan.json has made, or that holds plan.to_json()."
     )
+
+
+def no_device_to_run(word: str, cuda: bool) -> str:
+    """Text for a device that is none, or is not here."""
+    here = "" if cuda else "; torch sees no CUDA device here"
+    return f"--device is {word}; expected cpu, cuda or cuda:N{here}. Leave it out for what is here."
 
 
 def nothing_to_run(model: str) -> str:
@@ -29,8 +35,8 @@ def does_not_run(model: str, error: BaseException) -> str:
     """Text for a model whose step raises by itself."""
     first = (str(error) or "no message").splitlines()[0]
     return (
-        f"a step of {model} raises {type(error).__name__}: {first}. That is without a plan. Mend it, or write a function "
-        "pkg.module:name that returns (model, batch) and runs."
+        f"a step of {model} raises {type(error).__name__}: {first}. That is without a plan. Mend it, or write a "
+        "function pkg.module:name that returns (model, batch) and runs."
     )
 
 
@@ -38,8 +44,8 @@ def too_large_to_run(model: str, device: str, needed: int, free: int, atleast: b
     """Text for a model that is larger than the device that is to run it."""
     return (
         f"{model} is too large to run here: weights, two sets of gradients and a step without a plan need "
-        f"{'at least ' * atleast}{size(needed, up=True)}, and {device} has {size(free)} free. Write a smaller --batch or "
-        "--sequence, or a config.json with fewer layers: layers that are alike need to be verified once."
+        f"{'at least ' * atleast}{size(needed, up=True)}, and {device} has {size(free)} free. Write a smaller "
+        "--batch or --sequence, or a config.json with fewer layers: layers that are alike need to be verified once."
     )
 
 

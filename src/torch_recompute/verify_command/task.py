@@ -95,7 +95,7 @@ def _device(word: str | None) -> str:
     except RuntimeError:
         found = torch.device("meta")
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
-        raise errors.ArgumentError(errors.no_such_device(word))
+        raise errors.ArgumentError(errors.no_device_to_run(word, torch.cuda.is_available()))
     return word
 
 

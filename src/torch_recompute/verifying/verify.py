@@ -158,7 +158,7 @@ class _Comparison:
             finally:
                 after()
             generators, attributes = self._subject.differing(self._plain)
-        except errors.RecomputeError as error:
+        except Exception as error:  # the plain step has run, so it is the regions' doing
             detail = f"raises {type(error).__name__}: {error}"
             return [Row("error", "the step with regions", math.inf, detail=detail)]
         finally:
