@@ -67,8 +67,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     else:
         with measure() as memory:
             result = yield
+    above = ""
     try:
         check_peak(memory, limit)
     except AssertionError as error:
-        pytest.fail(str(error), pytrace=False)
+        above = str(error)
+    if above:
+        pytest.fail(above, pytrace=False)
     return result

@@ -2456,8 +2456,8 @@ CASES = [
         ArgumentError,
         lambda: testing.assert_same_gradients(nn_linear(), (vector(),)),
         "assert_same_gradients needs to know what to compare with, but got neither plan= nor plain=.\n"
-        "  Write assert_same_gradients(model, (x,), plan=plan) for a plan, or assert_same_gradients(with_regions, (x,), "
-        "plain=without) for regions in the code.",
+        "  Write assert_same_gradients(model, (x,), plan=plan) for a plan, or "
+        "assert_same_gradients(with_regions, (x,), plain=without) for regions in the code.",
     ),
     Case(
         "not_one_limit",

@@ -174,7 +174,7 @@ from .simulations import (
     too_large_to_read,
 )
 from .stores import bad_host_option, changed_on_device, changed_on_its_way, not_a_device
-from .testing import above_limit, not_one_limit, same_as_what
+from .testing import not_one_limit, same_as_what
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -376,7 +376,6 @@ __all__ = [
     "no_device_to_run",
     "same_as_what",
     "not_one_limit",
-    "above_limit",
     "nothing_to_run",
     "too_large_to_run",
     "does_not_run",

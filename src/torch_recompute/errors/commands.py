@@ -40,11 +40,11 @@ def does_not_run(model: str, error: BaseException) -> str:
     )
 
 
-def too_large_to_run(model: str, device: str, needed: int, free: int, atleast: bool) -> str:
+def too_large_to_run(model: str, device: str, needed: int, free: int, at_least: bool) -> str:
     """Text for a model that is larger than the device that is to run it."""
     return (
         f"{model} is too large to run here: weights, two sets of gradients and a step without a plan need "
-        f"{'at least ' * atleast}{size(needed, up=True)}, and {device} has {size(free)} free. Write a smaller "
+        f"{'at least ' * at_least}{size(needed, up=True)}, and {device} has {size(free)} free. Write a smaller "
         "--batch or --sequence, or a config.json with fewer layers: layers that are alike need to be verified once."
     )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .. import errors
-from ..memory import Measurement
+from ..memory.measurement import Measurement, Reading
 from ..plan.budget import read_budget
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def read_limit(*args: object, **kwargs: object) -> int:
@@ -39,6 +43,22 @@ def check_peak(memory: Measurement, limit: int) -> None:
     if reading.peak_bytes <= limit:
         return
     at = max(reading.timeline, key=lambda sample: sample.live_bytes, default=None)
-    op = "" if at is None else at.op
     parts = {name: count for name, count in reading.by_category.items() if count}
-    raise AssertionError(errors.above_limit(reading.peak_bytes, limit, parts, str(reading.device), op))
+    raise AssertionError(_above(reading, limit, parts, "" if at is None else at.op))
+
+
+def _above(reading: Reading, limit: int, parts: Mapping[str, int], op: str) -> str:
+    listed = "".join(f"\n  {name:12} {_size(count):>12}" for name, count in sorted(parts.items(), key=lambda p: -p[1]))
+    if max(parts, key=parts.__getitem__) == "activations":
+        write = "Most are activations: put recompute(fn) around what makes them, or apply make_plan(model, args, ...)."
+    else:
+        write = "Most are no activations, which alone recomputation can spare: a smaller model, or a higher limit."
+    return (
+        f"peak memory is {_size(reading.peak_bytes)} on {reading.device}, and {_size(limit)} are allowed: "
+        f"{_size(reading.peak_bytes - limit)} too many, at {op or 'the start'}.{listed}\n  {write}"
+    )
+
+
+def _size(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in _UNITS if count >= unit), (1, "bytes"))
+    return f"{count} {name}" if unit == 1 else f"{count / unit:,.2f} {name}"

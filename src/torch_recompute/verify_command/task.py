@@ -103,9 +103,9 @@ def _check_size(word: str, model: nn.Module, batch: Any, device: str) -> None:
     """Refuses what does not fit, by arithmetic first, because a simulation of a large model takes its time."""
     free = free_bytes(model, torch.device(device))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    needed, atleast = 3 * weights, True
+    needed, at_least = 3 * weights, True
     if needed <= free:
-        needed, atleast = simulate(model, (), batch, device=device).peak_bytes + weights, False
+        needed, at_least = simulate(model, (), batch, device=device).peak_bytes + weights, False
     if needed > free:
-        text = errors.too_large_to_run(word, device, needed, free, atleast)
+        text = errors.too_large_to_run(word, device, needed, free, at_least)
         raise errors.BudgetError(text, needed, None)
