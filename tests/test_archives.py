@@ -96,19 +96,15 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_tools_are_pinned_once() -> None:
-    """Hooks before a commit call the tools that `make` has installed, each of which is pinned and run by `make lint`."""
+    """Hooks before a commit call the tools that `make` has installed and runs, each of which has one pin."""
     yaml = pytest.importorskip("yaml")
     if not (ROOT / ".pre-commit-config.yaml").is_file():
         pytest.skip("the settings of the hooks are not here")
-    hooks = [
-        hook
-        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-        for hook in repo["hooks"]
-    ]
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in settings["repos"] for hook in repository["hooks"]]
     makefile, project, pins = ((ROOT / name).read_text() for name in ("Makefile", "pyproject.toml", "constraints.txt"))
-    assert {hook["entry"].split()[0] for hook in hooks} == {
-        f".venv/bin/{tool}" for tool in ("ruff", "codespell", "pyright")
-    }
+    tools = {f".venv/bin/{tool}" for tool in ("ruff", "codespell", "pyright")}
+    assert {hook["entry"].split()[0] for hook in hooks} == tools
     for hook in hooks:
         assert hook["language"] == "system"
         tool = hook["entry"].split()[0].rpartition("/")[2]

@@ -714,6 +714,16 @@ def test_operations_on_fakes_need_no_active_mode() -> None:
         assert torch.ones(2).sum().item() == 2
 
 
+def test_a_layout_over_memory() -> None:
+    """A tensor is laid over memory as it is told, and memory that was discarded stays so."""
+    memory = torch.arange(6.0).untyped_storage()
+    laid = fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu")
+    assert laid.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    memory.resize_(0)
+    again = fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu")
+    assert (again.shape, memory.nbytes()) == ((2, 2), 0)
+
+
 def test_an_operation_that_writes_is_known() -> None:
     """`writes` follows the schema, and a class of tensors is plain as a tensor of it is."""
     assert fakes.writes(torch.ops.aten.add_.Tensor)

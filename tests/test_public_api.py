@@ -26,6 +26,7 @@ MODULES = (
     "torch_recompute.integrations.lightning",
     "torch_recompute.memory",
     "torch_recompute.plan.units",
+    "torch_recompute.state",
     "torch_recompute.stores",
     "torch_recompute.testing",
 )
@@ -39,12 +40,8 @@ def public_api() -> str:
     lines: list[str] = []
     for name in MODULES:
         module = importlib.import_module(name)
-        lines += [
-            name,
-            *(f"    {line}" for word in sorted(module.__all__) for line in _entry(word, getattr(module, word))),
-        ]
-    state = importlib.import_module("torch_recompute.state")
-    lines += [state.__name__, *(f"    {line}" for word in STATE for line in _entry(word, getattr(state, word)))]
+        words = STATE if name == "torch_recompute.state" else sorted(module.__all__)
+        lines += [name, *(f"    {line}" for word in words for line in _entry(word, getattr(module, word)))]
     return "\n".join(lines) + "\n"
 
 
