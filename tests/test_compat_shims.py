@@ -724,6 +724,16 @@ def test_a_layout_over_memory() -> None:
     assert (again.shape, memory.nbytes()) == ((2, 2), 0)
 
 
+def test_a_fake_is_told_from_a_tensor() -> None:
+    """A tensor on fake memory is a fake, with data or on meta it is not."""
+    with fakes.FakeTensorMode() as mode:
+        fake = torch.ones(2)
+    assert storages.is_fake(fake)
+    assert storages.is_fake(mode.from_tensor(torch.ones(2)))
+    assert not storages.is_fake(torch.ones(2))
+    assert not storages.is_fake(torch.ones(2, device="meta"))
+
+
 def test_an_operation_that_writes_is_known() -> None:
     """`writes` follows the schema, and a class of tensors is plain as a tensor of it is."""
     assert fakes.writes(torch.ops.aten.add_.Tensor)
