@@ -44,6 +44,7 @@ from torch_recompute import (
     Stages,
     StoreError,
     _compat,
+    _face,
     _fingerprints,
     _generators,
     _models,
@@ -65,7 +66,10 @@ from torch_recompute import (
     simulate,
     solve,
     state,
+    testing,
     values,
+    verify,
+    verify_command,
 )
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.distributed import (
@@ -371,8 +375,39 @@ def plans(*argv: str) -> None:
 
 
 def draws_without_matplotlib() -> None:
-    with unittest.mock.patch.object(plan_command.plot, "find_spec", return_value=None):
+    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
         plans("math:sin", "--frontier", "--plot", "plan.png")
+
+
+def on_meta() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    return torch.nn.Linear(3, 3, device="meta"), (torch.ones(1, 3),)
+
+
+def does_not_fit() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    return torch.nn.Linear(3, 3), (torch.ones(1, 2),)
+
+
+def verifies(model: str) -> None:
+    """`torch-recompute verify` up to its own errors."""
+    with unittest.mock.patch.dict(sys.modules, this_test=sys.modules[__name__]):
+        args = cli.build_parser().parse_args(["verify", model, "--plan", "plan.json"])
+        verify_command.task.Task.of(args).verified(Plan(), verify)
+
+
+def verifies_on_no_device() -> None:
+    with unittest.mock.patch.object(torch.cuda, "is_available", return_value=False):
+        verify_command.task._device("tpu")
+
+
+def verifies_what_is_too_large() -> None:
+    model = torch.nn.Linear(2**14, 2**14, bias=False, device="meta")
+    with unittest.mock.patch.object(verify_command.task, "free_bytes", return_value=2 * GIB):
+        verify_command.task._check_size("gpt2-xl", model, {}, "cpu")
+
+
+def shows_without_rich() -> None:
+    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
+        plans("math:sin", "--frontier")
 
 
 def saves_more_at_first() -> None:
@@ -2402,7 +2437,65 @@ CASES = [
         ArgumentError,
         lambda: draws_without_matplotlib(),
         "--plot is plan.png, but the package matplotlib, which draws it, is not installed. Write: pip install "
-        "matplotlib",
+        "torch-recompute[plot]",
+    ),
+    Case(
+        "needs_rich",
+        ArgumentError,
+        lambda: shows_without_rich(),
+        "tables are printed by the package rich, which is not installed. Write: pip install torch-recompute[cli], or "
+        "add --json",
+    ),
+    Case(
+        "no_plan_file",
+        ArgumentError,
+        lambda: verify_command.task.read_plan(Path("no/plan.json")),
+        "--plan is no/plan.json: no such file or directory. Write the path of a file that torch-recompute plan MODEL "
+        "--budget ... --out plan.json has made, or that holds plan.to_json().",
+    ),
+    Case(
+        "no_device_to_run",
+        ArgumentError,
+        lambda: verifies_on_no_device(),
+        "--device is tpu; expected cpu, cuda or cuda:N; torch sees no CUDA device here. Leave it out for what is here.",
+    ),
+    Case(
+        "nothing_to_run",
+        ArgumentError,
+        lambda: verifies("this_test:on_meta"),
+        "this_test:on_meta makes a model on the meta device, which has no weights to run with. Have it make the "
+        "model on a device that is here.",
+    ),
+    Case(
+        "does_not_run",
+        ArgumentError,
+        lambda: verifies("this_test:does_not_fit"),
+        "a step of this_test:does_not_fit raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x2 and "
+        "3x3). That is without a plan. Mend it, or write a function pkg.module:name that returns (model, batch) and "
+        "runs.",
+    ),
+    Case(
+        "too_large_to_run",
+        BudgetError,
+        lambda: verifies_what_is_too_large(),
+        "gpt2-xl is too large to run here: weights, two sets of gradients and a step without a plan need at least 3.00 "
+        "GiB, and cpu has 2.00 GiB free. Write a smaller --batch or --sequence, or a config.json with fewer layers: "
+        "layers that are alike need to be verified once.",
+    ),
+    Case(
+        "same_as_what",
+        ArgumentError,
+        lambda: testing.assert_same_gradients(nn_linear(), (vector(),)),
+        "assert_same_gradients needs to know what to compare with, but got neither plan= nor plain=.\n"
+        "  Write assert_same_gradients(model, (x,), plan=plan) for a plan, or "
+        "assert_same_gradients(with_regions, (x,), plain=without) for regions in the code.",
+    ),
+    Case(
+        "not_one_limit",
+        ArgumentError,
+        lambda: testing.read_limit("1MiB", "2MiB"),
+        "@pytest.mark.peak_below takes one number of bytes, but got ('1MiB', '2MiB').\n"
+        '  Write @pytest.mark.peak_below("200MiB"), with KB, MB, GB or KiB, MiB, GiB; or an int, which is bytes.',
     ),
     # plans that meet other libraries
     Case(

@@ -24,13 +24,19 @@ from .arguments import (
 from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
 from .commands import (
     cannot_write,
+    does_not_run,
     goes_with,
     made_by_a_function,
     needs_matplotlib,
+    needs_rich,
     no_batch_known,
+    no_device_to_run,
+    no_plan_file,
     no_such_sequence,
     not_a_picture,
     not_a_size,
+    nothing_to_run,
+    too_large_to_run,
 )
 from .configs import (
     a_region_anyway,
@@ -192,6 +198,7 @@ from .simulations import (
     too_large_to_read,
 )
 from .stores import bad_host_option, changed_on_device, changed_on_its_way, not_a_device
+from .testing import not_one_limit, same_as_what
 from .tiles import (
     bad_tiles,
     cannot_cut,
@@ -410,6 +417,14 @@ __all__ = [
     "values_in_graph",
     "wrapped_apart",
     "needs_matplotlib",
+    "needs_rich",
+    "no_plan_file",
+    "no_device_to_run",
+    "same_as_what",
+    "not_one_limit",
+    "nothing_to_run",
+    "too_large_to_run",
+    "does_not_run",
     "not_a_picture",
     "cannot_write",
     "goes_with",

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import errors
-from .._models import batch_for, load
+from .._models import asked
 from ..plan.plan import Plan
 from ..plan.planned import planned
 from ..plan.profile import Profile
@@ -21,9 +20,6 @@ from ..planning.planner import Planner
 
 POINTS = 10
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-)
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = MappingProxyType(
     {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 )
@@ -56,17 +52,8 @@ class Task:
         Raises:
             ArgumentError: The model cannot be had, or is not one that the options describe.
         """
-        for option in ("batch", "sequence"):
-            value = getattr(args, option)
-            if value is not None and value < 1:
-                raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
-        model, batch = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
-        if batch is None:
-            batch = batch_for(model, args.model, args.batch, args.sequence)
-        else:
-            for option in ("batch", "sequence"):
-                if getattr(args, option) is not None:
-                    raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
+        (model, batch), _ = asked(args)
+        assert batch is not None
         meta = all(parameter.is_meta for parameter in model.parameters())
         return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None), args.offload)
 
