@@ -5,8 +5,8 @@ is planned needs a batch as well, and a batch depends on the model.
 
 Idea. `load` turns a word into a module (`loading.py`; the sizes that have a name are the table in `presets.py`), and
 `batch_for` into a call for a model that transformers describes (`batches.py`). A model from a configuration lies on
-the meta device, where a weight has a shape and takes no memory. Whoever has another model writes a function that
-returns it with its batch.
+the meta device, where a weight has a shape and takes no memory, unless it is to be run. Whoever has another model
+writes a function that returns it with its batch.
 
 Rejected: guessing a batch from the signature of a forward. A wrong guess gives figures that look right.
 """
@@ -14,5 +14,6 @@ Rejected: guessing a batch from the signature of a forward. A wrong guess gives 
 from .batches import batch_for
 from .loading import Loaded, load
 from .presets import PRESETS
+from .words import DTYPES, OPTIMIZERS
 
-__all__ = ["PRESETS", "Loaded", "batch_for", "load"]
+__all__ = ["DTYPES", "OPTIMIZERS", "PRESETS", "Loaded", "batch_for", "load"]

@@ -21,6 +21,24 @@ from .arguments import (
     unknown_check,
     unknown_determinism_check,
 )
+from .benching import (
+    bad_capacity,
+    bad_experiment,
+    bad_golden,
+    bad_sweep,
+    cannot_read,
+    golden_of_another,
+    in_the_sweep,
+    no_capacity_here,
+    no_device_here,
+    no_golden_figure,
+    no_model_to_run,
+    not_a_journal,
+    not_a_percentage,
+    not_one_of,
+    two_settings,
+    unknown_key,
+)
 from .budgets import bad_budget, bad_costs, needs_highs, needs_numpy, over_budget, unknown_solver, unknown_unit
 from .commands import (
     cannot_write,
@@ -191,6 +209,22 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "bad_capacity",
+    "bad_experiment",
+    "bad_golden",
+    "bad_sweep",
+    "cannot_read",
+    "golden_of_another",
+    "in_the_sweep",
+    "no_capacity_here",
+    "no_device_here",
+    "no_golden_figure",
+    "no_model_to_run",
+    "not_a_journal",
+    "not_a_percentage",
+    "not_one_of",
+    "two_settings",
+    "unknown_key",
     "args_and_sizes",
     "bad_example",
     "size_does_not_fit",

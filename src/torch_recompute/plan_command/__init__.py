@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
-from .._models import PRESETS
+from .._models import DTYPES, OPTIMIZERS, PRESETS
 from .._progress import at_work
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planning.prices import DEVICES
 from . import plot
-from .task import DTYPES, OPTIMIZERS, Task, curve
+from .task import Task, curve
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import errors
-from .._models import batch_for, load
+from .._models import DTYPES, OPTIMIZERS, batch_for, load
 from ..plan.plan import Plan
 from ..plan.planned import planned
 from ..plan.profile import Profile
@@ -20,13 +18,6 @@ from ..plan.solve import frontier
 from ..planning.planner import Planner
 
 POINTS = 10
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-)
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = MappingProxyType(
-    {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
-)
 
 
 @dataclass(frozen=True)
