@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MODULE = __name__.rpartition(".")[0]
+PACKAGES = Path(__file__).resolve().parents[3]
 LOOK = 0.05  # seconds
 TAIL = 2000  # characters of what a process wrote last
 
@@ -78,6 +79,8 @@ class Launcher:
 
     def _start(self, said: Path) -> None:
         self._close()
+        # The same package as here, whatever is installed.
+        paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
         with said.open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
@@ -85,6 +88,7 @@ class Launcher:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,
             )
         self._lines = queue.Queue()

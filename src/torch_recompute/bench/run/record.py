@@ -8,12 +8,13 @@ from typing import Any
 
 DONE = "done"
 OUT = "OOM"
-REFUSED = "refused"
-NO_PLAN = "no plan fits"
-FAILED = "failed"
+REFUSED = "REFUSED"
+NO_PLAN = "NO PLAN"
+FAILED = "FAILED"
+MISMATCH = "MISMATCH"
 STOPPED = "stopped"
 """On this rank nothing went wrong, but on another."""
-WORST = (REFUSED, NO_PLAN, FAILED, OUT, STOPPED, DONE)
+WORST = (REFUSED, NO_PLAN, FAILED, MISMATCH, OUT, STOPPED, DONE)
 
 
 @dataclass(frozen=True)

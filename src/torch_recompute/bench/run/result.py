@@ -20,10 +20,10 @@ import torch
 
 from ... import __version__
 from .golden import Figure, Golden
-from .record import DONE, NO_PLAN, OUT, REFUSED, Record, worst
+from .record import DONE, MISMATCH, NO_PLAN, OUT, REFUSED, Record, worst
 from .settings import CONTROL, Config, Setting
 
-OK, REGRESSION, MISMATCH = "OK", "PERF REGRESSION", "MISMATCH"
+OK, REGRESSION = "OK", "PERF REGRESSION"
 TOLERANCES = {"cpu": {}, "cuda": {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2, None: 1e-2}}
 """How far a loss may be from the control's, relative to it; on a CPU every bit counts."""
 
@@ -170,6 +170,7 @@ class Result:
             "TFLOP/s": "the model's matrix products, replays left out, by PyTorch's formulas; per device",
             "allocated": f"{'by the allocator' if cuda else 'by tensors alive'}, at the peak of a step",
             "reserved": f"taken from the {'driver by the allocator' if cuda else 'system, beyond what libraries take'}",
+            "more": "than the control, in percent; replay: FLOPs in percent of the model's",
             "losses": f"equal within {tolerance:g} of each" if tolerance else "equal to the last bit",
         }
 

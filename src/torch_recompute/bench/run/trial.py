@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import Plan, apply, make_plan, measure, simulate
 from ..._models import OPTIMIZERS
-from ...errors import ArgumentError, BudgetError
+from ...errors import ArgumentError, BudgetError, MismatchError
 from ...simulation.step import loss_of
 from . import capacity
 from .machine import name_of
 from .meeting import meet
 from .models import SEED, Ready, ready
-from .record import DONE, FAILED, NO_PLAN, OUT, REFUSED, Record
+from .record import DONE, FAILED, MISMATCH, NO_PLAN, OUT, REFUSED, Record
 from .settings import Setting, Workload
 
 
@@ -82,11 +82,10 @@ def carried_out(task: Task) -> Record:
     except ArgumentError as error:
         return Record(REFUSED, str(error))
     except (RuntimeError, MemoryError) as error:
-        lines = str(error).strip().splitlines() or [""]
-        detail = f"{trial.where}: {type(error).__name__}: {lines[0]}"
-        if not capacity.is_out_of_memory(error):
-            return Record(FAILED, detail)
-        return replace(trial.record, status=OUT, detail=detail, reserved_bytes=trial.reserved())
+        out = capacity.is_out_of_memory(error)
+        status = OUT if out else MISMATCH if isinstance(error, MismatchError) else FAILED
+        detail = f"{trial.where}: {type(error).__name__}: {first_line(error)}"
+        return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved())
     finally:
         trial.unlimit()
         if dist.is_initialized():
@@ -205,10 +204,15 @@ class _Trial:
             replayed = flops.pop("replay")
             self.record = replace(self.record, flops=sum(flops.values()), replay_flops=replayed)
         except Exception as error:  # a model may do on fakes what nobody has foreseen, and the trial is worth more
-            self.record = replace(self.record, uncounted=(str(error).strip().splitlines() or [repr(error)])[0])
+            self.record = replace(self.record, uncounted=first_line(error))
 
 
 def _wake(device: torch.device) -> None:
     """Start the threads that the first operation of a process starts, before memory is limited."""
     x = torch.ones(64, 64, device=device, requires_grad=True)
     (x @ x).sum().backward()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, or what it is."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]

@@ -67,24 +67,31 @@ def notes(result: Result) -> list[str]:
 
 
 def _settings(result: Result, size: int, unit: str) -> Table:
+    """The table of settings; the column of golden figures only where there are any."""
     per = result.rows[0].unit
     titles = ("", "TFLOP/s", "vs\ngolden", f"{per}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}")
-    table = _table(*titles, "vs control\nmemory", "\ntime", "replay", "result")
-    for row in result.rows:
-        beside = row is not result.rows[0]
-        table.add_row(
-            Text(row.name),
-            _flops(row.tflops),
-            _percent(row.change_percent),
-            NOTHING if row.per_second is None else f"{row.per_second:,.0f}",
-            _bytes(row.allocated_bytes, size),
-            _bytes(row.reserved_bytes, size),
-            _percent(row.control_memory_percent if beside else None),
-            _percent(row.control_time_percent if beside else None),
-            NOTHING if row.replay_percent is None else f"{row.replay_percent:.1f}%",
-            _verdict(row),
-        )
+    titles += ("more\nmemory", "more\ntime", "replay", "result")
+    rows = [titles, *(_cells(row, size, beside=row is not result.rows[0]) for row in result.rows)]
+    shown = [number for number in range(len(titles)) if number != titles.index("vs\ngolden") or result.golden]
+    table = _table(*(titles[number] for number in shown))
+    for cells in rows[1:]:
+        table.add_row(*(cells[number] for number in shown))
     return table
+
+
+def _cells(row: Row, size: int, *, beside: bool) -> tuple[str | Text, ...]:
+    return (
+        Text(row.name),
+        _flops(row.tflops),
+        _percent(row.change_percent),
+        NOTHING if row.per_second is None else f"{row.per_second:,.0f}",
+        _bytes(row.allocated_bytes, size),
+        _bytes(row.reserved_bytes, size),
+        _percent(row.control_memory_percent if beside else None),
+        _percent(row.control_time_percent if beside else None),
+        NOTHING if row.replay_percent is None else f"{row.replay_percent:.1f}%",
+        Text(row.result, style="green" if row.result == OK else "bold red"),
+    )
 
 
 def _ranks(result: Result, size: int, unit: str) -> Table:
@@ -108,12 +115,11 @@ def _table(*titles: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in titles:
         words = title in ("", "result")
-        table.add_column(title, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+        least = {"": 9, "result": 10}.get(title)
+        table.add_column(
+            title, justify="left" if words else "right", no_wrap=not words, overflow="fold", min_width=least
+        )
     return table
-
-
-def _verdict(row: Row) -> Text:
-    return Text(row.result, style="green" if row.result == OK else "bold red")
 
 
 def _unit(result: Result) -> tuple[int, str]:
