@@ -40,6 +40,7 @@ class Launcher:
         self._folder = tempfile.TemporaryDirectory(prefix="torch-recompute-")
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread()
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +93,8 @@ class Launcher:
                 start_new_session=True,
             )
         self._lines = queue.Queue()
-        threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
+        self._reader = threading.Thread(target=_read, args=(self._process, self._lines), daemon=True)
+        self._reader.start()
 
     def _wait(self, given_up: Callable[[], bool]) -> int | None:
         """The exit code; None if the trial was given up."""
@@ -114,7 +116,8 @@ class Launcher:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with self._process:  # waits, and closes its pipes
+            self._reader.join()
         self._process = None
 
 
