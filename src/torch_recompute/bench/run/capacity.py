@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import ArgumentError, no_capacity_here
+from ... import errors
 
 STATUS = Path("/proc/self/status")
 MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
@@ -40,7 +40,7 @@ def check(capacity: int | None, device: str) -> None:
         ArgumentError: On a CPU the system does not limit this.
     """
     if capacity is not None and device == "cpu" and (sys.platform != "linux" or status("VmData") is None):
-        raise ArgumentError(no_capacity_here(sys.platform))
+        raise errors.ArgumentError(errors.no_capacity_here(sys.platform))
 
 
 def limit(capacity: int, device: torch.device, held: int) -> None:

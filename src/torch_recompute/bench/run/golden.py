@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from ...errors import ArgumentError, bad_golden, cannot_write, golden_of_another, no_golden_figure
+from ... import errors
 from .settings import CONTROL, Setting, Workload
 
 SCHEMA_VERSION = 1
@@ -68,7 +68,7 @@ class Golden:
         found = self.figures.get(setting.key) or self.figures.get(CONTROL.key)
         if found is None:
             known = [figure.name for figure in self.figures.values()]
-            raise ArgumentError(no_golden_figure(self.source, setting.name, known))
+            raise errors.ArgumentError(errors.no_golden_figure(self.source, setting.name, known))
         return found
 
     def check_workload(self, workload: Workload, ranks: int) -> None:
@@ -80,7 +80,7 @@ class Golden:
         theirs, ours = {**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks}
         for what, value in theirs.items():
             if value != ours[what]:
-                raise ArgumentError(golden_of_another(self.source, what, value, ours[what]))
+                raise errors.ArgumentError(errors.golden_of_another(self.source, what, value, ours[what]))
 
     def check_machine(self, device: str, parameters: int) -> None:
         """Refuse figures of another device, or of a model that is called the same.
@@ -93,7 +93,7 @@ class Golden:
             ("number of parameters", self.parameters, parameters),
         ):
             if theirs != ours:
-                raise ArgumentError(golden_of_another(self.source, what, theirs, ours))
+                raise errors.ArgumentError(errors.golden_of_another(self.source, what, theirs, ours))
 
     def write(self, path: Path) -> None:
         """Write them to a file, which `read` reads.
@@ -107,7 +107,7 @@ class Golden:
             path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise ArgumentError(cannot_write("--save-golden", str(path), why)) from error
+            raise errors.ArgumentError(errors.cannot_write("--save-golden", str(path), why)) from error
 
 
 def read(path: Path) -> Golden:
@@ -119,15 +119,15 @@ def read(path: Path) -> Golden:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ArgumentError(bad_golden(str(path), (error.strerror or str(error)).lower())) from None
+        raise errors.ArgumentError(errors.bad_golden(str(path), (error.strerror or str(error)).lower())) from None
     except ValueError as error:
-        raise ArgumentError(bad_golden(str(path), f"no JSON: {error}")) from None
+        raise errors.ArgumentError(errors.bad_golden(str(path), f"no JSON: {error}")) from None
     head = {"schema_version": SCHEMA_VERSION, "what": WHAT}
     if not isinstance(data, dict) or any(cast("dict[str, Any]", data).get(key) != head[key] for key in head):
-        raise ArgumentError(bad_golden(str(path), f"no {WHAT}, version {SCHEMA_VERSION}"))
+        raise errors.ArgumentError(errors.bad_golden(str(path), f"no {WHAT}, version {SCHEMA_VERSION}"))
     try:
         rest = {key: value for key, value in data.items() if key not in head}
         figures = {key: Figure(**value) for key, value in rest.pop("figures").items()}
         return Golden(Workload(**rest.pop("workload")), figures=figures, source=str(path), **rest)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(bad_golden(str(path), f"a field is missing or unknown: {error}")) from None
+        raise errors.ArgumentError(errors.bad_golden(str(path), f"a field is missing or unknown: {error}")) from None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError, cannot_write, not_a_journal
+from ... import errors
 from .record import FAILED, REFUSED, STOPPED, Record
 
 SCHEMA_VERSION = 1
@@ -40,7 +40,9 @@ class Journal:
                 if lines[-1]:
                     file.write("\n")  # what was cut off stays a line of its own
         except OSError as error:
-            raise ArgumentError(cannot_write("--results", str(path), (error.strerror or str(error)).lower())) from error
+            raise errors.ArgumentError(
+                errors.cannot_write("--results", str(path), (error.strerror or str(error)).lower())
+            ) from error
         for number, line in enumerate(lines, 1):
             self._read(line, number, last=number == len(lines))
 
@@ -55,7 +57,7 @@ class Journal:
             self._known[data["key"], data["round"]] = records
         except (ValueError, KeyError, TypeError) as error:
             if not last and not _cut_off(line):
-                raise ArgumentError(not_a_journal(str(self._path), number, str(error))) from None
+                raise errors.ArgumentError(errors.not_a_journal(str(self._path), number, str(error))) from None
 
     def get(self, key: str, number: int) -> list[Record] | None:
         """The records of a trial that came to an end of its own; None if it has to be run."""

@@ -82,12 +82,12 @@ class Launcher:
         self._close()
         # The same package as here, whatever is installed.
         paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with said.open("ab") as errors:
+        with said.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=log,
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,
@@ -116,7 +116,7 @@ class Launcher:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:  # waits, and closes its pipes
+        with suppress(BrokenPipeError), self._process:  # which waits, and closes its pipes
             self._reader.join()
         self._process = None
 

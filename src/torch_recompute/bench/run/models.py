@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ... import errors
 from ..._compat import tree_flatten, tree_leaves, tree_unflatten
 from ..._models import DTYPES, batch_for, load
-from ...errors import ArgumentError, made_by_a_function
 from ..frontier.models import VOCABULARY, build
 from .settings import Workload
 
@@ -83,7 +83,7 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
         else:
             for option, value in (("--batch", workload.batch), ("--sequence", workload.sequence)):
                 if value is not None:
-                    raise ArgumentError(made_by_a_function(option, workload.model))
+                    raise errors.ArgumentError(errors.made_by_a_function(option, workload.model))
     leaves, spec = tree_flatten(call)
     moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     call = tree_unflatten(moved, spec)

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ... import Plan, RecomputeConfig, __version__
+from ... import Plan, RecomputeConfig, __version__, errors
 from ..._models import DTYPES, OPTIMIZERS
-from ...errors import ArgumentError, bad_capacity, not_a_percentage, not_a_size, not_one_of
 from ...plan.budget import read_budget
 from .machine import name_of_cpu
 
@@ -56,7 +55,9 @@ class Workload:
             ("--device", self.device, DEVICES),
         ):
             if value not in known:
-                raise ArgumentError(not_one_of(option, value, [word for word in known if word is not None]))
+                raise errors.ArgumentError(
+                    errors.not_one_of(option, value, [word for word in known if word is not None])
+                )
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Config:
             a_size(f"--{name}", getattr(self, name))
         a_size("--warmup", self.warmup, least=0)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)) or self.threshold < 0:
-            raise ArgumentError(not_a_percentage("--threshold", self.threshold))
+            raise errors.ArgumentError(errors.not_a_percentage("--threshold", self.threshold))
 
     def key(self, setting: Setting, ranks: int) -> str:
         """The same for what can stand in for a trial that has been run already."""
@@ -145,14 +146,14 @@ class Config:
 def a_size(option: str, value: object, least: int = 1) -> None:
     """Refuse what is no whole number, or too small."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(not_a_size(option, value, least))
+        raise errors.ArgumentError(errors.not_a_size(option, value, least))
 
 
 def capacity_of(text: object) -> int:
     """The bytes that `--capacity` means."""
     budget = read_budget(text)
     if budget.bytes is None:
-        raise ArgumentError(bad_capacity(text))
+        raise errors.ArgumentError(errors.bad_capacity(text))
     return budget.bytes
 
 

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ... import Plan, RecomputeConfig
+from ... import Plan, RecomputeConfig, errors
 from ...config import reading
-from ...errors import ArgumentError, bad_experiment, bad_sweep, cannot_read, two_settings, unknown_key
 from ...plan.budget import read_budget
 from .settings import NAME_OF_CONTROL, Setting
 
@@ -61,32 +60,38 @@ def read(path: Path) -> Sweep:
     try:
         content = dict(reading.content_of(path))
     except OSError as error:
-        raise ArgumentError(cannot_read("--sweep", str(path), (error.strerror or str(error)).lower())) from error
+        raise errors.ArgumentError(
+            errors.cannot_read("--sweep", str(path), (error.strerror or str(error)).lower())
+        ) from error
     experiments: Any = content.pop(EXPERIMENTS, None)
     _known(str(path), content, OPTIONS, and_also=(EXPERIMENTS,))
     if not isinstance(experiments, list) or not experiments:
-        raise ArgumentError(bad_sweep(str(path), experiments))
+        raise errors.ArgumentError(errors.bad_sweep(str(path), experiments))
     entries = cast("list[Any]", experiments)
     settings = [_experiment(path, number, entry) for number, entry in enumerate(entries, 1)]
     names = [setting.name for setting in settings]
     for number, name in enumerate(names, 1):
         if name == NAME_OF_CONTROL or name in names[: number - 1]:
             why = "the control's own" if name == NAME_OF_CONTROL else "that of another experiment"
-            raise ArgumentError(bad_experiment(f"{path}, experiment {number}", f"its name is {name!r}, {why}"))
+            raise errors.ArgumentError(
+                errors.bad_experiment(f"{path}, experiment {number}", f"its name is {name!r}, {why}")
+            )
     return Sweep(content, settings)
 
 
 def _experiment(path: Path, number: int, entry: Any) -> Setting:
     where = f"{path}, experiment {number}"
     if not isinstance(entry, Mapping):
-        raise ArgumentError(bad_experiment(where, f"it is {entry!r}"))
+        raise errors.ArgumentError(errors.bad_experiment(where, f"it is {entry!r}"))
     fields = {str(key): value for key, value in cast("Mapping[Any, Any]", entry).items()}
     name = fields.pop("name", None)
     if not isinstance(name, str) or not name:
-        raise ArgumentError(bad_experiment(where, "it has no name" if name is None else f"its name is {name!r}"))
+        raise errors.ArgumentError(
+            errors.bad_experiment(where, "it has no name" if name is None else f"its name is {name!r}")
+        )
     _known(where, fields, RecomputeConfig.names(), and_also=("name", "budget", "plan"))
     if not fields:
-        raise ArgumentError(bad_experiment(where, "it says nothing but its name"))
+        raise errors.ArgumentError(errors.bad_experiment(where, "it says nothing but its name"))
     budget, plan = fields.pop("budget", None), fields.pop("plan", None)
     return setting_of(name, fields, budget, None if plan is None else path.parent / str(plan), f"{path}: {name}")
 
@@ -100,7 +105,7 @@ def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path 
     given = [word for word, value in (("budget", budget), ("plan", plan)) if value is not None]
     given += [next(iter(fields))] if fields else []
     if len(given) > 1:
-        raise ArgumentError(two_settings(where, *given[:2]))
+        raise errors.ArgumentError(errors.two_settings(where, *given[:2]))
     if budget is not None:
         read_budget(budget)
         return Setting(name, budget=str(budget))
@@ -108,12 +113,14 @@ def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path 
         try:
             text = plan.read_text(encoding="utf-8")
         except OSError as error:
-            raise ArgumentError(cannot_read("plan", str(plan), (error.strerror or str(error)).lower())) from error
+            raise errors.ArgumentError(
+                errors.cannot_read("plan", str(plan), (error.strerror or str(error)).lower())
+            ) from error
         return Setting(name, plan=Plan.from_json(text).to_json())
     try:
         return Setting(name, RecomputeConfig.from_dict(fields).to_dict())
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error}" if where else str(error)) from None
+    except errors.ArgumentError as error:
+        raise errors.ArgumentError(f"{where}: {error}" if where else str(error)) from None
 
 
 def _known(where: str, keys: Mapping[str, Any], known: Sequence[str], *, and_also: Sequence[str]) -> None:
@@ -121,4 +128,4 @@ def _known(where: str, keys: Mapping[str, Any], known: Sequence[str], *, and_als
     for key in keys:
         if key not in words:
             nearest = difflib.get_close_matches(str(key), words, 1, 0.0)[0]
-            raise ArgumentError(unknown_key(where, key, nearest))
+            raise errors.ArgumentError(errors.unknown_key(where, key, nearest))
