@@ -309,8 +309,8 @@ def test_the_published_way(launched: Any, tmp_path: Path, capsys: pytest.Capture
     argv = ["--recompute-activations", "--recompute_modules", "mlp", "--golden", path]
     assert bench("gpt-tiny", "--device", "cpu", *argv) == cli.FAILED
     out = " ".join(capsys.readouterr().out.split())
-    assert "PERF REGRESSION: experiment: 16.4 % below the golden figure of control" in out
-    assert "Compared with a golden figure of another name: experiment." in out
+    assert "PERF REGRESSION: setting: 16.4 % below the golden figure of control" in out
+    assert "Compared with a golden figure of another name: setting." in out
 
 
 def test_the_table(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,9 +327,9 @@ def test_the_table(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "…" not in output.out
     rows = [line.split() for line in output.out.splitlines()]
     assert ["control", "1.0000", "100", "1.0", "2.0", "–", "–", "10.0%", "OK"] in rows
-    assert ["experimen", "0.5000", "50", "0.5", "2.0", "-50.0%", "+100.0%", "10.0%", "OK"] in rows
+    assert ["setting", "0.5000", "50", "0.5", "2.0", "-50.0%", "+100.0%", "10.0%", "OK"] in rows
     assert "Noise: rounds of one setting lie up to 0.0 % apart." in output.out
-    assert output.err.splitlines()[-1] == "100%  experiment: round 3 of 3: done"
+    assert output.err.splitlines()[-1] == "100%  setting: round 3 of 3: done"
 
 
 def rows_of(*records: Record, device: str = "cpu", rounds: int = 1, dtype: str | None = None) -> result.Result:
@@ -376,10 +376,14 @@ def test_losses_and_tolerances() -> None:
 
 def test_without_a_control_the_first_that_ran_is_compared_with() -> None:
     """Where the control runs out of memory, losses are compared with the first setting that finished, by name."""
+    view = pytest.importorskip("torch_recompute.bench.run.view")
     other = good(losses=["0x1.0p+0", "0x1.0p+0"])
     rows = rows_of(replace(good(), status=OUT), good(), other).rows
     assert [row.result for row in rows] == [OUT, OK, MISMATCH]
     assert rows[2].compared_with == "setting 1"
+    notes = [view.notes(rows_of(replace(good(), status=OUT), *others)) for others in ([good(), other], [good()])]
+    assert notes[0] == ["The control did not finish, so losses are compared with those of setting 1."]
+    assert notes[1] == ["The control did not finish, so no losses could be compared."]
 
 
 def test_figures_of_several_ranks() -> None:

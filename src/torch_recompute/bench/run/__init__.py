@@ -38,7 +38,7 @@ from .settings import CONTROL, DEVICES, Config, Setting, Workload, capacity_of
 __all__ = ["Config", "Result", "Row", "Setting", "Workload", "add_command", "command"]
 
 SCHEMA_VERSION = 1
-EXPERIMENT = "experiment"
+ASKED = "setting"
 """The name of what the command line asks for."""
 
 COUNTS = (
@@ -146,7 +146,7 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
         settings += found.settings
         results = results or args.sweep.with_suffix(".results.jsonl")
     elif fields or args.budget is not None or args.plan is not None:
-        settings.append(sweep.setting_of(EXPERIMENT, fields, args.budget, args.plan))
+        settings.append(sweep.setting_of(ASKED, fields, args.budget, args.plan))
     if args.fresh and results is None:
         raise errors.ArgumentError(errors.goes_with("--fresh", "--results"))
     if args.threshold is not None and args.golden is None:

@@ -164,10 +164,12 @@ class Result:
         config = self.config
         cuda = config.workload.device == "cuda"
         tolerance = TOLERANCES[config.workload.device].get(config.workload.dtype, 0.0)
+        rounds = "one round" if config.rounds == 1 else f"{config.rounds} rounds"
         return {
-            "time": f"median of {config.steps} steps after {config.warmup}, and of {config.rounds} rounds in which all "
-            "settings take turns, each in a fresh process",
-            "TFLOP/s": "the model's matrix products, replays left out, by PyTorch's formulas; per device",
+            "time": f"median of {config.steps} steps after {config.warmup}, and of {rounds} in which all settings take "
+            "turns, each in a fresh process",
+            "TFLOP/s": "the model's matrix products, replays left out, per device; by PyTorch's formulas"
+            + ("" if cuda else ", which know no attention kernel of a CPU"),
             "allocated": f"{'by the allocator' if cuda else 'by tensors alive'}, at the peak of a step",
             "reserved": f"taken from the {'driver by the allocator' if cuda else 'system, beyond what libraries take'}",
             "more": "than the control, in percent; replay: FLOPs in percent of the model's",

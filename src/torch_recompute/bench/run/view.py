@@ -37,7 +37,7 @@ def show(result: Result, saved: Golden, path: Path | None) -> None:
         if row.result != OK:
             console.print(f"{row.result}: {row.name}: {row.detail}", style="bold red", markup=False)
     if path is not None:
-        names = ", ".join(figure.name for figure in saved.figures.values())
+        names = "; ".join(figure.name for figure in saved.figures.values())
         said = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
         console.print(said, markup=False)
     for label, text in result.how.items():
@@ -59,9 +59,10 @@ def notes(result: Result) -> list[str]:
         others = [row.name for row in result.rows if row.golden is not None and row.golden.name != row.name]
         if others:
             said.append(f"Compared with a golden figure of another name: {', '.join(others)}.")
-    others = {row.compared_with for row in result.rows} - {None, result.rows[0].name}
-    if others:
-        said.append(f"Losses are compared with those of {', '.join(map(str, others))}: the control did not finish.")
+    compared = [row.compared_with for row in result.rows if row.compared_with not in (None, result.rows[0].name)]
+    if compared:
+        which = f"losses are compared with those of {compared[0]}" if compared[1:] else "no losses could be compared"
+        said.append(f"The control did not finish, so {which}.")
     said += [f"FLOPs of {row.name} are not counted: {row.uncounted}" for row in result.rows if row.uncounted]
     return said
 
