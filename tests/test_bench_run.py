@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -595,19 +594,51 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     assert message in output.err
 
 
-def test_a_trial_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial that is given up, because another rank has ended, is killed, and the next one runs."""
-    started: list[Any] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
+    """Puts another program in place of the process that trials come from; its processes are in the list."""
     real = launching.subprocess.Popen
 
-    def sleeping(argv: list[str], **options: Any) -> Any:
-        started.append(real([sys.executable, "-S", "-c", "import time; time.sleep(600)"], **options))
-        return started[-1]
+    def put(program: str) -> list[Any]:
+        processes: list[Any] = []
 
-    monkeypatch.setattr(launching.subprocess, "Popen", sleeping)
+        def start(argv: list[str], **options: Any) -> Any:
+            processes.append(real([sys.executable, "-S", "-c", program], **options))
+            return processes[-1]
+
+        monkeypatch.setattr(launching.subprocess, "Popen", start)
+        return processes
+
+    return put
+
+
+ANSWERS = """
+import json, sys
+for line in sys.stdin:
+    given, to = line.rstrip().split("\\t")
+    open(to, "w").write(json.dumps({"status": "done", "detail": json.load(open(given))["setting"]["name"]}))
+    print(0, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("device", "processes"), [("cpu", 1), ("cuda", 3)])
+def test_processes_that_trials_come_from(started: Callable[[str], list[Any]], device: str, processes: int) -> None:
+    """On a CPU one process forks for all trials; on CUDA each trial has a process that has never been used."""
+    seen = started(ANSWERS)
+    with launching.Launcher() as launcher:
+        for name in ("a", "b", "c"):
+            assert launcher.run(run.Task(Workload("gpt-tiny", device=device), Setting(name), 1, 0)) == Record(
+                DONE, name
+            )
+    assert len(seen) == processes
+    assert all(process.returncode is not None for process in seen)
+
+
+def test_a_trial_that_is_given_up(started: Callable[[str], list[Any]]) -> None:
+    """A trial that is given up, because another rank has ended, is killed, and the next one runs."""
+    seen = started("import time; time.sleep(600)")
     task = run.Task(Workload("gpt-tiny"), CONTROL, 1, 0)
     with launching.Launcher() as launcher:
         assert launcher.run(task, lambda: True).status == STOPPED
         assert launcher.run(task, lambda: True).status == STOPPED
-    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
-    assert os.environ.get("WORLD_SIZE") is None
+    assert [process.returncode for process in seen] == [-signal.SIGKILL] * 2

@@ -31,9 +31,9 @@ class Journal:
         self._known: dict[tuple[str, int], list[Record]] = {}
         if path is None:
             return
-        if fresh:
-            path.unlink(missing_ok=True)
         try:
+            if fresh:
+                path.unlink(missing_ok=True)
             with path.open("a+", encoding="utf-8") as file:
                 file.seek(0)
                 lines = file.read().split("\n")

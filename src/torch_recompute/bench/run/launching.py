@@ -69,6 +69,8 @@ class Launcher:
             self._process.stdin.write(f"{given}\t{to}\n")
             self._process.stdin.flush()
         code = self._wait(given_up)
+        if not task.forks:
+            self._close()
         if code is None:
             return Record(STOPPED, "another rank had ended")
         if code == 0 and to.is_file():

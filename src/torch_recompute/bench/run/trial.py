@@ -8,6 +8,7 @@ simulation of the step with its plan, which knows what is a replay.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,6 +72,11 @@ class Task:
         kind = self.workload.device
         return torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
 
+    @property
+    def forks(self) -> bool:
+        """Whether its process can be a fork of another, which then goes on; CUDA does not survive that."""
+        return self.workload.device == "cpu" and hasattr(os, "fork")
+
 
 def carried_out(task: Task) -> Record:
     """What came of a task; an error that says something of the setting is part of that."""
@@ -84,12 +90,11 @@ def carried_out(task: Task) -> Record:
     except (RuntimeError, MemoryError) as error:
         out = capacity.is_out_of_memory(error)
         status = OUT if out else MISMATCH if isinstance(error, MismatchError) else FAILED
-        detail = f"{trial.where}: {type(error).__name__}: {first_line(error)}"
+        said = str(error) if status == MISMATCH else first_line(error)
+        detail = f"{trial.where}: {type(error).__name__}: {said}"
         return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved())
     finally:
         trial.unlimit()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class _Trial:
@@ -123,6 +128,8 @@ class _Trial:
             capacity.limit(task.capacity, self._device, made.nbytes)
             self._limited = True
         self._train(made)
+        if dist.is_initialized():
+            dist.destroy_process_group()  # not after an error: it may wait for ranks that wait for this one
         self.unlimit()
         handle.remove()
         if task.count:
