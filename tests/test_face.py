@@ -21,6 +21,7 @@ from torch_recompute import Choice, Plan, _face, cli, demo
 from torch_recompute._face import Face, document
 from torch_recompute.bench import discard, frontier
 from torch_recompute.bench.frontier import comparing, ways
+from torch_recompute.bench.run import run as running
 from torch_recompute.errors import ArgumentError
 
 pytest.importorskip("rich")
@@ -64,13 +65,13 @@ COMMANDS = (
     Command("show this_test:pair", "model stacks labels units", "--frobnicate"),
     Command(
         "plan this_test:pair --device h100 --budget 40%",
-        "model class parameters dtypes inputs optimizer device plain advice plan",
+        "model class parameters dtypes inputs optimizer offload device plain advice plan",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),
     Command(
         "plan this_test:pair --device h100 --frontier",
-        "model class parameters dtypes inputs optimizer device plain advice frontier",
+        "model class parameters dtypes inputs optimizer offload device plain advice frontier",
         "--out a.json",
         plots="",
     ),
@@ -88,8 +89,14 @@ COMMANDS = (
         "--width 3",
         plots="",
     ),
+    Command(
+        "bench run gpt-tiny --steps 1 --warmup 0 --rounds 1 --batch 1 --sequence 16 --device cpu",
+        "torch_recompute torch device parameters config how noise_percent golden taken_from_results exit_code rows",
+        "--steps 0",
+        otherwise=("--budget 1KiB", cli.TOO_SMALL),
+    ),
 )
-COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "run"))
+COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "run"), (running, "run"))
 
 each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
 

@@ -71,6 +71,8 @@ from torch_recompute import (
     verify,
     verify_command,
 )
+from torch_recompute.bench.run import golden, journal, sweep
+from torch_recompute.bench.run.settings import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.distributed import (
     RngStreams,
@@ -372,6 +374,32 @@ def plans(*argv: str) -> None:
     """`torch-recompute plan` up to its own errors."""
     args = cli.build_parser().parse_args(["plan", *argv])
     args.command(args)
+
+
+def benches(*argv: str, **patched: Any) -> None:
+    """`torch-recompute bench run` up to its own errors."""
+    args = cli.build_parser().parse_args(["bench", "run", *argv])
+    with contextlib.ExitStack() as stack:
+        for name, value in patched.items():
+            stack.enter_context(unittest.mock.patch(name, value))
+        args.command(args)
+
+
+def reads(text: str, read: Callable[[Path], object], name: str = "a.json") -> None:
+    """A file that holds this text."""
+    with unittest.mock.patch.object(Path, "read_text", return_value=text):
+        read(Path(name))
+
+
+def goes_on_from(text: str) -> None:
+    """A file of results that holds this text."""
+    with unittest.mock.patch.object(Path, "open", unittest.mock.mock_open(read_data=text)):
+        journal.Journal(Path("a.jsonl"))
+
+
+GOLDEN = golden.Golden(
+    Workload("gpt-tiny"), 1, "H200", 7, {"key": golden.Figure("every layer", 1.0, None)}, source="golden.json"
+)
 
 
 def draws_without_matplotlib() -> None:
@@ -2496,6 +2524,125 @@ CASES = [
         lambda: testing.read_limit("1MiB", "2MiB"),
         "@pytest.mark.peak_below takes one number of bytes, but got ('1MiB', '2MiB').\n"
         '  Write @pytest.mark.peak_below("200MiB"), with KB, MB, GB or KiB, MiB, GiB; or an int, which is bytes.',
+    ),
+    # torch-recompute bench run
+    Case(
+        "no_model_to_run",
+        ArgumentError,
+        lambda: benches(),
+        "bench run needs a MODEL: on the command line, or as model: in the file of --sweep. Write for example "
+        "torch-recompute bench run gpt-tiny",
+    ),
+    Case(
+        "not_one_of",
+        ArgumentError,
+        lambda: Workload("gpt-tiny", optimizer="lion").check(),
+        "--optimizer is lion; expected one of adamw, sgd, none. Write for example --optimizer adamw",
+    ),
+    Case(
+        "not_a_percentage",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--device", "cpu", "--golden", "a.json", "--threshold", "-5"),
+        "--threshold is -5.0; expected a number of percent, 0 or more, without a sign. Write for example --threshold 5",
+    ),
+    Case(
+        "bad_capacity",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--capacity", "fit"),
+        "--capacity is fit; expected the bytes that there are. Write for example --capacity 2GiB",
+    ),
+    Case(
+        "no_capacity_here",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--device", "cpu", "--capacity", "2GiB", **{"sys.platform": "darwin"}),
+        "--capacity limits a process's memory on a CPU by Linux's RLIMIT_DATA, and this system is darwin. Leave it "
+        "out, or write --device cuda, where the allocator keeps to it.",
+    ),
+    Case(
+        "no_device_here",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--device", "cuda", **{"torch.cuda.is_available": lambda: False}),
+        f"--device is cuda, but torch {torch.__version__} sees no such device here. Write --device cpu",
+    ),
+    Case(
+        "two_settings",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--budget", "1GiB", "--recompute-activations"),
+        "budget and recompute_granularity both say what is recomputed. Leave one of them out: the recompute fields, "
+        "budget and plan exclude each other.",
+    ),
+    Case(
+        "in_the_sweep",
+        ArgumentError,
+        lambda: benches("--sweep", "a.yaml", "--budget", "1GiB"),
+        "--budget says what is recomputed, and so does the file of --sweep. Make it an experiment in the file, or "
+        "leave --sweep out.",
+    ),
+    Case(
+        "cannot_read",
+        ArgumentError,
+        lambda: benches("--sweep", "no/such.json"),
+        "--sweep is no/such.json: no such file or directory. Write the path of a file that is there, and that may be "
+        "read.",
+    ),
+    Case(
+        "bad_sweep",
+        ArgumentError,
+        lambda: reads("{}", sweep.read),
+        "--sweep is a.json, which has no experiments; expected a list. Write for example:\n"
+        "      experiments:\n"
+        "        - name: every layer\n"
+        "          recompute_granularity: full\n"
+        "          recompute_method: uniform\n"
+        "          recompute_num_layers: 1",
+    ),
+    Case(
+        "bad_experiment",
+        ArgumentError,
+        lambda: reads('{"experiments": [{"budget": "1GiB"}]}', sweep.read),
+        "a.json, experiment 1: it has no name. An experiment has a name of its own, and the fields of RecomputeConfig, "
+        "or budget, or plan. The control, which recomputes nothing, is always there and has no entry.",
+    ),
+    Case(
+        "unknown_key",
+        ArgumentError,
+        lambda: reads('{"experiments": [], "round": 3}', sweep.read),
+        "a.json: 'round' is not known, so it would have no effect; the nearest is 'rounds'. Write rounds:",
+    ),
+    Case(
+        "bad_golden",
+        ArgumentError,
+        lambda: golden.read(Path("no/such.json")),
+        "--golden is no/such.json: no such file or directory. Write the path of a file that --save-golden has written, "
+        "on the same kind of device.",
+    ),
+    Case(
+        "bad_golden",
+        ArgumentError,
+        lambda: reads('{"losses": []}', golden.read),
+        "--golden is a.json: no golden figures of torch-recompute bench run, version 1. Write the path of a file that "
+        "--save-golden has written, on the same kind of device.",
+    ),
+    Case(
+        "golden_of_another",
+        ArgumentError,
+        lambda: GOLDEN.check_machine("H100", 7),
+        "the figures in golden.json are of another device: H200, here H100. A comparison would say nothing. Write "
+        "figures of your own with --save-golden, or leave --golden out.",
+    ),
+    Case(
+        "no_golden_figure",
+        ArgumentError,
+        lambda: GOLDEN.of(Setting("half", budget="50%")),
+        "golden.json has no figure for 'half' and none for the control, only for 'every layer'. Run it once with "
+        "--save-golden, or leave --golden out.",
+    ),
+    Case(
+        "not_a_journal",
+        ArgumentError,
+        lambda: goes_on_from('{"schema_version": 2}\n'),
+        "--results is a.jsonl, whose line 1 is no result of bench run (schema_version is 2). Write the path of another "
+        "file, or --fresh to begin this one anew.",
     ),
     # plans that meet other libraries
     Case(

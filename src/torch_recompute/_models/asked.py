@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from types import MappingProxyType
-
-import torch
 
 from .. import errors
 from .batches import batch_for
 from .loading import Loaded, load
 from .presets import PRESETS
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-)
+from .words import DTYPES
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:

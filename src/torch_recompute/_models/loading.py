@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
     batch: tuple[Any, ...] | dict[str, Any] | None = None
 
 
-def load(model: str, dtype: torch.dtype | None = None, device: str = "meta") -> Loaded:
+def load(model: str, dtype: torch.dtype | None = None, device: torch.device | str = "meta") -> Loaded:
     """The model that a command line names.
 
     Args:
@@ -85,7 +85,7 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
     return Loaded(pair[0], pair[1])
 
 
-def _from_config(path: Path, dtype: torch.dtype | None, device: str) -> nn.Module:
+def _from_config(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
         kind = fields.pop("model_type")
@@ -95,7 +95,7 @@ def _from_config(path: Path, dtype: torch.dtype | None, device: str) -> nn.Modul
 
 
 def _built(
-    model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None, device: str
+    model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device | str
 ) -> nn.Module:
     """A model of transformers, with random weights."""
     try:

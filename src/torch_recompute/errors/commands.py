@@ -69,9 +69,9 @@ def no_such_sequence(model: str, length: int, positions: int | None) -> str:
     return f"--sequence is {length}, and {model} has {positions} positions. Write --sequence {positions} or less."
 
 
-def not_a_size(option: str, value: int) -> str:
+def not_a_size(option: str, value: object, least: int = 1) -> str:
     """Text for a size that is none."""
-    return f"{option} is {value}; expected a whole number of at least 1. Write for example {option} 1."
+    return f"{option} is {value}; expected a whole number of at least {least}. Write for example {option} {least}."
 
 
 def goes_with(option: str, other: str) -> str:

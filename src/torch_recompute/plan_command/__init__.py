@@ -22,13 +22,13 @@ from typing import Any, cast
 
 from .. import errors
 from .._face import OK, Face, add_options, check_folder, document, write_text
-from .._models import add_model_options
+from .._models import OPTIMIZERS, add_model_options
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planning.prices import DEVICES
 from . import plot
-from .task import OPTIMIZERS, Task, curve
+from .task import Task, curve
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 

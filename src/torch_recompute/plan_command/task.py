@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._models import asked
+from .._models import OPTIMIZERS, asked
 from ..plan.plan import Plan
 from ..plan.planned import planned
 from ..plan.profile import Profile
@@ -19,10 +17,6 @@ from ..plan.solve import frontier
 from ..planning.planner import Planner
 
 POINTS = 10
-
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = MappingProxyType(
-    {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
-)
 
 
 @dataclass(frozen=True)
