@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo, plan_command, show
+from . import __version__, bench, demo, doctor, plan_command, show
 from .errors import ArgumentError, BudgetError
 
 OK, FAILED, USAGE, TOO_SMALL, INTERRUPTED = 0, 1, 2, 3, 130
@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     show.add_command(commands)
     plan_command.add_command(commands)
+    doctor.add_command(commands)
     return parser
 
 

@@ -60,6 +60,7 @@ from .configs import (
     unknown_method,
 )
 from .discards import changed_result, no_fp8, no_manager, not_a_consumer, nothing_to_discard
+from .doctors import bad_closely, cannot_read, nothing_to_run, nothing_watched
 from .distributed import (
     bad_bucket_bytes,
     no_process_group,
@@ -365,7 +366,11 @@ __all__ = [
     "wrapped_apart",
     "needs_matplotlib",
     "not_a_picture",
+    "bad_closely",
+    "cannot_read",
     "cannot_write",
+    "nothing_to_run",
+    "nothing_watched",
     "goes_with",
     "made_by_a_function",
     "no_batch_known",

@@ -34,10 +34,13 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from .. import errors
 from .prediction import Prediction
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 VERSION = 1
 KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
@@ -106,6 +109,8 @@ class Plan:
         modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
             modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
         sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
+        profile: What the plan was chosen from, for whoever wants another one when this does not fit. It is not part of
+            the plan: it is not compared, and not written by `to_json`.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -113,6 +118,7 @@ class Plan:
     prediction: Prediction | None = None
     modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     sizes: tuple[SizeClass, ...] = ()
+    profile: Profile | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self.choices)
