@@ -51,6 +51,7 @@ from torch_recompute import (
     checkpoint,
     checkpoint_sequential,
     cli,
+    doctor,
     doing_recompute,
     errors,
     get_recompute_data,
@@ -355,6 +356,17 @@ def plans(*argv: str) -> None:
     """`torch-recompute plan` up to its own errors."""
     args = cli.build_parser().parse_args(["plan", *argv])
     args.command(args)
+
+
+def runs(*argv: str) -> None:
+    """A command up to its own errors."""
+    args = cli.build_parser().parse_args(argv)
+    args.command(args)
+
+
+def watched_without_a_step() -> None:
+    with doctor.watch(nn.Linear(2, 2)) as watching:
+        watching.report()
 
 
 def draws_without_matplotlib() -> None:
@@ -2661,6 +2673,43 @@ CASES = [
         "member of the one that was passed.\n"
         "  Call torch.distributed.init_process_group first, and pass a group that this rank belongs to; a program of "
         "one process needs no agreement.",
+    ),
+    # the doctor
+    Case(
+        "nothing_to_run",
+        ArgumentError,
+        lambda: doctor.examine(nn.Linear(2, 2, device="meta"), (vector(),), run=True),
+        "run=True, but a part of Linear or of its batch lies on the meta device, where nothing can be run.\n"
+        "  Leave run out: then a step is simulated, and the report says what was not looked for.",
+    ),
+    Case(
+        "nothing_watched",
+        ArgumentError,
+        lambda: watched_without_a_step(),
+        "doctor.watch has seen no step of Linear yet: it was not called with gradients since.\n"
+        "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model that the "
+        "training calls, with its wrappers.",
+    ),
+    Case(
+        "bad_closely",
+        ArgumentError,
+        lambda: doctor.watch(nn.Linear(2, 2), closely=0),
+        "closely=0 is not a number of steps.\n"
+        "  Write a whole number of at least 1, or leave it out: three steps are enough.",
+    ),
+    Case(
+        "not_watchable",
+        ArgumentError,
+        lambda: doctor.watch(Opaque()),  # type: ignore[arg-type]
+        "doctor.watch(model) needs a torch.nn.Module, whose steps it can see by hooks, but got Opaque: Opaque()\n"
+        "  Pass the model that the training calls, with its wrappers.",
+    ),
+    Case(
+        "cannot_read",
+        ArgumentError,
+        lambda: runs("doctor", "math:sin", "--plan", "nowhere.json"),
+        "--plan is nowhere.json: no such file or directory. Write the path of a file that torch-recompute plan --out "
+        "has written.",
     ),
 ]
 

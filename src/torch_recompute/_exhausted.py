@@ -41,11 +41,14 @@ def tell(error: BaseException, region: str, *, replaying: bool) -> None:
         return
     setattr(error, _TOLD, region)
     text = "\n".join(map(str, error.args))
-    said = [f"Out of memory in the region {region}, in its {'replay' if replaying else 'forward'}."]
-    for look in witness:
-        try:
-            said.append(look(region, text))
-        except Exception as failure:  # looking must not hide what it looks at
-            said.append(f"What was alive could not be found out ({type(failure).__name__}: {failure}).")
+    where = f"Out of memory in the region {region}, in its {'replay' if replaying else 'forward'}."
+    said = [where, *(_seen(look, region, text) for look in witness)]
     lines = [line for part in said for line in part.split("\n") if line]
     error.args = ("\n".join([text, *(f"  {line}" for line in lines)]),)
+
+
+def _seen(look: Callable[[str, str], str], region: str, text: str) -> str:
+    try:
+        return look(region, text)
+    except Exception as failure:  # looking must not hide what it looks at
+        return f"What was alive could not be found out ({type(failure).__name__}: {failure})."

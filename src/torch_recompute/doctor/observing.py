@@ -146,7 +146,9 @@ class Observer:
         seen.replay_seconds = self._replays()
         seen.without_grad, seen.reentrant = tuple(self._without_grad), tuple(self._reentrant)
         now = fallbacks()
-        seen.fallbacks = {what: n - self._before.get(what, 0) for what, n in now.items() if n > self._before.get(what, 0)}
+        seen.fallbacks = {
+            what: n - self._before.get(what, 0) for what, n in now.items() if n > self._before.get(what, 0)
+        }
         if not self._ended:
             seen.allocator = _allocator(self._model)
         return seen
@@ -235,9 +237,13 @@ class Observer:
         return found
 
 
+def _cuda_device(model: nn.Module) -> torch.device | None:
+    return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+
+
 def _allocator(model: nn.Module) -> Allocator | None:
     """The CUDA allocator's books for the device that a model is on."""
-    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    device = _cuda_device(model)
     if device is None:
         return None
     stats = torch.cuda.memory_stats(device)

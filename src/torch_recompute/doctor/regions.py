@@ -10,8 +10,10 @@ else is *pinned*, memory that a region holds and nobody else is *held*. What the
 
     dropped - pinned - held
 
-and that is what the step keeps less than without it. Operations and their FLOPs are counted by the region they run in,
-forward and replay apart, so that work done a third time shows.
+and that is, to the byte, what the step keeps less than without it. Regions inside others are booked with the outermost;
+between a saved call of that one and a region inside it, what the latter is given counts as held, although the plain
+call keeps it too. Operations and their FLOPs are counted by the region they run in, forward and replay apart, so that
+work done a third time shows.
 
 Names are those of regions with the numbers in them as `*`, as in all tables here: the layers of a stack are one row.
 
@@ -21,9 +23,11 @@ Invariants. The step is that of `simulate`: nothing runs, and nothing here keeps
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -90,8 +94,7 @@ class Accounts:
     def __init__(self) -> None:
         self.by_name: dict[str, Account] = {}
         self.flops: dict[str, float] = dict.fromkeys(("forward", "replay", "backward"), 0.0)
-        self._frames: weakref.WeakSet[Frame] = weakref.WeakSet()
-        self._open: list[tuple[weakref.ref[Frame], _Outermost]] = []
+        self._tops: weakref.WeakKeyDictionary[Frame, _Outermost] = weakref.WeakKeyDictionary()
         self._outermost: list[_Outermost] = []
         self._around: dict[str, str] = {}
         self._born: dict[int, weakref.ref[Any]] = {}
@@ -99,8 +102,8 @@ class Accounts:
     def watch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Called with each operation of the step."""
         run, flops = thread.run, flops_of(func, args, kwargs, out)
-        for _, storage in storages(out):
-            self._born.setdefault(id(storage), weakref.ref(storage))
+        given = {id(storage) for _, storage in storages((args, kwargs))}
+        self._born.update({id(s): weakref.ref(s) for _, s in storages(out) if id(s) not in given})
         if run is None:
             self.flops["backward" if _compat.in_backward() else "forward"] += flops
             return
@@ -111,8 +114,8 @@ class Accounts:
             account.replay_ops += work
             return
         self.flops["forward"] += flops
-        if isinstance(run, Frame) and run not in self._frames:
-            self._enter(run, account)
+        if isinstance(run, Frame) and run not in self._tops:
+            self._enter(_running())
         account.forward_ops += work
         account.forward_flops += flops
         if is_attention(func):
@@ -150,22 +153,34 @@ class Accounts:
         name = held_by.partition(" / ")[0]
         return self._around.get(name, name)
 
-    def _enter(self, frame: Frame, account: Account) -> None:
-        """Notes a region's call, at its first operation."""
-        self._frames.add(frame)
-        self._open = [(ref, top) for ref, top in self._open if (one := ref()) is not None and not one.complete]
-        account.calls += 1
-        account.paths.append(frame.name)
-        if self._open:
-            ref, top = self._open[-1]
-            around = ref()
-            account.inside = "" if around is None else starred(around.name)
-            self._around[frame.name] = top.name
-        else:
-            top = _Outermost(frame.name, account)
-            self._outermost.append(top)
-        self._open.append((weakref.ref(frame), top))
-        frame.watch(top.drop)
+    def _enter(self, frames: list[Frame]) -> None:
+        """Notes the calls of regions that run now, the outermost first, at the first operation in the innermost."""
+        top = None
+        for around, frame in zip([None, *frames], frames, strict=False):
+            account = self._account(frame.name)
+            top = self._tops.get(frame, top)
+            if top is None:
+                top = _Outermost(frame.name, account)
+                self._outermost.append(top)
+            elif around is not None:
+                account.inside = starred(around.name)
+                self._around[frame.name] = top.name
+            if frame not in self._tops:
+                self._tops[frame] = top
+                account.calls += 1
+                account.paths.append(frame.name)
+                frame.watch(top.drop)
+
+
+def _running() -> list[Frame]:
+    """The regions whose forward runs on this thread, the outermost first: read off the stack, for none knows another."""
+    found: list[Frame] = []
+    at: FrameType | None = sys._getframe()
+    while at is not None:
+        if at.f_code is Frame.forward.__code__:
+            found.insert(0, at.f_locals["self"])
+        at = at.f_back
+    return found
 
 
 class _Outermost:

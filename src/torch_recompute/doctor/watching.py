@@ -21,7 +21,6 @@ from .observing import CLOSELY, Observer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_WHAT = "doctor.watch"
 _EXAMINE = "doctor.examine(model, batch) looks for it"
 
 
@@ -74,7 +73,7 @@ def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
         ArgumentError: `model` is no module, or `closely` no number of at least 1.
     """
     if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.not_a_model(_WHAT, model))
+        raise errors.ArgumentError(errors.not_watchable(model))
     if type(closely) is not int or closely < 1:
         raise errors.ArgumentError(errors.bad_closely(closely))
     return Watching(model, closely)

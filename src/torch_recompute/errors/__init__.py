@@ -60,7 +60,6 @@ from .configs import (
     unknown_method,
 )
 from .discards import changed_result, no_fp8, no_manager, not_a_consumer, nothing_to_discard
-from .doctors import bad_closely, cannot_read, nothing_to_run, nothing_watched
 from .distributed import (
     bad_bucket_bytes,
     no_process_group,
@@ -71,6 +70,7 @@ from .distributed import (
     sharded_over_the_group,
     sparse_gradient,
 )
+from .doctors import bad_closely, cannot_read, not_watchable, nothing_to_run, nothing_watched
 from .doors import cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
 from .faces import (
     bad_ctx,
@@ -371,6 +371,7 @@ __all__ = [
     "cannot_write",
     "nothing_to_run",
     "nothing_watched",
+    "not_watchable",
     "goes_with",
     "made_by_a_function",
     "no_batch_known",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ._say import say
+
 
 def nothing_to_run(model: str) -> str:
     """Text for a step that is to be run without weights or values."""
@@ -17,6 +19,14 @@ def nothing_watched(model: str) -> str:
         f"doctor.watch has seen no step of {model} yet: it was not called with gradients since.\n"
         "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model that "
         "the training calls, with its wrappers."
+    )
+
+
+def not_watchable(value: object) -> str:
+    """Text for something that has no hooks."""
+    return (
+        f"doctor.watch(model) needs a torch.nn.Module, whose steps it can see by hooks, but got {say(value)}\n"
+        "  Pass the model that the training calls, with its wrappers."
     )
 
 

@@ -1,4 +1,4 @@
-"""The checks, in the order in which their findings are shown: what gives wrong results first, then memory, then time."""
+"""The checks, in the order in which findings are shown: what gives wrong results first, then memory, then time."""
 
 from __future__ import annotations
 

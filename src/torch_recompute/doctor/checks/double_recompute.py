@@ -52,7 +52,7 @@ class DoubleRecompute(Check):
             f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
             f"({gflop(account.replay_flops)} replayed, {gflop(account.forward_flops)} in one forward).",
             f"{confirmed}.",
-            f"one of the two: a plan without {account.name}, or one without {account.inside or 'the region around it'}.",
+            f"one of the two: a plan without {account.name}, or one without {account.inside or 'the model'}.",
             regions=account.calls,
             forward_ops=account.forward_ops,
             replay_ops=account.replay_ops,

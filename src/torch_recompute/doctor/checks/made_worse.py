@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..check import Check, Evidence
 from ..finding import Finding
+from ..regions import Account
 from ..words import mib, regions
 
 
@@ -23,7 +24,7 @@ class MadeWorse(Check):
         """Regions that keep more than they free."""
         assert evidence.simulated is not None
         for account in evidence.simulated.outermost:
-            if account.freed_bytes >= 0:
+            if account.freed_bytes >= 0 or not self._is_worse(account, evidence):
                 continue
             yield self.found(
                 account.name,
@@ -36,3 +37,9 @@ class MadeWorse(Check):
                 held_bytes=account.held_bytes,
                 freed_bytes=account.freed_bytes,
             )
+
+    def _is_worse(self, account: Account, evidence: Evidence) -> bool:
+        """Whether a step without the regions keeps less; where they are not a plan's, the books say so."""
+        assert evidence.simulated is not None
+        plain = evidence.without(account.name)
+        return plain is None or plain.saved_bytes < evidence.simulated.step.saved_bytes

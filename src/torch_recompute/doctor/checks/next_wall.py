@@ -1,4 +1,4 @@
-"""What no recomputation frees and is the next to be in the way: the optimizer's state, and a loss over a large vocabulary.
+"""What no recomputation frees and is the next wall: the optimizer's state, and a loss over a large vocabulary.
 
 Recomputation frees activations. Once they are few, the peak lies in the optimizer's step, or parameters, gradients and
 optimizer state fill the budget by themselves; or it lies in the loss, in tensors as wide as the vocabulary.
@@ -38,8 +38,8 @@ class OptimizerState(Check):
         where = " The peak is in the optimizer's step, where no activation is alive." if in_step else ""
         yield self.found(
             evidence.name,
-            f"parameters and buffers {mib(kept['parameters'] + kept['buffers'])}, gradients {mib(gradients)}, optimizer "
-            f"state {mib(kept['optimizer'])}: {mib(lasting)}{of}. No recomputation frees any of it.{where}",
+            f"parameters and buffers {mib(kept['parameters'] + kept['buffers'])}, gradients {mib(gradients)}, "
+            f"optimizer state {mib(kept['optimizer'])}: {mib(lasting)}{of}. No recomputation frees any of it.{where}",
             "one simulated step, with every storage counted by what it is for.",
             "fully_shard(model), an optimizer with less state (8-bit, or factored as Adafactor), or gradients that are "
             "released in backward (register_post_accumulate_grad_hook).",
