@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torch_recompute import Choice, Plan, apply, cli, doctor, make_plan, recompute
@@ -314,7 +315,8 @@ def test_nothing_is_kept_alive() -> None:
     with doctor.watch(model) as watching:
         model(batch()).sum().backward()
     report = doctor.examine(model, (batch(),), plan=each("soft"), device="h100")
-    assert watching.report() and not report
+    assert watching.report()
+    assert not report
     del watching
     gone = weakref.ref(model)
     gc.collect()
@@ -322,7 +324,7 @@ def test_nothing_is_kept_alive() -> None:
     assert gone() is None
 
 
-# --- on meta, and what was not looked for ------------------------------------------------------------------------------
+# --- on meta, and what was not looked for ---------------------------------------------------------------------------
 
 
 def test_a_model_on_meta_is_simulated() -> None:
@@ -344,7 +346,7 @@ def test_a_step_that_cannot_be_simulated_is_run() -> None:
     assert dict(report.not_looked_for)["made_worse"].startswith("the step cannot be simulated (")
 
 
-# --- watching ----------------------------------------------------------------------------------------------------------
+# --- watching -------------------------------------------------------------------------------------------------------
 
 
 def train(model: nn.Module, steps: int = 2, x: torch.Tensor | None = None) -> None:
@@ -373,7 +375,7 @@ def test_watched(kind: str, model: Callable[[], nn.Module], x: Callable[[], torc
 
 
 def test_a_healthy_training_is_watched() -> None:
-    """A training with a plan, buffers, dropout and two backwards gets no finding, and learns what it learns unwatched."""
+    """A training with a plan, buffers and two backwards gets no finding, and learns what it learns unwatched."""
 
     def trained(watched: bool) -> tuple[list[torch.Tensor], Any]:
         model = stack(lambda: nn.Sequential(Counts(), nn.Dropout(0.1), nn.BatchNorm1d(32)))
@@ -409,14 +411,15 @@ def test_after_the_close_look_one_hook_is_left() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_under_ddp(tmp_path: Path) -> None:
+def test_under_ddp() -> None:
     """Around DDP the finding says that it is there."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(wrapped(reentrant)())
         with doctor.watch(model) as watching:
             train(model, 1, batch().requires_grad_())
         (found,) = watching.report().findings
+        del model, watching
     finally:
         dist.destroy_process_group()
     assert (found.kind, found.where, found.figures) == ("reentrant", "module.*.inner", {"calls": 2, "under_ddp": 1.0})
@@ -446,7 +449,7 @@ def test_fallbacks() -> None:
     assert found.seen.startswith("graph break: ")
 
 
-# --- checks on evidence that cannot be had here ------------------------------------------------------------------------
+# --- checks on evidence that cannot be had here ---------------------------------------------------------------------
 
 GIB = 2**30
 BOOKS = Allocator("cuda:0", 40 * GIB, 70 * GIB, 3, 80 * GIB)
@@ -477,7 +480,7 @@ def test_fragmentation(books: Allocator, found: bool, monkeypatch: pytest.Monkey
 
 
 def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the peaks of the watched steps are those of `torch.cuda.memory_stats`; elsewhere the report says why not."""
+    """The peaks are those of `torch.cuda.memory_stats`; where there is no CUDA, the report says so."""
     model = nn.Linear(SIZE, SIZE)
     with doctor.watch(model) as watching:
         train(model, 1)
@@ -506,7 +509,7 @@ def test_replay_seconds(seconds: float, found: bool) -> None:
     )
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def bad_pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -529,7 +532,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("command")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 and no finding; 1 and the findings of the plan, as text, as JSON, or as nothing; stdout holds the result only."""
+    """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
     pytest.importorskip("rich")
     arguments = ["--optimizer", "none", "--device", "h100"]
     assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.OK

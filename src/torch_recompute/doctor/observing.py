@@ -145,10 +145,8 @@ class Observer:
         seen.seconds = (rest[-1] - rest[0]) / (len(rest) - 1) if len(rest) > 1 else 0.0
         seen.replay_seconds = self._replays()
         seen.without_grad, seen.reentrant = tuple(self._without_grad), tuple(self._reentrant)
-        now = fallbacks()
-        seen.fallbacks = {
-            what: n - self._before.get(what, 0) for what, n in now.items() if n > self._before.get(what, 0)
-        }
+        more = {what: count - self._before.get(what, 0) for what, count in fallbacks().items()}
+        seen.fallbacks = {what: count for what, count in more.items() if count > 0}
         if not self._ended:
             seen.allocator = _allocator(self._model)
         return seen

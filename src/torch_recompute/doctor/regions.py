@@ -22,8 +22,8 @@ Invariants. The step is that of `simulate`: nothing runs, and nothing here keeps
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -51,8 +51,8 @@ class Account:
         paths: The names themselves, in order of their calls.
         calls: How often they were called in forward.
         inside: The name of the region that they are called in; "" for none.
-        dropped_bytes: What autograd saved in them and they did not keep. This and the next three are 0 for regions inside
-            others: what those drop is booked with the outermost, which drops it whatever lies in it.
+        dropped_bytes: What autograd saved in them and they did not keep. This and the next three are 0 for regions
+            inside others: what those drop is booked with the outermost.
         pinned_bytes: What of that something else holds.
         pinned_by: Who: nodes of the graph, as `MmBackward0 (self)`, and other regions.
         held_bytes: What they keep, inputs mostly, and nobody else does.
@@ -173,9 +173,9 @@ class Accounts:
 
 
 def _running() -> list[Frame]:
-    """The regions whose forward runs on this thread, the outermost first: read off the stack, for none knows another."""
+    """The regions whose forward runs on this thread, the outermost first, read off the stack."""
     found: list[Frame] = []
-    at: FrameType | None = sys._getframe()
+    at: FrameType | None = inspect.currentframe()
     while at is not None:
         if at.f_code is Frame.forward.__code__:
             found.insert(0, at.f_locals["self"])
