@@ -23,6 +23,8 @@ class FrozenInput(Check):
         """Trainable parameters without a gradient whose modules ran without grad, inside a model that ran with it."""
         seen = evidence.seen
         assert seen is not None
+        if not seen.backwards and seen.trained_plainly is None:
+            return  # no gradient has been due yet
         groups: dict[str, list[str]] = {}
         for name in seen.untrained:
             if seen.trained_plainly is None or name in seen.trained_plainly:
