@@ -1898,6 +1898,24 @@ CASES = [
         '  Write recompute_granularity="full" with it, or leave distribute_saved_activations out.',
     ),
     Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(repeat_collectives=True),
+        "repeat_collectives=True would have no effect: recompute_granularity is None, which recomputes nothing, so "
+        "nothing is repeated.\n"
+        '  Write recompute_granularity="full" with it, or leave repeat_collectives out.',
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=["0"], repeat_collectives=True
+        ).plan(nn.Sequential(nn.Linear(2, 2))),
+        "repeat_collectives=True would have no effect: no weight in what is recomputed is split over ranks as "
+        "parallelize_module splits it.\n"
+        "  Plan after parallelize_module, or leave repeat_collectives out.",
+    ),
+    Case(
         "offload_without_regions",
         ArgumentError,
         lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
