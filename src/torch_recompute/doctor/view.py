@@ -24,7 +24,7 @@ def show(task: Task, report: Report) -> None:
             ("confirmed  ", finding.confirmed, "dim"),
             ("write  ", finding.write, "green"),
         ):
-            console.print(Padding(Text.assemble((word, "bold"), (text, style)), (0, 0, 0, 4)))
+            console.print(Padding(Text.assemble((word, "bold"), (text, style)), (0, 0, 0, 4), expand=False))
     count = len(report.findings)
     found = "nothing found" if not count else f"{count} finding{'' if count == 1 else 's'}"
     console.print(f"\n{found}; {len(report.looked_for)} kinds looked for", style="bold")
