@@ -41,6 +41,7 @@ from torch_recompute import (
     RecomputeConfig,
     RecomputeError,
     SaveError,
+    Stages,
     StoreError,
     _compat,
     _fingerprints,
@@ -80,8 +81,10 @@ from torch_recompute.distributed.agreement import compare
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
+from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planning.schedules import orders_named, orders_of
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
@@ -191,6 +194,14 @@ class Scale(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.weight + self.offset).sin().exp()
+
+
+def plans_stages(**options: Any) -> None:
+    """Plans two stages of one layer each, whatever is said wrong."""
+    said: dict[str, Any] = {"budget": 2**30, "stages": Stages("GPipe", pipeline=2, microbatches=2), **options}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    sizes = "sizes" in options
+    make_plan(model, () if sizes else (torch.ones(8, 4),), device="h100", **said)
 
 
 class Opaque:
@@ -2593,6 +2604,112 @@ CASES = [
         lambda: solve(Profile("Net", "h100", COSTS, 20 * GIB), budget="fit"),
         'budget="fit" means what the device has free, and a profile knows no device.\n'
         '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as budget="24GiB".',
+    ),
+    # pipelines
+    Case(
+        "bad_action",
+        ArgumentError,
+        lambda: Action.from_text("0SEND_F1"),
+        "str: '0SEND_F1' is no action of a pipeline's schedule.\n"
+        '  torch.distributed.pipelining writes an action as the stage, F, B, I or W, and the microbatch: "0F3".',
+    ),
+    Case(
+        "action_too_early",
+        ArgumentError,
+        lambda: moments([Action(0, "F", 0), Action(0, "W", 0)]),
+        "the schedule does 0W0 before 0I0, which it needs.\n"
+        "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and then "
+        "for its weights (W).",
+    ),
+    Case(
+        "action_twice",
+        ArgumentError,
+        lambda: moments([Action(0, "F", 0), Action(0, "B", 0), Action(0, "I", 0)]),
+        "the schedule does 0I0 after 0B0, which is the same work.\n"
+        "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W.",
+    ),
+    Case(
+        "not_a_schedule",
+        ArgumentError,
+        lambda: orders_of(4),
+        "int: 4 is no schedule of torch.distributed.pipelining with a table of actions (pipeline_order).\n"
+        "  Pass such a schedule, or the name of one: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+        "ZBVZeroBubble, DualPipeV.",
+    ),
+    Case(
+        "unknown_schedule",
+        ArgumentError,
+        lambda: orders_named("2F2B", 2, 4),
+        "schedule='2F2B' is not known.\n"
+        "  Known are GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, as in "
+        "torch.distributed.pipelining.",
+    ),
+    Case(
+        "schedule_refuses",
+        ArgumentError,
+        lambda: orders_named("1F1B", 4, 2),
+        "the schedule 1F1B does not take these numbers: it needs as many microbatches as ranks, and 2 are fewer than "
+        "4.\n"
+        "  Pass others, or another schedule.",
+    ),
+    Case(
+        "bad_pipeline",
+        ArgumentError,
+        lambda: orders_named("1F1B", 0, 2),
+        "pipeline=0, microbatches=2, chunks=1, where whole numbers are expected, 1 or more.\n"
+        "  pipeline is the number of ranks, microbatches those of one step, chunks the number of stages on each rank.",
+    ),
+    Case(
+        "bad_split",
+        ArgumentError,
+        lambda: Stages("1F1B", 2, 4, split=(1, 1)).bounds(2, ["a", "b", "c"]),
+        "split=(1, 1) does not fit: the model has 3 layers.\n"
+        "  The model's layers are a to c, 3 of them. Write how many each stage has, or the path of the first of each "
+        '("" for the first stage).',
+    ),
+    Case(
+        "bad_stages",
+        ArgumentError,
+        lambda: plans_stages(stages=4),
+        "stages is int: 4, where a pipeline is expected.\n"
+        '  Write stages=Stages("1F1B", pipeline=4, microbatches=8), or pass a schedule of '
+        "torch.distributed.pipelining.",
+    ),
+    Case(
+        "budgets_per_rank",
+        ArgumentError,
+        lambda: plans_stages(budget=[1, 2, 3]),
+        "budget holds 3 budgets, and the pipeline has 2 ranks.\n  Pass one for all, or a list with one per rank.",
+    ),
+    Case(
+        "fit_of_ranks",
+        ArgumentError,
+        lambda: plans_stages(budget="fit"),
+        'budget="fit" means what a device has free now, which each rank of a pipeline knows only of its own.\n'
+        '  Pass bytes, such as budget="70GiB", or a list with one budget per rank.',
+    ),
+    Case(
+        "optimizer_of_a_whole",
+        ArgumentError,
+        lambda: plans_stages(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])),
+        "optimizer is a SGD of the whole model, but each rank of a pipeline has one of its stages' parameters.\n"
+        "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an optimizer.",
+    ),
+    Case(
+        "stages_and_sizes",
+        ArgumentError,
+        lambda: plans_stages(sizes=[(vector(),)]),
+        "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
+        "  Pass as args one microbatch of the largest size.",
+    ),
+    Case(
+        "rank_does_not_fit",
+        BudgetError,
+        lambda: plans_stages(budget=100),
+        "rank 0 of the pipeline: budget=100 bytes is too small for a step of this model: with the plan that needs the "
+        "least its peak is 752 bytes (752 bytes), with no region 752 bytes.\n"
+        '  Pass budget="752bytes" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
+        ".smallest.",
     ),
     # between ranks
     Case(
