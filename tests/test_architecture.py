@@ -25,7 +25,7 @@ PACKAGE = "torch_recompute"
 ROOMS = (
     ("errors",),
     ("_compat",),
-    ("_diagnose",),
+    ("_diagnose", "_exhausted"),
     ("_tree",),
     ("_reach",),
     ("_generators",),
@@ -54,9 +54,10 @@ ROOMS = (
     ("integrations",),
     ("testing",),
     ("__init__",),
-    ("_progress", "_models"),
+    ("_progress", "_models", "_plan_file"),
     ("_face",),
     ("bench", "demo", "show", "plan_command", "verify_command"),
+    ("doctor",),
     ("report",),
     ("cli",),
     ("__main__",),
@@ -75,6 +76,7 @@ LEAN = {
     "stores",
     "_slots",
     "_diagnose",
+    "_exhausted",
     "_fingerprints",
     "_task",
     "_trace",
@@ -104,6 +106,7 @@ LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
     *("units", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named", "chain", "sizes"),
+    "exhausted",
 }
 
 MAX_LINES = 400

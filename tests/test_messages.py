@@ -53,6 +53,7 @@ from torch_recompute import (
     checkpoint,
     checkpoint_sequential,
     cli,
+    doctor,
     doing_recompute,
     errors,
     get_recompute_data,
@@ -71,6 +72,7 @@ from torch_recompute import (
     verify,
     verify_command,
 )
+from torch_recompute._plan_file import read_plan
 from torch_recompute.bench.run import golden, journal, sweep
 from torch_recompute.bench.run.settings import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
@@ -400,6 +402,17 @@ def goes_on_from(text: str) -> None:
 GOLDEN = golden.Golden(
     Workload("gpt-tiny"), 1, "H200", 7, {"key": golden.Figure("every layer", 1.0, None)}, source="golden.json"
 )
+
+
+def runs(*argv: str) -> None:
+    """A command up to its own errors."""
+    args = cli.build_parser().parse_args(argv)
+    args.command(args)
+
+
+def watched_without_a_step() -> None:
+    with doctor.watch(nn.Linear(2, 2)) as watching:
+        watching.report()
 
 
 def draws_without_matplotlib() -> None:
@@ -2477,7 +2490,7 @@ CASES = [
     Case(
         "no_plan_file",
         ArgumentError,
-        lambda: verify_command.task.read_plan(Path("no/plan.json")),
+        lambda: read_plan(Path("no/plan.json")),
         "--plan is no/plan.json: no such file or directory. Write the path of a file that torch-recompute plan MODEL "
         "--budget ... --out plan.json has made, or that holds plan.to_json().",
     ),
@@ -3101,6 +3114,36 @@ CASES = [
         "member of the one that was passed.\n"
         "  Call torch.distributed.init_process_group first, and pass a group that this rank belongs to; a program of "
         "one process needs no agreement.",
+    ),
+    # the doctor
+    Case(
+        "nothing_to_examine",
+        ArgumentError,
+        lambda: doctor.examine(nn.Linear(2, 2, device="meta"), (vector(),), run=True),
+        "run=True, but a part of Linear or of its batch lies on the meta device, where nothing can be run.\n"
+        "  Leave run out: then a step is simulated, and the report says what was not looked for.",
+    ),
+    Case(
+        "nothing_watched",
+        ArgumentError,
+        lambda: watched_without_a_step(),
+        "doctor.watch has seen no step of Linear yet: it was not called with gradients since.\n"
+        "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model that the "
+        "training calls, with its wrappers.",
+    ),
+    Case(
+        "bad_closely",
+        ArgumentError,
+        lambda: doctor.watch(nn.Linear(2, 2), closely=0),
+        "closely=0 is not a number of steps.\n"
+        "  Write a whole number of at least 1, or leave it out: three steps are enough.",
+    ),
+    Case(
+        "not_watchable",
+        ArgumentError,
+        lambda: doctor.watch(Opaque()),  # type: ignore[arg-type]
+        "doctor.watch(model) needs a torch.nn.Module, whose steps it can see by hooks, but got Opaque: Opaque()\n"
+        "  Pass the model that the training calls, with its wrappers.",
     ),
 ]
 

@@ -94,6 +94,7 @@ from .distributed import (
     sharded_over_the_group,
     sparse_gradient,
 )
+from .doctors import bad_closely, not_watchable, nothing_to_examine, nothing_watched
 from .doors import cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
 from .faces import (
     bad_ctx,
@@ -460,7 +461,11 @@ __all__ = [
     "too_large_to_run",
     "does_not_run",
     "not_a_picture",
+    "bad_closely",
     "cannot_write",
+    "nothing_to_examine",
+    "nothing_watched",
+    "not_watchable",
     "goes_with",
     "made_by_a_function",
     "no_batch_known",

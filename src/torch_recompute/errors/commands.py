@@ -9,10 +9,10 @@ from ._say import size
 _OWN = "a function pkg.module:name that returns (model, batch), the batch a tuple of arguments or a dict of keywords"
 
 
-def no_plan_file(path: str, why: str) -> str:
+def no_plan_file(option: str, path: str, why: str) -> str:
     """Text for a file that holds no plan."""
     return (
-        f"--plan is {path}: {why}. Write the path of a file that torch-recompute plan MODEL --budget ... --out "
+        f"{option} is {path}: {why}. Write the path of a file that torch-recompute plan MODEL --budget ... --out "
         "plan.json has made, or that holds plan.to_json()."
     )
 

@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_running: list[Measurement] = []
+
+
+def running() -> Measurement | None:
+    """The measurement that runs, the innermost of several; None where none does."""
+    return _running[-1] if _running else None
+
+
 class Reading(NamedTuple):
     """What a measurement says of one device.
 
@@ -188,6 +196,7 @@ class Measurement:
             raise RecomputeError("This measurement was entered before; one measurement is one block. " + _AGAIN)
         self._entered = True
         allocator.begin(self._allocator_peaks)
+        _running.append(self)
         with self._lock:
             self._watch = self._watcher()
             for parameter in self._parameters:
@@ -204,6 +213,7 @@ class Measurement:
         if self._watch is None:
             return
         self._watch.__exit__(*cast("tuple[None, None, None]", exception))
+        _running[:] = [other for other in _running if other is not self]
         with self._lock:
             self._look()
             self._watch = None

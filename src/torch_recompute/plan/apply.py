@@ -41,6 +41,7 @@ from .anatomy import inside
 from .caches import Inside, Root
 from .calls import Carry, Compare, enter_keeping
 from .chain import Chain
+from .exhausted import planned_models
 from .named import Listed, module_of, name_in
 from .observe import Figures
 from .placed import Placed, described
@@ -215,6 +216,8 @@ class Applied:
         """Gives the model everything back that it had; calling it again does nothing."""
         for placed in reversed(self._placed):
             placed.take_out()
+        if self._placed:
+            planned_models.pop(self.model, None)
         self._placed = []
 
     def report(self) -> Report:
@@ -340,6 +343,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     everything: list[Placed | Switch] = [*innermost, *placed, *saved, *outer, Switch(model, regions)]
     for one in everything:
         one.put()
+    planned_models[model] = plan
     return Applied(model, plan, everything)
 
 

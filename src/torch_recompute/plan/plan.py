@@ -34,11 +34,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .prediction import Prediction
 from .reading import read
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 VERSION = 1
 KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
@@ -111,6 +114,8 @@ class Plan:
         modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
             modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
         sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
+        profile: What the plan was chosen from, for whoever wants another one when this does not fit. It is not part of
+            the plan: it is not compared, and not written by `to_json`.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -118,6 +123,7 @@ class Plan:
     prediction: Prediction | None = None
     modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     sizes: tuple[SizeClass, ...] = ()
+    profile: Profile | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self.choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -114,7 +115,8 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         timing=profile.timing,
         host_bytes=sum(solution.options[i].host_bytes for i in starts),
     )
-    return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction, profile.modules)
+    source, asked_of = f"a budget of {budget:,} bytes", dataclasses.replace(profile, costs=costs)
+    return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
 
 
 def _begins(options: tuple[Option, ...], place: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,23 +67,6 @@ class Task:
             raise
         except Exception as error:
             raise errors.ArgumentError(errors.does_not_run(self.word, error)) from error
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file.
-
-    Raises:
-        ArgumentError: There is none.
-    """
-    try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-    except UnicodeDecodeError:
-        why = "is no text"
-    except errors.ArgumentError as error:
-        why = str(error).partition("\n")[0].rstrip(".")
-    raise errors.ArgumentError(errors.no_plan_file(str(path), why))
 
 
 def _device(word: str | None) -> str:

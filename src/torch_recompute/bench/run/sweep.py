@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ... import Plan, RecomputeConfig, errors
+from ... import RecomputeConfig, errors
+from ..._plan_file import read_plan
 from ...config import reading
 from ...plan.budget import read_budget
 from .settings import NAME_OF_CONTROL, Setting
@@ -110,13 +111,7 @@ def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path 
         read_budget(budget)
         return Setting(name, budget=str(budget))
     if plan is not None:
-        try:
-            text = plan.read_text(encoding="utf-8")
-        except OSError as error:
-            raise errors.ArgumentError(
-                errors.cannot_read("plan", str(plan), (error.strerror or str(error)).lower())
-            ) from error
-        return Setting(name, plan=Plan.from_json(text).to_json())
+        return Setting(name, plan=read_plan(plan, f"{where}: plan" if where else "--plan").to_json())
     try:
         return Setting(name, RecomputeConfig.from_dict(fields).to_dict())
     except errors.ArgumentError as error:
