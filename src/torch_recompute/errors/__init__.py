@@ -94,6 +94,16 @@ from .family import (
     StoreError,
 )
 from .graphs import drawn_in_another_graph, host_in_graph, read_in_graph, through_the_host, values_in_graph
+from .layouts import (
+    batch_not_shared,
+    cannot_divide,
+    goes_without,
+    no_pipeline,
+    no_slices,
+    not_divided,
+    not_interleaved,
+    too_few_layers,
+)
 from .lens import (
     args_not_a_tuple,
     bad_perturbation,
@@ -366,8 +376,16 @@ __all__ = [
     "needs_matplotlib",
     "not_a_picture",
     "cannot_write",
+    "batch_not_shared",
+    "cannot_divide",
     "goes_with",
+    "goes_without",
     "made_by_a_function",
+    "no_pipeline",
+    "no_slices",
+    "not_divided",
+    "not_interleaved",
+    "too_few_layers",
     "no_batch_known",
     "no_such_sequence",
     "not_a_size",

@@ -1,7 +1,8 @@
 """What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
 
 A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
-launch besides. The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
+launch besides. A collective takes that of the bytes that a ring sends and receives over the links between the devices.
+The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
 that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with.
 
 Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
@@ -23,7 +24,7 @@ import torch
 
 from .. import errors
 from .._compat.fakes import without_modes
-from .ops import Meta, Op
+from .ops import Meta, Op, metas
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 LONGEST = 0.5  # seconds
@@ -39,15 +40,20 @@ class Roofline:
         flops: FLOPs per second of matrix products, by bytes of an element; the widest not above an operation's counts.
         bytes_per_second: Of its memory.
         launch: Seconds that any operation takes at least.
+        link: Bytes per second from a device to the next one of its group; None for as many as its memory.
     """
 
     name: str
     flops: Mapping[int, float]
     bytes_per_second: float
     launch: float
+    link: float | None = None
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
+        sent = sent_bytes(op)
+        if sent is not None:
+            return sent / (self.link or self.bytes_per_second) + self.launch
         return max(op.flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def _speed(self, op: Op) -> float:
@@ -55,20 +61,44 @@ class Roofline:
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
 
-def _data_sheet(name: str, half: float, single: float, gigabytes: float) -> Roofline:
-    """A device by the figures of its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s."""
+def sent_bytes(op: Op) -> int | None:
+    """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for another operation.
+
+    In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an all-reduce
+    is one of each. The group says its size in its name, as in "tensor-4"; one that does not is taken to be large.
+    """
+    name = op.func.name().partition("::")
+    kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
+    if kind is None:
+        return None
+    times, side = kind
+    moved = max((meta.bytes for meta in metas(op.args if side == "in" else op.results)), default=0)
+    size = str(op.args[-1]).rpartition("-")[2]
+    return times * (moved - moved // int(size) if size.isdigit() else moved)
+
+
+_RINGS = {
+    "all_gather_into_tensor": (1, "out"),
+    "reduce_scatter_tensor": (1, "in"),
+    "all_reduce": (2, "in"),
+    "all_reduce_": (2, "in"),
+}
+
+
+def _data_sheet(name: str, half: float, single: float, gigabytes: float, link: float) -> Roofline:
+    """A device by its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s of its memory and to one neighbour."""
     speeds = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
-    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6)
+    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6, link * 1e9 * REACHED_BYTES)
 
 
 DEVICES = {
     roofline.name: roofline
     for roofline in (
-        _data_sheet("a100", 312, 156, 2039),
-        _data_sheet("h100", 989, 495, 3350),
-        _data_sheet("h200", 989, 495, 4800),
-        _data_sheet("b200", 2250, 1125, 8000),
-        _data_sheet("rtx4090", 165, 83, 1008),
+        _data_sheet("a100", 312, 156, 2039, 300),
+        _data_sheet("h100", 989, 495, 3350, 450),
+        _data_sheet("h200", 989, 495, 4800, 450),
+        _data_sheet("b200", 2250, 1125, 8000, 900),
+        _data_sheet("rtx4090", 165, 83, 1008, 32),
     )
 }
 
