@@ -79,8 +79,10 @@ from torch_recompute.distributed.agreement import compare
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
+from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planning.schedules import orders_named, orders_of
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
@@ -2563,6 +2565,60 @@ CASES = [
         lambda: solve(Profile("Net", "h100", COSTS, 20 * GIB), budget="fit"),
         'budget="fit" means what the device has free, and a profile knows no device.\n'
         '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as budget="24GiB".',
+    ),
+    # pipelines
+    Case(
+        "bad_action",
+        ArgumentError,
+        lambda: Action.from_text("0SEND_F1"),
+        "str: '0SEND_F1' is no action of a pipeline's schedule.\n"
+        '  torch.distributed.pipelining writes an action as the stage, F, B, I or W, and the microbatch: "0F3".',
+    ),
+    Case(
+        "action_too_early",
+        ArgumentError,
+        lambda: moments([Action(0, "F", 0), Action(0, "W", 0)]),
+        "the schedule does 0W0 before 0I0, which it needs.\n"
+        "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and then "
+        "for its weights (W).",
+    ),
+    Case(
+        "action_twice",
+        ArgumentError,
+        lambda: moments([Action(0, "F", 0), Action(0, "B", 0), Action(0, "I", 0)]),
+        "the schedule does 0I0 after 0B0, which is the same work.\n"
+        "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W.",
+    ),
+    Case(
+        "not_a_schedule",
+        ArgumentError,
+        lambda: orders_of(4),
+        "int: 4 is no schedule of torch.distributed.pipelining with a table of actions (pipeline_order).\n"
+        "  Pass such a schedule, or the name of one: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+        "ZBVZeroBubble, DualPipeV.",
+    ),
+    Case(
+        "unknown_schedule",
+        ArgumentError,
+        lambda: orders_named("2F2B", 2, 4),
+        "schedule='2F2B' is not known.\n"
+        "  Known are GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, as in "
+        "torch.distributed.pipelining.",
+    ),
+    Case(
+        "schedule_refuses",
+        ArgumentError,
+        lambda: orders_named("1F1B", 4, 2),
+        "the schedule 1F1B does not take these numbers: it needs as many microbatches as ranks, and 2 are fewer than "
+        "4.\n"
+        "  Pass others, or another schedule.",
+    ),
+    Case(
+        "bad_pipeline",
+        ArgumentError,
+        lambda: orders_named("1F1B", 0, 2),
+        "pipeline=0, microbatches=2, chunks=1, where whole numbers are expected, 1 or more.\n"
+        "  pipeline is the number of ranks, microbatches those of one step, chunks the number of stages on each rank.",
     ),
     # between ranks
     Case(

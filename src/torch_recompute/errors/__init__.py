@@ -114,6 +114,15 @@ from .lens import (
     not_a_model,
     not_paths,
 )
+from .pipelines import (
+    action_too_early,
+    action_twice,
+    bad_action,
+    bad_pipeline,
+    not_a_schedule,
+    schedule_refuses,
+    unknown_schedule,
+)
 from .planning import (
     args_and_sizes,
     bad_example,
@@ -209,6 +218,13 @@ __all__ = [
     "unknown_device",
     "bad_profile",
     "nothing_to_fit_into",
+    "action_too_early",
+    "action_twice",
+    "bad_action",
+    "bad_pipeline",
+    "not_a_schedule",
+    "schedule_refuses",
+    "unknown_schedule",
     "no_rank",
     "no_such_collectives",
     "no_such_stream",
