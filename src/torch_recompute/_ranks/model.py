@@ -83,7 +83,7 @@ def ranks(model: nn.Module, word: str, layout: Layout, tokens: int) -> list[Rank
         kept = [paths[layer] for chunk in chunks for layer in chunk]
         first, last = number == 0, number == layout.pp - 1
         if layout.pp > 1:
-            _take_out(own, paths, kept, first=first, last=last)
+            _take_out(own, word, paths, kept, first=first, last=last)
         if layout.tp > 1:
             held = {name for name, _ in own.named_parameters()} & slices
             wire(own, kept, held, layout.tp, layout.sequence_parallel)
@@ -116,7 +116,7 @@ def _sliced(model: nn.Module, word: str, size: int) -> tuple[nn.Module, set[str]
     return part, divided(model, part, size, word)
 
 
-def _take_out(model: Any, paths: Sequence[str], kept: Sequence[str], *, first: bool, last: bool) -> None:
+def _take_out(model: Any, word: str, paths: Sequence[str], kept: Sequence[str], *, first: bool, last: bool) -> None:
     """Leaves a rank its own layers, the first the embedding, the last what comes after the layers."""
     holder, _, stack = paths[0].rpartition(".")[0].rpartition(".")
     layers: Any = model.get_submodule(f"{holder}.{stack}".strip("."))
@@ -124,11 +124,17 @@ def _take_out(model: Any, paths: Sequence[str], kept: Sequence[str], *, first: b
         del layers._modules[path.rpartition(".")[2]]
     body: Any = model.get_submodule(holder)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for name, child in list(body.named_children()):
+    names = [name for name, _ in body.named_children()]
+    for name in names:
+        child = getattr(body, name)
         if child is embedding:
             if not first:
                 setattr(body, name, None)
-        elif child is not layers and not last and any(True for _ in child.parameters()):
+        elif child is layers or not any(True for _ in child.parameters()):
+            continue
+        elif names.index(name) < names.index(stack):
+            raise errors.ArgumentError(errors.no_cut(word, name))
+        elif not last:
             setattr(body, name, nn.Identity())
     if head is not None and not last:
         model.set_output_embeddings(nn.Identity())

@@ -109,7 +109,7 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         bound_seconds=costs.step_seconds + bound(costs, max(budget, solution.peak_bytes)),
         device=profile.device,
         solver=solution.solver,
-        lines=_lines(costs, solution, starts),
+        lines=lines_of(costs, solution, starts),
     )
     return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction, profile.modules)
 
@@ -121,7 +121,14 @@ def _begins(options: tuple[Option, ...], place: int) -> bool:
     return start == place
 
 
-def _lines(costs: Costs, solution: Solution, starts: list[int]) -> tuple[Line, ...]:
+def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
+    """What becomes of the segments, those treated alike together.
+
+    Args:
+        costs: What the solution was chosen from.
+        solution: What was chosen.
+        starts: The segments at which an option begins.
+    """
     groups: dict[tuple[str, str, Option], list[str]] = {}
     for start in starts:
         segment, option = costs.segments[start], solution.options[start]

@@ -6,7 +6,8 @@ or a checkpoint.
 Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
 The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
 `Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
-budget costs, before one is chosen.
+budget costs, before one is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and there is a
+plan for each rank of the pipeline (`spread.py`).
 
 The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
 2 for what cannot be asked, 3 where no plan fits.
@@ -27,9 +28,11 @@ from .._progress import at_work
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
+from ..planning.planner import Planner
 from ..planning.prices import DEVICES
-from . import plot
+from . import plot, spread
 from .task import DTYPES, OPTIMIZERS, Task, curve
+from .writing import write
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 
@@ -54,7 +57,9 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="sequences or pictures in a step, of all replicas together (1)"
+    )
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
@@ -66,19 +71,23 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve of --frontier")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    spread.add_options(parser)
     parser.set_defaults(command=command)
 
 
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute plan`; 0 when there is a plan."""
     _check(args)
+    layout = spread.layout_of(args)
+    if layout is not None:
+        return spread.command(args, layout)
     with at_work(f"building {args.model}"):
         task = Task.of(args)
     with at_work(f"profiling {task}"):
         planner = task.planner()
     profile = planner.profile
     with at_work("planning"):
-        plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
+        plans = curve(profile) if args.frontier else [_planned(planner, args)]
     if args.out is not None:
         write(args.out, plans[0])
     if args.plot is not None:
@@ -90,6 +99,18 @@ def command(args: argparse.Namespace) -> int:
 
     view.show(task, profile, plans, curve=args.frontier)
     return 0
+
+
+def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
+    """The plan for a budget; where there is none, what to write on the command line."""
+    try:
+        return planner.plan(args.budget)
+    except errors.BudgetError as error:
+        least: Any = error.solution
+        figures = least.prediction.budget_bytes, error.smallest, planner.profile.plain_peak_bytes
+        out = None if args.out is None else str(args.out)
+        text = errors.no_plan_to_write(*figures, planner.profile.advice, out)
+        raise errors.BudgetError(text, error.smallest, least) from None
 
 
 def to_json(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) -> str:
@@ -123,13 +144,3 @@ def _check(args: argparse.Namespace) -> None:
         plot.check(args.plot)
     if args.budget is not None:
         read_budget(args.budget)
-
-
-def write(path: Path, plan: Plan) -> None:
-    """Write a plan to a file, for `Plan.from_json` to read."""
-    try:
-        path.write_text(plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise errors.ArgumentError(
-            errors.cannot_write("--out", str(path), (error.strerror or str(error)).lower())
-        ) from error

@@ -29,6 +29,18 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = Mappin
 )
 
 
+def check_sizes(args: argparse.Namespace) -> None:
+    """Refuses a batch or a sequence of no length.
+
+    Raises:
+        ArgumentError: One is less than 1.
+    """
+    for option in ("batch", "sequence"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
+
+
 @dataclass(frozen=True)
 class Task:
     """A step to plan.
@@ -54,10 +66,7 @@ class Task:
         Raises:
             ArgumentError: The model cannot be had, or is not one that the options describe.
         """
-        for option in ("batch", "sequence"):
-            value = getattr(args, option)
-            if value is not None and value < 1:
-                raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
+        check_sizes(args)
         model, batch = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
         if batch is None:
             batch = batch_for(model, args.model, args.batch, args.sequence)

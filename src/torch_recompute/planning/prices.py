@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -54,11 +54,38 @@ class Roofline:
         sent = sent_bytes(op)
         if sent is not None:
             return sent / (self.link or self.bytes_per_second) + self.launch
-        return max(op.flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
+        return max(flops_of(op) / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def _speed(self, op: Op) -> float:
         size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
+
+
+def flops_of(op: Op) -> int:
+    """The FLOPs of an operation, those of the CPU's fused attention too, which PyTorch does not count.
+
+    A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
+    """
+    times = _ATTENTION.get(op.func.name())
+    if op.flops or times is None:
+        return op.flops
+    query, key, value = list(metas(op.args))[times.first : times.first + 3]
+    batch, heads, tokens, width = query.shape
+    return batch * heads * tokens * key.shape[-2] * 2 * (times.keys * width + times.values * value.shape[-1])
+
+
+class _Products(NamedTuple):
+    """Where queries stand among an operation's tensors, and how many products there are over each width."""
+
+    first: int
+    keys: int
+    values: int
+
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Products(0, 1, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Products(1, 3, 2),
+}
 
 
 def sent_bytes(op: Op) -> int | None:
