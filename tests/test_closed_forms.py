@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import Choice, Plan, simulate
+from torch_recompute._ranks.placing import divided, wire
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Roofline
 
@@ -30,51 +31,55 @@ MASK = 2  # bytes per element
 
 
 class Attention(nn.Module):
-    def __init__(self, *, fused: bool) -> None:
+    """The heads of one of some ranks."""
+
+    def __init__(self, *, fused: bool, ranks: int) -> None:
         super().__init__()
-        self.qkv, self.proj = nn.Linear(H, 3 * H, bias=False), nn.Linear(H, H, bias=False)
+        self.heads, own = A // ranks, H // ranks
+        self.qkv, self.proj = nn.Linear(H, 3 * own, bias=False), nn.Linear(own, H, bias=False)
         self.fused = fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.view(B, S, A, H // A).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (y.view(B, S, self.heads, H // A).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v)
         else:
             scores = (q @ k.transpose(2, 3)) / math.sqrt(H // A)
             y = F.dropout(scores.softmax(-1), 0.1) @ v
-        y = self.proj(y.transpose(1, 2).reshape(B, S, H))
-        return y if self.fused else F.dropout(y, 0.1)
+        return self.proj(y.transpose(1, 2).reshape(B, S, H // A * self.heads))
 
 
 class Mlp(nn.Module):
-    def __init__(self, *, fused: bool) -> None:
+    def __init__(self, *, ranks: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(H, 4 * H, bias=False), nn.Linear(4 * H, H, bias=False)
-        self.fused = fused
+        self.up, self.down = nn.Linear(H, 4 * H // ranks, bias=False), nn.Linear(4 * H // ranks, H, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.down(F.gelu(self.up(x)))
-        return y if self.fused else F.dropout(y, 0.1)
+        return self.down(F.gelu(self.up(x)))
 
 
 class Layer(nn.Module):
     """Pre-norm. `fused`: one attention call and no dropout; else attention by hand, and dropout in three places."""
 
-    def __init__(self, *, fused: bool) -> None:
+    def __init__(self, *, fused: bool, ranks: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(H, bias=False), nn.LayerNorm(H, bias=False)
-        self.attention, self.mlp = Attention(fused=fused), Mlp(fused=fused)
+        self.attention, self.mlp = Attention(fused=fused, ranks=ranks), Mlp(ranks=ranks)
+        self.dropout = 0.0 if fused else 0.1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.dropped(self.attention(self.norm1(x)))
+        return x + self.dropped(self.mlp(self.norm2(x)))
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout) if self.dropout else x
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: int, *, fused: bool = True) -> None:
+    def __init__(self, layers: int, *, fused: bool = True, ranks: int = 1) -> None:
         super().__init__()
         self.first = nn.Linear(H, H, bias=False)
-        self.layers = nn.ModuleList(Layer(fused=fused) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(fused=fused, ranks=ranks) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -86,6 +91,31 @@ class Stack(nn.Module):
 def stack(layers: int, *, fused: bool = True) -> tuple[Stack, tuple[torch.Tensor]]:
     with torch.device("meta"):
         return Stack(layers, fused=fused).bfloat16(), (torch.empty(B, S, H, dtype=torch.bfloat16),)
+
+
+def kept_by_a_rank(ranks: int, *, sequence: bool) -> int:
+    """What one more layer adds to what one of several tensor-parallel ranks keeps, by hand and with dropout."""
+    kept: list[int] = []
+    for layers in (2, 3):
+        with torch.device("meta"):
+            whole, part = (Stack(layers, fused=False, ranks=n).bfloat16() for n in (1, ranks))
+            x = torch.empty(B, S // ranks if sequence else S, H, dtype=torch.bfloat16)
+        wire(part, [f"layers.{i}" for i in range(layers)], divided(whole, part, ranks, "gpt"), ranks, sequence)
+        kept.append(simulate(part, (x,)).saved_bytes)
+    return kept[1] - kept[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_rank_keeps(ranks: int) -> None:
+    """Of t tensor-parallel ranks each keeps sbh (10 + 24 / t) + 5 a s^2 b / t; with sequence parallelism a t-th of all.
+
+    The masks of the attention's dropout are of heads and divided; those of the others are of tokens.
+    """
+    scores = A * S * S * B
+    divided_up = 24 * SBH + 5 * scores + (MASK - 1) * scores
+    shared = 10 * SBH + (MASK - 1) * 2 * SBH + STATISTICS
+    assert kept_by_a_rank(ranks, sequence=False) == shared + divided_up // ranks
+    assert kept_by_a_rank(ranks, sequence=True) == (shared + divided_up) // ranks
 
 
 class Placement(NamedTuple):

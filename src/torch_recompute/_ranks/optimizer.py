@@ -18,19 +18,22 @@ from typing import Any
 import torch
 
 
+MOMENTS = ("mean", "square")
+
+
 class Sharded(torch.optim.Optimizer):
     """An optimizer that a simulated step ends with.
 
     Args:
         parameters: The rank's parameters.
         replicas: How many share the state.
-        moments: How many there are; 0 for plain gradient descent, which needs no copy of the weights.
+        word: "adamw", "sgd", which has no state, or "none", which has gradients and no step.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], replicas: int, moments: int) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], replicas: int, word: str) -> None:
         super().__init__(parameters, {})
         self._replicas = replicas
-        self._moments = moments
+        self._word = word
         for parameter in self._parameters():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -44,31 +47,28 @@ class Sharded(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates this replica's share of each parameter."""
+        if self._word == "none":
+            return
         for parameter in self._parameters():
             grad = parameter.grad
             assert grad is not None
             share = -(-parameter.numel() // self._replicas)
             own, gradient = parameter.view(-1)[:share], grad.view(-1)[:share]
-            if not self._moments:
+            if self._word == "sgd":
                 own.add_(gradient, alpha=-1e-3)
                 continue
             state: dict[str, torch.Tensor] = self.state[parameter]
             if not state:
                 state["weight"] = own.float() if own.dtype != torch.float32 else own
-                for number in range(self._moments):
-                    state[f"moment{number}"] = torch.zeros(share, dtype=torch.float32, device=own.device)
-            for number in range(self._moments):
-                state[f"moment{number}"].mul_(0.9).add_(gradient)
-            state["weight"].add_(state["moment0"])
+                for name in MOMENTS:
+                    state[name] = torch.zeros(share, dtype=torch.float32, device=own.device)
+            for name in MOMENTS:
+                state[name].mul_(0.9).add_(gradient)
+            state["weight"].addcdiv_(state["mean"], state["square"])
             if state["weight"] is not own:
                 own.copy_(state["weight"])
 
 
-MOMENTS = {"adamw": 2, "sgd": 0}
-
-
-def sharded(word: str, replicas: int) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """What makes the optimizer of a rank; None for none."""
-    if word not in MOMENTS:
-        return None
-    return functools.partial(Sharded, replicas=replicas, moments=MOMENTS[word])
+def sharded(word: str, replicas: int) -> Callable[[Any], torch.optim.Optimizer]:
+    """What makes the optimizer of a rank."""
+    return functools.partial(Sharded, replicas=replicas, word=word)

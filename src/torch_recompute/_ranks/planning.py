@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ from .model import Rank, ranks
 from .optimizer import sharded
 
 ROUNDS = 8
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class RankPlanner:
             make = sharded(optimizer, layout.dp)
             ran: Counter[Op] = Counter()
             self.planner = Planner(rank.model, (), rank.batch, optimizer=make, device=device, ran=ran)
-            self._optimizer_seconds = _update_seconds(rank.model, make, self.planner)
+            self._optimizer_seconds = update_seconds(rank.model, make, self.planner.seconds)
             links = {op: count for op, count in ran.items() if sent_bytes(op) is not None}
             self._link_bytes = sum((sent_bytes(op) or 0) * count for op, count in links.items())
             self._link_seconds = sum(self.planner.seconds(op) * count for op, count in links.items())
@@ -288,10 +290,14 @@ class RankPlanner:
         return dataclasses.replace(plan, choices=choices)
 
 
-def _update_seconds(model: nn.Module, make: Any, planner: Planner) -> float:
-    """Seconds of the optimizer's step for the parameters of a model."""
-    if make is None:
-        return 0.0
+def update_seconds(model: nn.Module, make: MakeOptimizer, price: Callable[[Op], float]) -> float:
+    """Seconds of the optimizer's step for the parameters of a model.
+
+    Args:
+        model: The model.
+        make: From a list of parameters to an optimizer.
+        price: Seconds of an operation.
+    """
     ran: Counter[Op] = Counter()
     with FakeTensorMode():
         fakes = [torch.empty(p.shape, dtype=p.dtype).requires_grad_(p.requires_grad) for p in model.parameters()]
@@ -300,4 +306,4 @@ def _update_seconds(model: nn.Module, make: Any, planner: Planner) -> float:
         with Log(lambda op, *_: ran.update([op])):
             optimizer.step()
             optimizer.zero_grad()
-    return sum(planner.seconds(op) * count for op, count in ran.items())
+    return sum(price(op) * count for op, count in ran.items())

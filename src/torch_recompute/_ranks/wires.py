@@ -3,7 +3,7 @@
 Problem. A rank of a tensor-parallel group holds slices of weights, and what its activations are depends on what is
 gathered and reduced, where, and what autograd keeps of it. A simulation has one process and no process group.
 
-Idea. The operations of `torch.ops._c10d_functional` say what they return without a group, so on fake tensors they run
+Idea. Torch's functional collectives say what they return without a group, so on fake tensors they run
 as they are. Around them are the autograd functions that Megatron has: at the entry of an attention or an MLP an
 identity whose backward is an all-reduce, at its exit an all-reduce whose backward is an identity; with sequence
 parallelism an all-gather of tokens and a reduce-scatter.
@@ -24,13 +24,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # defines the operations  # noqa: F401
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .._compat.collectives import functional
 from ..plan.calls import declare_product
 
-_collectives: Any = torch.ops._c10d_functional
+_collectives = functional()
 
 
 def _all_reduced(x: torch.Tensor, size: int) -> torch.Tensor:

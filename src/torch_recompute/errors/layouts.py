@@ -52,8 +52,8 @@ def not_divided(model: str, cls: str, name: str, ranks: int) -> str:
 def no_pipeline(model: str, cls: str) -> str:
     """Text for a model whose layers are not known."""
     return (
-        f"--tp, --pp, --dp and --mbs are for language models of transformers; {model} is {cls}. Leave them out, or plan "
-        "with make_plan what each rank runs."
+        f"--tp, --pp, --dp and --mbs are for language models of transformers; {model} is {cls}. Leave them out, or "
+        "plan with make_plan what each rank runs."
     )
 
 

@@ -6,8 +6,8 @@ or a checkpoint.
 Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
 The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
 `Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
-budget costs, before one is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and there is a
-plan for each rank of the pipeline (`spread.py`).
+budget costs, before one is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and
+there is a plan for each rank of the pipeline (`spread.py`).
 
 The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
 2 for what cannot be asked, 3 where no plan fits.

@@ -1,4 +1,4 @@
-"""`torch-recompute plan MODEL --tp 4 --pp 4 ...`: a step that is spread over ranks, and a plan for each of the pipeline.
+"""`torch-recompute plan MODEL --tp 4 --pp 4 ...`: a step that is spread over ranks, and a plan for each rank.
 
 The ranks of a tensor-parallel group and the replicas do the same, so there is one plan for each place in the pipeline.
 `--budget` is that of every rank; a share is of each rank's own activation memory. `--out plan.json` writes
