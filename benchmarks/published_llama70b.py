@@ -91,13 +91,13 @@ class Predicted:
         sizes = [len(chunk) for chunk in self.rank.chunks]
         layers = [layer for chunk in self.rank.chunks for layer in chunk]
         paths = [f"model.layers.{layer}" for layer in layers]
-        inside = {path: 0 for path in paths}
+        inside = dict.fromkeys(paths, 0)
         for module, nbytes in self.simulation.saved_by_module.items():
             path = ".".join(module.split(".")[:3])
             if path in inside:
                 inside[path] += nbytes
         options = [Option((), inside[path], 0, 0, 0.0) for path in paths]
-        return taken(self.simulation, paths, options, sizes)
+        return taken(self.simulation, paths, options, sizes, self._rank.received)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ what a single layer makes of the budget.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,13 @@ class Taken:
         return (self.at(most), most) if self.at(most) >= self.besides else (self.besides, None)
 
 
-def taken(simulation: Simulation, paths: Sequence[str], options: Sequence[Option], sizes: Sequence[int]) -> Taken:
+def taken(
+    simulation: Simulation,
+    paths: Sequence[str],
+    options: Sequence[Option],
+    sizes: Sequence[int],
+    received: Sequence[int],
+) -> Taken:
     """What a rank's chunks take, from its simulated microbatch.
 
     Args:
@@ -103,9 +110,10 @@ def taken(simulation: Simulation, paths: Sequence[str], options: Sequence[Option
         paths: The layers.
         options: What was chosen for each.
         sizes: How many layers each chunk has.
+        received: Bytes of the gradient that each chunk is sent, which whoever calls its backward holds until it ends.
     """
     starts = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
-    kept = tuple(sum(option.saved_bytes for option in options[a:b]) for a, b in zip(starts, starts[1:], strict=False))
+    kept = tuple(sum(option.saved_bytes for option in options[a:b]) for a, b in itertools.pairwise(starts))
     chunk_of = {path: number for number, size in enumerate(sizes) for path in paths[starts[number] :][:size]}
     highest = {"forward": [0] * len(sizes), "backward": [0] * len(sizes)}
     besides, now = 0, 0
@@ -118,7 +126,8 @@ def taken(simulation: Simulation, paths: Sequence[str], options: Sequence[Option
             now = len(sizes) - 1
         now = _chunk(moment.module, chunk_of, now)
         highest[phase][now] = max(highest[phase][now], moment.live_bytes - sum(kept[:now]))
-    return Taken(kept, tuple(highest["forward"]), tuple(highest["backward"]), besides)
+    backward = tuple(most + sent for most, sent in zip(highest["backward"], received, strict=True))
+    return Taken(kept, tuple(highest["forward"]), backward, besides)
 
 
 def _chunk(module: str, chunk_of: dict[str, int], now: int) -> int:

@@ -46,12 +46,20 @@ class Rank:
         chunks: The layers of each of its chunks.
         model: On meta.
         batch: The keyword arguments of one call, one microbatch.
+        sent_bytes: Of what is sent from one chunk to the next.
     """
 
     number: int
     chunks: tuple[tuple[int, ...], ...]
     model: nn.Module
     batch: dict[str, Any]
+    sent_bytes: int
+
+    @property
+    def received(self) -> list[int]:
+        """Bytes of the gradient that each chunk is sent; the pipeline's last chunk has the loss."""
+        received = [self.sent_bytes] * len(self.chunks)
+        return [*received[:-1], 0] if "labels" in self.batch else received
 
     @property
     def parameters(self) -> int:
@@ -88,7 +96,7 @@ def ranks(model: nn.Module, word: str, layout: Layout, tokens: int) -> list[Rank
             held = {name for name, _ in own.named_parameters()} & slices
             wire(own, kept, held, layout.tp, layout.sequence_parallel)
         batch = _batch(own, layout, tokens, first=first, last=last)
-        found.append(Rank(number, tuple(map(tuple, chunks)), own, batch))
+        found.append(Rank(number, tuple(map(tuple, chunks)), own, batch, _hidden(own, layout, tokens).nbytes))
     return found
 
 
@@ -147,10 +155,14 @@ def _batch(model: Any, layout: Layout, tokens: int, *, first: bool, last: bool) 
     if first:
         batch["input_ids"] = ids
     else:
-        own = tokens // layout.tp if layout.sequence_parallel else tokens
-        dtype = next(parameter.dtype for parameter in model.parameters())
-        shape = layout.mbs, own, model.config.hidden_size
-        batch["inputs_embeds"] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        batch["inputs_embeds"] = _hidden(model, layout, tokens).requires_grad_()
     if last:
         batch["labels"] = ids
     return batch
+
+
+def _hidden(model: Any, layout: Layout, tokens: int) -> torch.Tensor:
+    """What is sent from one rank to the next."""
+    own = tokens // layout.tp if layout.sequence_parallel else tokens
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    return torch.empty(layout.mbs, own, model.config.hidden_size, dtype=dtype, device="meta")

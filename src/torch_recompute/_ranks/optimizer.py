@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-
 MOMENTS = ("mean", "square")
 
 

@@ -147,7 +147,7 @@ class PipelinePlanner:
 
 
 def _shape(rank: Rank) -> tuple[Any, ...]:
-    """What a rank holds and is called with, but for the numbers of its layers: ranks for which it is equal are alike."""
+    """What a rank holds and is called with, but for the numbers of its layers; equal for ranks that are alike."""
     sizes = tuple(map(len, rank.chunks))
     weights = tuple((tuple(parameter.shape), parameter.dtype) for parameter in rank.model.parameters())
     return sizes, weights, tuple(sorted(rank.batch)), rank.number == 0
@@ -201,7 +201,7 @@ class RankPlanner:
 
     def _taken(self, simulation: Any, options: Sequence[Option]) -> Taken:
         paths = [segment.path for segment in self.planner.costs.segments]
-        return taken(simulation, paths, options, self._sizes)
+        return taken(simulation, paths, options, self._sizes, self._rank.received)
 
     def plan(self, budget: int | float | str) -> RankPlan:
         """The plan for a budget; one that does not fit is the one that needs the least."""
