@@ -135,11 +135,10 @@ def main() -> None:
     for what, off in far.items():
         print(f"  {what}: predicted {off:+.0%} from the published figure")
     print(
-        f"The published saving is the difference to a run that went out of memory on 80 GB: {WITHOUT} GB is what it had "
-        f"reached, or what another rank had, and no peak of a whole step. Predicted are "
-        f"{first['plain_fused'] / GB:.1f} GB in tensors; the allocator's fragments come on top, and expandable segments "
-        "are what was published to have mended it. One microbatch in flight would save "
-        f"{first['saved_fused'] / first['in_flight'] * LAYOUT.vpp / GB:.1f} GB, which is the published figure."
+        f"The published saving is the difference to a run that went out of memory on 80 GB: {WITHOUT} GB is what it "
+        f"had reached, or what another rank had, and no peak of a whole step. Predicted are "
+        f"{first['plain_fused'] / GB:.1f} GB in tensors, and the allocator's fragments come on top. One microbatch in "
+        f"flight would save {first['saved_fused'] / first['in_flight'] * LAYOUT.vpp / GB:.1f} GB."
     )
     finish(options, figures, all(abs(off) <= 0.1 for off in far.values()))
 
