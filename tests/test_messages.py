@@ -41,6 +41,7 @@ from torch_recompute import (
     RecomputeConfig,
     RecomputeError,
     SaveError,
+    Stages,
     StoreError,
     _compat,
     _fingerprints,
@@ -197,6 +198,14 @@ class Scale(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.weight + self.offset).sin().exp()
+
+
+def plans_stages(**options: Any) -> None:
+    """Plans two stages of one layer each, whatever is said wrong."""
+    said: dict[str, Any] = {"budget": 2**30, "stages": Stages("GPipe", pipeline=2, microbatches=2), **options}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    sizes = "sizes" in options
+    make_plan(model, () if sizes else (torch.ones(8, 4),), device="h100", **said)
 
 
 class Opaque:
@@ -1957,6 +1966,24 @@ CASES = [
         '  Write recompute_granularity="full" with it, or leave distribute_saved_activations out.',
     ),
     Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(repeat_collectives=True),
+        "repeat_collectives=True would have no effect: recompute_granularity is None, which recomputes nothing, so "
+        "nothing is repeated.\n"
+        '  Write recompute_granularity="full" with it, or leave repeat_collectives out.',
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
+        lambda: RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=["0"], repeat_collectives=True
+        ).plan(nn.Sequential(nn.Linear(2, 2))),
+        "repeat_collectives=True would have no effect: no weight in what is recomputed is split over ranks as "
+        "parallelize_module splits it.\n"
+        "  Plan after parallelize_module, or leave repeat_collectives out.",
+    ),
+    Case(
         "offload_without_regions",
         ArgumentError,
         lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
@@ -2769,6 +2796,58 @@ CASES = [
         lambda: orders_named("1F1B", 0, 2),
         "pipeline=0, microbatches=2, chunks=1, where whole numbers are expected, 1 or more.\n"
         "  pipeline is the number of ranks, microbatches those of one step, chunks the number of stages on each rank.",
+    ),
+    Case(
+        "bad_split",
+        ArgumentError,
+        lambda: Stages("1F1B", 2, 4, split=(1, 1)).bounds(2, ["a", "b", "c"]),
+        "split=(1, 1) does not fit: the model has 3 layers.\n"
+        "  The model's layers are a to c, 3 of them. Write how many each stage has, or the path of the first of each "
+        '("" for the first stage).',
+    ),
+    Case(
+        "bad_stages",
+        ArgumentError,
+        lambda: plans_stages(stages=4),
+        "stages is int: 4, where a pipeline is expected.\n"
+        '  Write stages=Stages("1F1B", pipeline=4, microbatches=8), or pass a schedule of '
+        "torch.distributed.pipelining.",
+    ),
+    Case(
+        "budgets_per_rank",
+        ArgumentError,
+        lambda: plans_stages(budget=[1, 2, 3]),
+        "budget holds 3 budgets, and the pipeline has 2 ranks.\n  Pass one for all, or a list with one per rank.",
+    ),
+    Case(
+        "fit_of_ranks",
+        ArgumentError,
+        lambda: plans_stages(budget="fit"),
+        'budget="fit" means what a device has free now, which each rank of a pipeline knows only of its own.\n'
+        '  Pass bytes, such as budget="70GiB", or a list with one budget per rank.',
+    ),
+    Case(
+        "optimizer_of_a_whole",
+        ArgumentError,
+        lambda: plans_stages(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])),
+        "optimizer is a SGD of the whole model, but each rank of a pipeline has one of its stages' parameters.\n"
+        "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an optimizer.",
+    ),
+    Case(
+        "stages_and_sizes",
+        ArgumentError,
+        lambda: plans_stages(sizes=[(vector(),)]),
+        "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
+        "  Pass as args one microbatch of the largest size.",
+    ),
+    Case(
+        "rank_does_not_fit",
+        BudgetError,
+        lambda: plans_stages(budget=100),
+        "rank 0 of the pipeline: budget=100 bytes is too small for a step of this model: with the plan that needs the "
+        "least its peak is 752 bytes (752 bytes), with no region 752 bytes.\n"
+        '  Pass budget="752bytes" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
+        ".smallest.",
     ),
     # between ranks
     Case(

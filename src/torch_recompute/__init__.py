@@ -28,6 +28,7 @@ from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
 from .plan.planned import solve
 from .plan.prediction import Prediction
 from .plan.profile import Profile
+from .plan.stages import StagePlan, StagePlans, Stages
 from .planning import make_plan, profile
 from .region import no_recompute, recompute
 from .simulation import Simulation
@@ -61,6 +62,9 @@ __all__ = [
     "SavedActivations",
     "Simulation",
     "SizeClass",
+    "StagePlan",
+    "StagePlans",
+    "Stages",
     "Store",
     "StoreError",
     "apply",

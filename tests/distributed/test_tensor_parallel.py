@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.ranks import started
-from torch_recompute import Choice, Measurement, Plan, apply, doing_recompute, measure, no_recompute, recompute
+from torch_recompute import (
+    ArgumentError,
+    Choice,
+    Measurement,
+    Plan,
+    RecomputeConfig,
+    apply,
+    doing_recompute,
+    measure,
+    no_recompute,
+    recompute,
+)
 from torch_recompute.distributed import keep_collectives
 
 ranks = pytest.fixture(scope="module")(started(2))
@@ -95,7 +109,7 @@ def settled(seen: Measurement) -> int:
     return least
 
 
-def train(plan: Plan, how: str, dropout: float = 0.0) -> Any:
+def train(plan: Plan | RecomputeConfig, how: str, dropout: float = 0.0) -> Any:
     """Gradients, what was communicated, what of that in replays, and the bytes kept for backward."""
     warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
     torch.manual_seed(1)
@@ -105,7 +119,7 @@ def train(plan: Plan, how: str, dropout: float = 0.0) -> Any:
         split(layers, how == "sequence")
     if how == "sequence":
         x = distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(1)])
-    apply(layers, plan)
+    apply(layers, plan.plan(layers) if isinstance(plan, RecomputeConfig) else plan)
     torch.manual_seed(2)
     with measure() as seen, Comm() as comm:
         y = x
@@ -121,7 +135,12 @@ def train(plan: Plan, how: str, dropout: float = 0.0) -> Any:
 
 
 EACH = (("0",), ("1",))
-PLANS = {
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+PLANS: dict[str, Plan | RecomputeConfig] = {
     "each": Plan(tuple(Choice(p) for p in EACH)),
     "products": Plan(tuple(Choice(p, keep=("@product",)) for p in EACH)),
     "attention": Plan(tuple(Choice(p, keep=("@attention",)) for p in EACH)),
@@ -129,6 +148,8 @@ PLANS = {
     "group": Plan((Choice(("0", "1")),)),
     "parts": Plan((Choice(("0.norm1",)), Choice(("0.up",)), Choice(("1.proj",)), Choice(("1.inner",)))),
     "reductions": Plan(tuple(Choice(p, keep=("@reduction",)) for p in EACH)),
+    "settings": RecomputeConfig(**FULL),
+    "settings that repeat": RecomputeConfig(**FULL, repeat_collectives=True),
     "collectives": Plan(tuple(Choice(p, keep=("@collective",)) for p in EACH)),
     "collectives and products": Plan(tuple(Choice(p, keep=("@collective", "@product")) for p in EACH)),
     "collectives of a group": Plan((Choice(("0", "1"), keep=("@collective",)),)),
@@ -167,12 +188,49 @@ def test_plans_on_dtensors(ranks, how: str, dropout: float) -> None:
         if how == "sequence":
             assert replayed["each"][gathers] == replayed["reductions"][gathers] == 8
         kept = {name: size for name, (*_, size) in answers.items()}
+        for settings, plan in (("settings", "reductions"), ("settings that repeat", "each")):
+            assert (replayed[settings], kept[settings]) == (replayed[plan], kept[plan])
         for name, (_, found, again, _) in answers.items():
             first = {key: found[key] - again.get(key, 0) for key in found}
             assert first == comm, name  # forward and backward communicate as without a plan
         assert kept["each"] < kept["reductions"] <= kept["collectives"] < whole
         assert kept["group"] < 0.6 * kept["each"]  # one input, where each of the two layers has one
         assert kept["products"] < 0.6 * whole  # the inputs of saved products are rebuilt
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+FSDP, HSDP, TENSOR = "fully_shard", "fully_shard over two dimensions", "parallelize_module"
+
+
+@pytest.mark.parametrize(
+    ("ways", "split"),
+    [((), False), ((FSDP,), False), ((HSDP,), False), ((TENSOR,), True), ((TENSOR, FSDP), True)],
+)
+def test_which_layers_keep_reductions(four_ranks, ways: tuple[str, ...], split: bool) -> None:
+    """Settings keep reductions of layers that tensor parallelism has split, not of those that only FSDP has."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.ModuleList(Layer(0.0) for _ in range(2))
+    for layer in model:
+        if TENSOR in ways:
+            parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if FSDP in ways or HSDP in ways:
+            fully_shard(layer, mesh=mesh["data"] if FSDP in ways else mesh)
+    keeps = {choice.keep for choice in RecomputeConfig(**FULL).plan(model).choices}
+    assert keeps == {("@reduction",) if split else ()}
+    if split:
+        again = RecomputeConfig(**FULL, repeat_collectives=True).plan(model)
+        assert {choice.keep for choice in again.choices} == {()}
+        part = RecomputeConfig(recompute_granularity="selective", recompute_modules=["0.norm1", "0.up"]).plan(model)
+        assert [choice.keep for choice in part.choices] == [(), ("@reduction",)]
+    else:
+        with pytest.raises(ArgumentError, match="no weight in what is recomputed is split"):
+            RecomputeConfig(**FULL, repeat_collectives=True).plan(model)
 
 
 def implicit() -> Any:

@@ -182,10 +182,10 @@ class RankPlanner:
             make = sharded(optimizer, layout.dp)
             ran: Counter[Op] = Counter()
             self.planner = Planner(rank.model, (), rank.batch, optimizer=make, device=device, ran=ran)
-            self._optimizer_seconds = update_seconds(rank.model, make, self.planner.seconds)
+            self._optimizer_seconds = update_seconds(rank.model, make, self.planner.price)
             links = {op: count for op, count in ran.items() if sent_bytes(op) is not None}
             self._link_bytes = sum((sent_bytes(op) or 0) * count for op, count in links.items())
-            self._link_seconds = sum(self.planner.seconds(op) * count for op, count in links.items())
+            self._link_seconds = sum(self.planner.price(op) * count for op, count in links.items())
         else:
             self.planner = alike.planner
             self._optimizer_seconds = alike._optimizer_seconds

@@ -53,6 +53,8 @@ class RecomputeConfig:
             calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes nothing.
         distribute_saved_activations: For "full": the input of each region is kept in parts on the tensor parallel
             ranks, which all hold it whole: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
+        repeat_collectives: Not Megatron's. Layers that `parallelize_module` has split keep the results of their
+            reductions, which replays then do not repeat; True repeats them, as Megatron does, and keeps nothing.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
         moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
         fine_grained_activation_offloading: Keep the inputs of some recomputed parts in host memory (`OnHost`).
@@ -79,6 +81,7 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     recompute_modules: Sequence[str] | None = None
     distribute_saved_activations: bool = False
+    repeat_collectives: bool = False
     sequence_parallel: bool = False
     moe_layer_recompute: bool = False
     fine_grained_activation_offloading: bool = False

@@ -27,6 +27,7 @@ ADDED = (
     "recompute_num_layers",
     "recompute_modules",
     "distribute_saved_activations",
+    "repeat_collectives",
     "moe_layer_recompute",
 )
 
@@ -66,7 +67,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=_number,
         help="the same as --recompute_granularity full --recompute_method block --recompute_num_layers N",
     )
-    _add(group, "distribute_saved_activations", action="store_true", help="not available yet")
+    _add(
+        group,
+        "distribute_saved_activations",
+        action="store_true",
+        help="full: regions keep their inputs in parts on the tensor parallel ranks",
+    )
+    _add(
+        group,
+        "repeat_collectives",
+        action="store_true",
+        help="replays repeat the reductions of tensor parallel layers, whose results are kept without it",
+    )
     _add(group, "moe_layer_recompute", action="store_true", help="deprecated: moe among --recompute_modules")
 
 

@@ -18,6 +18,7 @@ from ..plan import Choice
 from ..plan.labels import choices, matching, merge, named, routed
 from ..plan.named import Found
 from ..plan.units import Units, find_units
+from .collectives import reductions_kept
 from .offloading import check_merged, layers_on_host, part_on_host
 from .rules import FULL, UNIFORM
 
@@ -31,6 +32,10 @@ def placed(config: RecomputeConfig, model: object, look: Callable[[], Found] | N
     """The choices that these settings mean in this model; `look` calls it to find the names of calls, if it can be."""
     if not isinstance(model, torch.nn.Module):
         raise errors.ArgumentError(errors.not_plannable(model))
+    return reductions_kept(config, model, _regions(config, model, look))
+
+
+def _regions(config: RecomputeConfig, model: torch.nn.Module, look: Callable[[], Found] | None) -> tuple[Choice, ...]:
     if config.recompute_granularity == FULL:
         method, number = config.recompute_method or "", config.recompute_num_layers or 0
         found = _layers(config, find_units(model), type(model).__name__, method, number)

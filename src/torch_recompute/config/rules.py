@@ -24,6 +24,7 @@ UNIFORM, BLOCK = "uniform", "block"
 
 SWITCHES = (
     "distribute_saved_activations",
+    "repeat_collectives",
     "sequence_parallel",
     "moe_layer_recompute",
     "fine_grained_activation_offloading",
@@ -75,6 +76,11 @@ def check(config: RecomputeConfig) -> None:
             raise errors.ArgumentError(errors.no_effect("distribute_saved_activations", True, why, write))
         if config.cpu_offloading:
             raise errors.ArgumentError(errors.in_two_places())
+    if config.repeat_collectives and config.recompute_granularity is None:
+        why = "recompute_granularity is None, which recomputes nothing, so nothing is repeated"
+        raise errors.ArgumentError(
+            errors.no_effect("repeat_collectives", True, why, 'Write recompute_granularity="full" with it')
+        )
     offloading.check(config)
 
 

@@ -19,15 +19,18 @@ hold the same layers: data parallel, tensor parallel, or both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .. import errors
-from ..plan import Plan
+from ..plan.plan import Plan
+from ..plan.stages import StagePlans
+
+SomePlans = TypeVar("SomePlans", Plan, StagePlans)
 
 
-def agree_on(plan: Plan, group: dist.ProcessGroup | None = None) -> Plan:
+def agree_on(plan: SomePlans, group: dist.ProcessGroup | None = None) -> SomePlans:
     """Checks that all ranks of a group hold the same plan.
 
         apply(model, agree_on(config.plan(model), data_parallel_group))
@@ -50,10 +53,18 @@ def agree_on(plan: Plan, group: dist.ProcessGroup | None = None) -> Plan:
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
         raise errors.ArgumentError(errors.no_ranks_to_ask())
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    mine = plan.digest() if isinstance(plan, Plan) else None
+    mine = plan.digest() if isinstance(plan, (Plan, StagePlans)) else None
     if len(set(_gathered(mine, group))) == 1 and mine is not None:
         return plan
-    compare(dict(zip(ranks, _gathered(plan if isinstance(plan, Plan) else type(plan).__name__, group), strict=True)))
+    compare(
+        dict(
+            zip(
+                ranks,
+                _gathered(plan if isinstance(plan, (Plan, StagePlans)) else type(plan).__name__, group),
+                strict=True,
+            )
+        )
+    )
     return plan
 
 
@@ -78,7 +89,7 @@ def compare(held: Mapping[int, Plan | str]) -> None:
     camps: dict[str, list[int]] = {}
     plans: dict[str, Plan] = {}
     for rank, plan in held.items():
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, (Plan, StagePlans))
         camps.setdefault(plan.digest(), []).append(rank)
         plans.setdefault(plan.digest(), plan)
     if len(camps) < 2:

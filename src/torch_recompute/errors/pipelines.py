@@ -57,3 +57,58 @@ def bad_pipeline(pipeline: object, microbatches: object, chunks: object) -> str:
         "or more.\n"
         "  pipeline is the number of ranks, microbatches those of one step, chunks the number of stages on each rank."
     )
+
+
+def bad_split(split: object, why: str, layers: Sequence[str]) -> str:
+    """Text for a split that does not fit a model."""
+    return (
+        f"split={split!r} does not fit: {why}.\n"
+        f"  The model's layers are {layers[0]} to {layers[-1]}, {len(layers)} of them. Write how many each stage has, "
+        'or the path of the first of each ("" for the first stage).'
+    )
+
+
+def bad_stages(stages: object) -> str:
+    """Text for something that says nothing of a pipeline."""
+    return (
+        f"stages is {say(stages)}, where a pipeline is expected.\n"
+        '  Write stages=Stages("1F1B", pipeline=4, microbatches=8), or pass a schedule of torch.distributed.pipelining.'
+    )
+
+
+def budgets_per_rank(given: int, ranks: int) -> str:
+    """Text for another number of budgets than there are ranks."""
+    return (
+        f"budget holds {given} budgets, and the pipeline has {ranks} ranks.\n"
+        "  Pass one for all, or a list with one per rank."
+    )
+
+
+def stages_and_sizes() -> str:
+    """Text for a pipeline and sizes at once."""
+    return (
+        "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
+        "  Pass as args one microbatch of the largest size."
+    )
+
+
+def optimizer_of_a_whole(optimizer: object) -> str:
+    """Text for an optimizer of the whole model where each stage has its own."""
+    return (
+        f"optimizer is a {type(optimizer).__name__} of the whole model, but each rank of a pipeline has one of its "
+        "stages' parameters.\n"
+        "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an optimizer."
+    )
+
+
+def rank_does_not_fit(rank: int, why: str) -> str:
+    """Text for a rank of a pipeline that no plan fits on."""
+    return f"rank {rank} of the pipeline: {why}"
+
+
+def fit_of_ranks() -> str:
+    """Text for "fit" for the ranks of a pipeline."""
+    return (
+        'budget="fit" means what a device has free now, which each rank of a pipeline knows only of its own.\n'
+        '  Pass bytes, such as budget="70GiB", or a list with one budget per rank.'
+    )

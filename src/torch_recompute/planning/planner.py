@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -36,14 +36,19 @@ from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
 from ..plan.solve import choose, smallest
 from ..plan.solvers.problem import simplicity
+from ..plan.stages import StagePlans, Stages
 from ..simulation import Simulation, simulate_step
+from ..simulation.step import loss_of
 from .calibrate import calibrate
 from .capture import Captured, capture
 from .free import free_bytes
 from .guesses import guesses
 from .ops import Op, op_of
+from .pieces import Pieces
+from .pipeline import Schedule
 from .prices import Roofline, prices_for, where
 from .sizes import calls_of, plan_sizes
+from .stages import plan_stages
 from .trace import trace
 from .trials import Tried, attempt
 
@@ -162,9 +167,18 @@ class Planner:
         simulation = self._simulated(self._plan_of(Solution(tuple(options), 0, 0.0)))
         return simulation, self._calibrated(simulation, options, self.costs.step_seconds)
 
-    def seconds(self, op: Op) -> float:
-        """What an operation takes on the device."""
+    def price(self, op: Op) -> float:
+        """Seconds of an operation."""
         return self._price(op)
+
+    def cut(self, paths: Sequence[str], stages: Sequence[tuple[int, int]]) -> Pieces:
+        """The model in stages, given its layers and the first and last of each."""
+        args, kwargs = self._call
+        loss, plain = self._step["loss"] or loss_of, self.plain
+        rounding = plain.rounding
+        return Pieces(
+            self._model, args, kwargs, loss=loss, device=plain.device, rounding=rounding, paths=paths, stages=stages
+        )
 
     def _plan_of(self, solution: Solution) -> Plan:
         return Plan(choices_of(self.profile, solution))
@@ -265,6 +279,7 @@ def profile(
     return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
 
 
+@overload
 def make_plan(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -276,7 +291,39 @@ def make_plan(
     device: torch.device | str | None = None,
     solver: str = "auto",
     sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
-) -> Plan:
+    stages: None = None,
+) -> Plan: ...
+
+
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str | Sequence[int | float | str],
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
+    stages: Stages | Schedule,
+) -> StagePlans: ...
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str | Sequence[int | float | str],
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
+    stages: Stages | Schedule | None = None,
+) -> Plan | StagePlans:
     """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
         plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
@@ -303,9 +350,14 @@ def make_plan(
             arguments or dictionaries of keyword arguments. The size of a call is the shape of its first tensor.
             Each is planned for the same budget, and a call of the model goes by the choices of the first that it
             exceeds in no dimension.
+        stages: The pipeline that the model is split into: a `Stages`, or a schedule of
+            `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
+            the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
+            one of a list of parameters.
 
     Returns:
-        The plan, with its prediction.
+        The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
+        those of a data sheet.
 
     Raises:
         BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
@@ -316,6 +368,13 @@ def make_plan(
     def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
         return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
 
+    if stages is not None:
+        if sizes:
+            raise errors.ArgumentError(errors.stages_and_sizes())
+        whole = planner(args, kwargs)
+        return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
+    if not isinstance(budget, (int, float, str)):
+        raise errors.ArgumentError(errors.bad_budget(budget))
     if not sizes:
         return planner(args, kwargs).plan(budget, solver)
     if args:

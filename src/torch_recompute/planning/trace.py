@@ -148,6 +148,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._paths = {id(child): path for path, child in module.named_modules()}
         self._called = {path for path, child in module.named_modules() if _can_be_called(child)}
+        self._rows = {path for path, child in module.named_modules() if isinstance(child, nn.Sequential)}
         self._products = {path for path, child in module.named_modules() if hasattr(child, "base_layer")}
         self._stack: list[str] = []
         self._handles: list[Any] = []
@@ -199,7 +200,7 @@ class _Calls(TorchFunctionMode):
             if above in self._products:
                 return above
         for place, part in enumerate(parts):
-            if part.isdigit():  # a member of a list: experts, of which each may run or not
+            if part.isdigit() and ".".join(parts[:place]) not in self._rows:  # experts, of which each may run or not
                 parts = parts[:place]
                 break
         while parts and ".".join(parts) not in self._called:

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from .._command import carried_out
-from . import plot, result
+from . import plot
+from .comparing import run, ticks
 from .config import PRICES, Config
 from .models import MODELS
-from .result import Between, Match, Point, Promise, Result, run
+from .result import Between, Failure, Match, Point, Promise, Result
 
-__all__ = ["Between", "Config", "Match", "Point", "Promise", "Result", "add_command", "command", "run"]
+__all__ = ["Between", "Config", "Failure", "Match", "Point", "Promise", "Result", "add_command", "command", "run"]
 
 SIZES = (
     ("layers", "layers of the model"),
@@ -47,9 +48,10 @@ def add_command(benchmarks: Any) -> None:
     """Describe `torch-recompute bench frontier` to the command line."""
     about = "peers at every setting they have against our plans, on one model: peak, replayed FLOPs, time, gradients"
     parser = cast("argparse.ArgumentParser", benchmarks.add_parser("frontier", help=about, description=about))
-    parser.add_argument("--model", metavar="NAME", help=f"{' or '.join(MODELS)} (default {Config.model})")
+    parser.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default {Config.model})")
     for name, about in SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{about} (default {getattr(Config, name)})")
+    parser.add_argument("--dropout", type=float, metavar="P", help=f"its probability (default {Config.dropout})")
     parser.add_argument(
         "--price", metavar="WHAT", help=f"what our plans spare: {' or '.join(PRICES)} (default {Config.price})"
     )
@@ -70,5 +72,5 @@ def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute bench frontier`; 0 if it is done, and with `--check` 1 if a promise is broken."""
     given = {field.name: getattr(args, field.name) for field in fields(Config)}
     config = Config(**{name: value for name, value in given.items() if value is not None})
-    seen = carried_out(args, config, plot=plot, view=_view, ticks=result.ticks, run=run)
+    seen = carried_out(args, config, plot=plot, view=_view, ticks=ticks, run=run)
     return 1 if args.check and not seen.passed else 0

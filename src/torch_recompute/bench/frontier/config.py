@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...errors import ArgumentError
 from ...planning.prices import Roofline
 from .models import HEAD, MODELS
+from .models.convnext import FINEST
 
 WIDTHS = 2 * HEAD
 """The width is a multiple of it: of two heads, which a Llama's keys share one of."""
@@ -23,6 +25,7 @@ class Config:
     width: int = 128
     tokens: int = 256
     batch: int = 4
+    dropout: float = 0.1
     rounds: int = 5
     price: str = "measured"
 
@@ -34,12 +37,24 @@ class Config:
                     f"--{name} is {getattr(self, name)}; expected a whole number of at least 1. Write for example "
                     f"--{name} {getattr(Config, name)}"
                 )
+        if not 0 <= self.dropout < 1:
+            raise ArgumentError(
+                f"--dropout is {self.dropout:g}; expected a probability from 0 to below 1. Write for example --dropout "
+                f"{Config.dropout}"
+            )
         for name, known in (("model", MODELS), ("price", PRICES)):
             if getattr(self, name) not in known:
                 raise ArgumentError(
                     f"--{name} is {getattr(self, name)}; expected one of {', '.join(known)}. Write for example "
                     f"--{name} {getattr(Config, name)}"
                 )
+        side = math.isqrt(self.tokens)
+        if self.model == "convnext" and (side**2 != self.tokens or side % FINEST):
+            near = max(1, round(side / FINEST)) * FINEST
+            raise ArgumentError(
+                f"--tokens is {self.tokens}; expected the square of a multiple of {FINEST} for convnext, because they "
+                f"are the patches of a square picture, halved {FINEST.bit_length() - 1} times. Write --tokens {near**2}"
+            )
         if self.width % WIDTHS:
             above = self.width + WIDTHS - self.width % WIDTHS
             raise ArgumentError(

@@ -56,11 +56,11 @@ class Seen:
 class Step:
     """A training step of one model run in one way: forward and backward."""
 
-    def __init__(self, model: nn.Module, text: Tensor, way: Way) -> None:
+    def __init__(self, model: nn.Module, batch: Tensor, way: Way) -> None:
         self.way = way
         self._parameters = list(model.parameters())
         self._model = copy.deepcopy(model, {id(parameter): parameter for parameter in self._parameters})
-        self._text = text
+        self._batch = batch
         way.prepare(self._model)
         with (way.first or nullcontext)():
             self()
@@ -68,7 +68,7 @@ class Step:
     def __call__(self) -> None:
         """Runs the step."""
         torch.manual_seed(SEED)
-        self._model(self._text).backward()
+        self._model(self._batch).backward()
 
     def drop_gradients(self) -> None:
         """Leaves none."""
@@ -118,7 +118,10 @@ def _flops(name: str, shapes: Any) -> int:
     formula: Any = flop_registry.get(getattr(torch.ops.aten, name.removeprefix("aten::"), None))
     if formula is None or not name.startswith("aten::"):
         return 0
-    return int(formula(*(shape for shape in shapes if shape)))  # numbers have none
+    try:
+        return int(formula(*(shape for shape in shapes if shape)))  # numbers have none
+    except TypeError as error:
+        raise NotImplementedError(f"the FLOPs of {name} do not follow from shapes alone") from error
 
 
 def difference(plain: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""The comparison and its result: points of memory and cost, the peers' and ours, and the verdict in numbers.
+"""What the comparison showed: points of memory and cost, the peers' and ours, and the verdict in numbers.
 
 Two questions are asked. At each peer's own point: what does our plan replay if the peer's measured peak is its budget?
 And between these points, at ten budgets: what does the best peer's setting replay that still fits?
@@ -12,23 +12,15 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from ... import Plan, __version__
-from ...errors import BudgetError
-from ...planning.planner import Planner
-from .config import PRICES, Config
-from .measuring import Seen, Step, clock, difference, ratio
-from .models import build
-from .ways import PLAIN, Way, peers, planned
+from ... import __version__
+from .config import Config
 
 SCHEMA_VERSION = 1
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-"""Our budgets, as shares of what lies between the least peak and the plain step's."""
 NEAR = 0.005
 """How far a predicted peak may be off."""
 OURS, MATCHED = "ours", "ours at"
@@ -116,12 +108,25 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A peer that does not run this model.
+
+    Attributes:
+        title: Whose and which setting.
+        error: The first line of what it raised.
+    """
+
+    title: str
+    error: str
+
+
+@dataclass(frozen=True)
 class Between:
     """A budget of ours, and the best that a peer has for it.
 
     Attributes:
         ours: Our point.
-        peer: The peers' point that fits and replays least; None if none fits.
+        peer: The peers' point that fits, has the plain step's gradients and replays least; None if none does.
         less_percent: How much less ours replays, in percent of the peer's; None if that replays nothing.
     """
 
@@ -140,6 +145,7 @@ class Result:
         ours: At our budgets.
         matches: At the peers' peaks.
         noise: How far the times of two plain steps are apart, as a share: the median over rounds.
+        failures: The peers that do not run.
     """
 
     config: Config
@@ -147,6 +153,7 @@ class Result:
     ours: list[Point]
     matches: list[Match]
     noise: float
+    failures: tuple[Failure, ...] = ()
 
     @property
     def between(self) -> list[Between]:
@@ -171,20 +178,18 @@ class Result:
     @property
     def verdict(self) -> list[str]:
         """The answers, a sentence each."""
-        matches, between, own = self.matches, self.between, self.own
-        timed = [match.time_ratio for match in matches if match.time_ratio is not None]
-        less = [entry.less_percent for entry in between if entry.less_percent is not None]
+        between, own = self.between, self.own
         wrong = [point for point in self.peers if point.gradient_difference]
+        right = [match for match in self.matches if not match.peer.gradient_difference]
+        less = [entry.less_percent for entry in between if entry.less_percent is not None]
         none = sum(entry.peer is None for entry in between)
         lines = [
-            f"With a peer's peak as budget ours replays no more FLOPs at {sum(m.no_more_flops for m in matches)} of "
-            f"{len(matches)} peers' points, and takes no more time at "
-            f"{sum(ratio <= 1 + 2 * self.noise for ratio in timed)}, within noise: two plain steps differ by "
-            f"{self.noise:.1%}, twice that is allowed.",
-            f"At {len(between)} budgets: at {none} of them no setting of a peer fits"
+            f"With a peer's peak as budget {self._matched(right)}.",
+            f"At {len(between)} budgets, against the best peer that fits and has the plain step's gradients: none fits "
+            f"at {none}"
             + (
-                f"; at {len(less)} the best one that fits replays something, and ours {statistics.median(less):.0f} % "
-                f"less (median; from {min(less):.0f} to {max(less):.0f} %)."
+                f"; at {len(less)} it replays something, and ours {statistics.median(less):.0f} % less (median; from "
+                f"{min(less):.0f} to {max(less):.0f} %)."
                 if less
                 else "."
             ),
@@ -194,8 +199,22 @@ class Result:
         ]
         if wrong:
             names = ", ".join(point.title for point in wrong)
-            lines.append(f"Other gradients than the plain step's, dropout masks being drawn again: {names}.")
+            others = [match for match in self.matches if match.peer.gradient_difference]
+            lines.append(
+                f"Other gradients than the plain step's, dropout masks being drawn again: {names}. With the peak of "
+                f"one of these as budget {self._matched(others)}."
+            )
+        lines += [f"{failure.title} does not run this model: {failure.error}" for failure in self.failures]
         return lines
+
+    def _matched(self, matches: list[Match]) -> str:
+        """How ours compares with some points of peers."""
+        timed = [match.time_ratio for match in matches if match.time_ratio is not None]
+        return (
+            f"ours replays no more FLOPs at {sum(match.no_more_flops for match in matches)} of {len(matches)} points, "
+            f"and takes no more time at {sum(ratio <= 1 + 2 * self.noise for ratio in timed)}, within noise (two plain "
+            f"steps differ by {self.noise:.1%}, twice that is allowed)"
+        )
 
     @property
     def how(self) -> dict[str, str]:
@@ -205,7 +224,7 @@ class Result:
             "replay": "FLOPs of a step less those of the plain step, by PyTorch's counter; of compiled code, by its "
             "formulas on the shapes that ran",
             "times": f"median of {self.config.rounds} rounds, all taking turns (threads: {torch.get_num_threads()})",
-            "gradients": "one step from the same seed, with dropout, against the plain step",
+            "gradients": f"one step from the same seed, with dropout {self.config.dropout:g}, against the plain step",
             "price": {"measured": "our plans spare time, measured here", "flops": "our plans spare FLOPs"}[
                 self.config.price
             ],
@@ -226,6 +245,7 @@ class Result:
             "passed": self.passed,
             "noise": self.noise,
             "peers": [asdict(point) for point in self.peers],
+            "failures": [asdict(failure) for failure in self.failures],
             "ours": [
                 {
                     **asdict(entry.ours),
@@ -255,120 +275,8 @@ def _kept(point: Point) -> bool:
 
 def _between(ours: Point, everybody: list[Point]) -> Between:
     assert ours.promise is not None
-    fitting = [point for point in everybody if point.peak_bytes <= ours.promise.budget_bytes]
+    right = [point for point in everybody if not point.gradient_difference]
+    fitting = [point for point in right if point.peak_bytes <= ours.promise.budget_bytes]
     best = min(fitting, key=lambda point: (point.replay_flops, point.peak_bytes), default=None)
     less = None if best is None or not best.replay_flops else 100 * (1 - ours.replay_flops / best.replay_flops)
     return Between(ours, best, less)
-
-
-class _Run:
-    """The comparison while it runs: points and the steps that they were measured on, side by side."""
-
-    def __init__(self, config: Config, tick: Callable[[str], None]) -> None:
-        self._config, self._tick = config, tick
-        self.model, self.text = build(config.model, config.layers, config.width, config.tokens, config.batch)
-        self.steps: list[Step] = []
-        self.points: list[Point] = []
-        self._plain: Seen | None = None
-        self._known: dict[str, int] = {}
-
-    def add(self, way: Way, promise: Promise | None = None) -> int:
-        """Measures what is not noisy; gives the point's number."""
-        step = Step(self.model, self.text, way)
-        seen = step.seen()
-        self._plain = plain = self._plain or seen
-        more = seen.flops - plain.flops
-        apart = difference(plain.gradients, seen.gradients)
-        self.steps.append(step)
-        self.points.append(
-            Point(way.family, way.setting, seen.peak_bytes, more, 100 * more / plain.flops, apart, promise=promise)
-        )
-        return len(self.points) - 1
-
-    def add_plan(self, family: str, setting: str, plan: Plan) -> int:
-        """Measures a plan; one that chooses as another is not measured twice."""
-        made = plan.prediction
-        assert made is not None
-        promise = Promise(
-            made.budget_bytes,
-            made.peak_bytes,
-            made.replay_flops,
-            made.step_seconds / made.plain_step_seconds - 1,
-            made.bound_seconds / made.plain_step_seconds - 1,
-        )
-        digest = plan.digest()
-        if digest not in self._known:
-            self._known[digest] = self.add(planned(family, setting, plan), promise)
-        else:
-            number = self._known[digest]
-            self.points.append(replace(self.points[number], setting=setting, family=family, promise=promise))
-            self.steps.append(self.steps[number])
-        return len(self.points) - 1
-
-    def clock(self) -> list[list[float]]:
-        """Seconds by point and round, the plain step's second turn last."""
-        again = Step(self.model, self.text, Way(PLAIN, "again"))
-        different = list(dict.fromkeys([*self.steps, again]))
-        taken = dict(zip(different, clock(different, self._config.rounds, lambda: self._tick("timing")), strict=True))
-        return [taken[step] for step in [*self.steps, again]]
-
-
-def ticks(config: Config) -> int:
-    """How often `run` reports progress."""
-    found = len(peers(config.layers))
-    return found + len(SHARES) + found - 1 + config.rounds + 1
-
-
-def run(config: Config, progress: Callable[[str], None] | None = None) -> Result:
-    """Compare all peers and our planner.
-
-    Args:
-        config: What is asked for.
-        progress: Called after each of the `ticks(config)` pieces of work, with a word on it.
-
-    Returns:
-        What was seen.
-    """
-    config.check()
-    tick = progress or _quiet
-    work = _Run(config, tick)
-    others: list[int] = []
-    for way in peers(config.layers):
-        others.append(work.add(way))
-        tick(way.title)
-    planner = Planner(work.model, (work.text,), None, device=PRICES[config.price])
-    ours: list[int] = []
-    for share in SHARES:
-        ours.append(work.add_plan(OURS, f"{share:.0%}", planner.plan(share)))
-        tick(f"{OURS} {share:.0%}")
-    pairs: list[tuple[int, int | None]] = []
-    plans: dict[int, Plan] = {}
-    for peer in others[1:]:
-        point = work.points[peer]
-        try:
-            if point.peak_bytes not in plans:
-                plans[point.peak_bytes] = planner.plan(point.peak_bytes)
-            pairs.append((peer, work.add_plan(MATCHED, point.title, plans[point.peak_bytes])))
-        except BudgetError:
-            pairs.append((peer, None))
-        tick(f"{MATCHED} {point.title}")
-    taken = work.clock()
-    plain, again = taken[0], taken[-1]
-    points = [
-        replace(point, seconds=statistics.median(seconds), time_ratio=ratio(seconds, plain))
-        for point, seconds in zip(work.points, taken, strict=False)
-    ]
-    matches = [
-        Match(
-            points[peer],
-            None if number is None else points[number],
-            None if number is None else ratio(taken[number], taken[peer]),
-        )
-        for peer, number in pairs
-    ]
-    noise = statistics.median(abs(a / b - 1) for a, b in zip(again, plain, strict=True))
-    return Result(config, [points[i] for i in others], [points[i] for i in ours], matches, noise)
-
-
-def _quiet(_: str) -> None:
-    pass

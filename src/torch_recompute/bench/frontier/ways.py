@@ -7,10 +7,10 @@ Torch's selective checkpointing has the save list that torchtitan uses: attentio
 Two operations are added so that it means on this model and device what it means there: `addmm`, which is a product with
 a bias, and the attention that a CPU runs.
 
-`torch.compile` takes one graph per layer, its strong form: with one graph for the whole model the same setting needs
-more memory. Its backend is "aot_eager", which partitions as the default backend does and then runs PyTorch's own
-kernels, so that what is compared is the choice of what to keep. Compiled code is cached by the code that it was made
-from, whatever the setting; each way therefore compiles a copy of that code.
+`torch.compile` takes one graph for the whole model, and one per layer, which is its strong form. Its backend is
+"aot_eager", which partitions as the default backend does and then runs PyTorch's own kernels, so that what is compared
+is the choice of what to keep. Compiled code is cached by the code that it was made from, whatever the setting; each way
+therefore compiles a copy of that code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,12 +28,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ... import Plan, RecomputeConfig, apply
 from ..._compat.partitioning import activation_memory_budget
+from . import remat
+from .models import MODELS, skeleton, stacks
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 """Settings of `torch.compile`."""
-LABELS = (("core_attn",), ("mlp",), ("layernorm",), ("core_attn", "mlp", "layernorm"))
 PLAIN = "plain"
-COMPILED = "torch.compile"
+COMPILED, COMPILED_WHOLE = "torch.compile", "torch.compile whole"
 
 
 def _as_it_is(model: nn.Module) -> None:
@@ -62,20 +63,30 @@ class Way:
         return f"{self.family} {self.setting}".strip()
 
 
-def peers(layers: int) -> list[Way]:
+def peers(name: str, layers: int) -> list[Way]:
     """Every peer at every setting, for a model of so many layers; the plain step comes first."""
+    model, most = MODELS[name], max(map(len, skeleton(name, layers)))
     return [
         Way(PLAIN),
         Way("torch checkpoint", "every layer", _checkpointed),
-        *(_ours_by_hand("uniform", k) for k in range(1, layers + 1)),
-        *(_ours_by_hand("block", k) for k in range(1, layers + 1)),
+        *(_ours_by_hand("uniform", k) for k in range(1, most + 1)),
+        *(_ours_by_hand("block", k) for k in range(1, most + 1)),
         *(
             Way("selective", " ".join(labels), partial(_configured, recompute_granularity="selective", labels=labels))
-            for labels in LABELS
+            for labels in model.labels
         ),
         Way("torch selective", "torchtitan's list", _selective),
         *(
-            Way(COMPILED, f"{share:g}", _compiled, partial(_budget, share))
+            Way(
+                "torch_remat",
+                " ".join(parts) + " kept" if parts else "every layer",
+                partial(remat.prepare, parts=parts),
+            )
+            for parts in remat.settings(name, layers)
+        ),
+        *(
+            Way(family, f"{share:g}", prepare, partial(_budget, share))
+            for family, prepare in ((COMPILED, _compiled), (COMPILED_WHOLE, _compiled_whole))
             for share in SHARES
             if activation_memory_budget(share) is not None
         ),
@@ -101,7 +112,7 @@ def _configured(model: nn.Module, labels: tuple[str, ...] | None = None, **setti
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    return list(cast("nn.ModuleList", model.layers))
+    return [layer for stack in stacks(model) for layer in stack]
 
 
 def _checkpointed(model: nn.Module) -> None:
@@ -142,7 +153,21 @@ def _budget(share: float) -> Any:
 
 
 def _compiled(model: nn.Module) -> None:
-    plain = type(_layers(model)[0]).forward
-    own = types.FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
-    for layer in _layers(model):
-        layer.forward = torch.compile(types.MethodType(own, layer), backend="aot_eager")
+    for stack in stacks(model):
+        for kind in dict.fromkeys(map(type, stack)):
+            own = _copied(kind.forward)
+            for layer in stack:
+                if type(layer) is kind:
+                    layer.forward = torch.compile(types.MethodType(own, layer), backend="aot_eager")
+
+
+def _compiled_whole(model: nn.Module) -> None:
+    whole: Any = model
+    whole.forward = torch.compile(types.MethodType(_copied(type(model).forward), model), backend="aot_eager")
+
+
+def _copied(function: Any) -> Any:
+    """A function with code of its own."""
+    return types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )

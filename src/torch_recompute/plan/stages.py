@@ -1,0 +1,203 @@
+"""Pipelines as plain data: how a model is split into stages, and the plans of all stages.
+
+A rank of a pipeline holds one stage or several chunks of the model, and the first ranks hold more microbatches at once
+than the last, so each stage has a plan of its own. All ranks hold all of them, and so can compare them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from .. import errors
+from .plan import Choice, Plan
+from .prediction import MIB
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model is trained in a pipeline.
+
+        Stages("1F1B", pipeline=4, microbatches=8)
+        Stages("Interleaved1F1B", pipeline=4, microbatches=8, chunks=2, split=(5, 5, 5, 5, 4, 4, 4, 4))
+        Stages(schedule, split=("", "layers.9", "layers.20", "layers.30"))
+
+    Attributes:
+        schedule: The name of a schedule of `torch.distributed.pipelining` without `Schedule` ("GPipe", "1F1B",
+            "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), or such a schedule
+            itself; then the next three are its own and left out.
+        pipeline: How many ranks there are.
+        microbatches: How many microbatches a step has.
+        chunks: How many stages lie on each rank.
+        split: How many layers each stage has, in the order of the stages; or the path of the first layer of each, the
+            first being "". By default as many on each as on the others, the first stages one more where that does not
+            come out even. What comes before the first layer lies on the first stage, what comes behind the last one,
+            with the loss, on the last.
+    """
+
+    schedule: Any
+    pipeline: int = 0
+    microbatches: int = 0
+    chunks: int = 1
+    split: tuple[int, ...] | tuple[str, ...] = ()
+
+    def bounds(self, stages: int, paths: Sequence[str]) -> list[tuple[int, int]]:
+        """The layers of each stage: the first, and the first of the next.
+
+        Raises:
+            ArgumentError: The split does not fit.
+        """
+        split = self.split or tuple(len(paths) // stages + (i < len(paths) % stages) for i in range(stages))
+        starts: list[int] = []
+        for number, part in enumerate(split):
+            if isinstance(part, str):
+                if number and part not in paths:
+                    raise errors.ArgumentError(errors.bad_split(split, f"{part!r} is no layer", paths))
+                starts.append(paths.index(part) if number else 0)
+            else:
+                starts.append(starts[-1] + int(split[number - 1]) if number else 0)
+        ends = [*starts[1:], len(paths)]
+        if len(split) != stages:
+            raise errors.ArgumentError(errors.bad_split(split, f"there are {stages} stages", paths))
+        if any(a >= b for a, b in zip(starts, ends, strict=True)):
+            raise errors.ArgumentError(errors.bad_split(split, "each stage needs a layer, in the model's order", paths))
+        if isinstance(split[-1], int) and sum(cast("tuple[int, ...]", split)) != len(paths):
+            raise errors.ArgumentError(errors.bad_split(split, f"the model has {len(paths)} layers", paths))
+        return list(zip(starts, ends, strict=True))
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of one stage.
+
+    Attributes:
+        stage: Its number.
+        rank: The rank that it lies on.
+        in_flight: The most microbatches that it holds at once.
+        layers: The paths of its layers in the whole model.
+        plan: What it recomputes. Its prediction is of the rank: the peak of all its chunks, and the seconds of all
+            microbatches of this stage.
+    """
+
+    stage: int
+    rank: int
+    in_flight: int
+    layers: tuple[str, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class StagePlans:
+    """The plans of all stages of a pipeline, in order; `plans[stage]` is a plan for `apply`.
+
+    Attributes:
+        stages: One entry per stage.
+        source: What they were made from, in words.
+    """
+
+    stages: tuple[StagePlan, ...]
+    source: str = ""
+
+    def __getitem__(self, stage: int) -> Plan:
+        return self.stages[stage].plan
+
+    def __iter__(self) -> Iterator[Plan]:
+        return (stage.plan for stage in self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def renamed(self, stage: int, names: Mapping[str, str]) -> Plan:
+        """A stage's plan for a module whose layers have other paths than in the whole model.
+
+            apply(chunk, plans.renamed(1, {"layers.4": "layers.0", "layers.5": "layers.1"}))
+
+        Args:
+            stage: The number of the stage.
+            names: From paths of the whole model to those in the stage's module; the longest that a path begins with
+                counts, and a path without one stays as it is.
+        """
+        plan = self[stage]
+
+        def name(path: str) -> str:
+            fitting = [old for old in names if path == old or path.startswith(old + ".")]
+            old = max(fitting, key=len, default=None)
+            return path if old is None else (names[old] + path[len(old) :]).strip(".")
+
+        choices = [dataclasses.replace(choice, paths=tuple(map(name, choice.paths))) for choice in plan.choices]
+        modules = tuple((name(path), said) for path, said in plan.modules)
+        return dataclasses.replace(plan, choices=tuple(choices), modules=modules)
+
+    def __str__(self) -> str:
+        rows = [("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")]
+        for stage in self.stages:
+            promised = stage.plan.prediction
+            more, peak, budget = "", "", ""
+            if promised is not None:
+                more = f"{promised.step_seconds / promised.plain_step_seconds - 1:+.1%}"
+                peak, budget = f"{promised.peak_bytes / MIB:,.1f}", f"{promised.budget_bytes / MIB:,.1f}"
+            begun = sum(any(_within(path, choice) for choice in stage.plan) for path in stage.layers)
+            numbers = (str(stage.stage), str(stage.rank), str(stage.in_flight), str(len(stage.layers)))
+            rows.append((*numbers, str(begun), peak, budget, more))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        made = f", from {self.source}" if self.source else ""
+        return "\n".join([f"plans of {len(self)} stages{made}", *lines])
+
+    def digest(self) -> str:
+        """A SHA-256 hash of the choices of all stages, equal in every process for plans that choose alike."""
+        data = [[stage.stage, stage.rank, stage.plan.digest()] for stage in self.stages]
+        return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()
+
+    def diff(self, other: StagePlans) -> str:
+        """What turns these plans into the others, line by line; empty where they choose the same."""
+        return self._whole().diff(other._whole())
+
+    def _whole(self) -> Plan:
+        """All choices as one plan, the number of the stage before each path."""
+        choices = [
+            dataclasses.replace(choice, paths=tuple(f"stage {stage.stage}: {path}" for path in choice.paths))
+            for stage in self.stages
+            for choice in stage.plan
+        ]
+        return Plan(tuple(choices), self.source)
+
+    def to_json(self) -> str:
+        """The plans as JSON text; `from_json` reads it."""
+        stages = [
+            {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "plan": json.loads(s.plan.to_json())}
+            for s in self.stages
+        ]
+        return json.dumps({"version": VERSION, "source": self.source, "stages": stages}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> StagePlans:
+        """Plans from what `to_json` wrote.
+
+        Raises:
+            ArgumentError: The text is no JSON, of another version, or holds something else.
+        """
+        try:
+            data: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise errors.ArgumentError(errors.bad_plan(f"no JSON: {error}")) from None
+        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
+            raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
+        try:
+            return StagePlans(tuple(_stage(**stage) for stage in data["stages"]), str(data["source"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
+
+
+def _stage(plan: Any, layers: Any, **rest: Any) -> StagePlan:
+    return StagePlan(layers=tuple(layers), plan=Plan.from_json(json.dumps(plan)), **rest)
+
+
+def _within(path: str, choice: Choice) -> bool:
+    return any(chosen == path or chosen.startswith(path + ".") for chosen in choice.paths)

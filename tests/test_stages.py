@@ -1,0 +1,149 @@
+"""Plans for the stages of a pipeline: more is recomputed where more is in flight, within each rank's budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.staged import Net, planner, plans_for
+from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
+from torch_recompute.plan.inflight import moments, one_f_one_b
+from torch_recompute.plan.stage_memory import Rank, Sends, StageBytes
+from torch_recompute.planning.stages import plan_stages
+
+PATHS = [f"layers.{i}" for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def plans() -> StagePlans:
+    """For four ranks under one budget in bytes, which the first does not fit into and the last does."""
+    return plans_for("1F1B", "0.7 MiB", ranks=4)
+
+
+def test_first_stages_recompute_more(plans: StagePlans) -> None:
+    """Under one budget for all ranks, a stage that holds more microbatches replays more, and the last one the least."""
+    assert [stage.in_flight for stage in plans.stages] == [4, 3, 2, 1]
+    flops = [plan.predicted_replay_flops or 0 for plan in plans]
+    kept = [sum(line.count * line.saved_bytes for line in plan.prediction.lines) for plan in plans if plan.prediction]
+    assert flops == sorted(flops, reverse=True)
+    assert kept == sorted(kept)
+    assert flops[0] > flops[-1]
+    for plan in plans:
+        assert plan.prediction is not None
+        assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes < 2**20
+        assert plan.prediction.bound_seconds <= plan.prediction.step_seconds
+
+
+def test_plans_are_data(plans: StagePlans) -> None:
+    """Written as JSON and read back they are equal, choose the same, and print a line per stage."""
+    read = StagePlans.from_json(plans.to_json())
+    assert read == plans
+    assert read.digest() == plans.digest()
+    assert plans.diff(read) == ""
+    assert len(str(plans).splitlines()) == 2 + len(plans) == 6
+    assert all(line.startswith("stage 0: layers.") for line in [plans._whole().choices[0].paths[0]])
+    for text in ("{", "[]", '{"version": 1, "source": ""}'):
+        with pytest.raises(ArgumentError):
+            StagePlans.from_json(text)
+
+
+def test_a_plan_fits_its_stage_under_other_names(plans: StagePlans) -> None:
+    """A stage's plan applies to the stage alone; renamed, to a module whose layers are numbered anew."""
+    apply(Net(range(2)), plans[0]).remove()
+    stage = nn.ModuleDict({"blocks": nn.ModuleList(Net(range(2, 4)).layers.values())})
+    stage.forward = lambda x: x  # type: ignore[method-assign]
+    moved = plans.renamed(1, {"layers.2": "blocks.0", "layers.3": "blocks.1"})
+    assert [path.split(".")[0] for choice in moved for path in choice.paths] == ["blocks"] * len(moved)
+    assert len(moved) == len(plans[1]) > 0
+    apply(stage, moved).remove()
+
+
+def test_each_rank_may_have_a_budget_of_its_own(plans: StagePlans) -> None:
+    """What a rank does follows from its own budget alone."""
+    again = plans_for("1F1B", ["0.7 MiB", "10 MiB", "0.7 MiB", "10 MiB"], ranks=4)
+    assert [again[i].choices == plans[i].choices for i in (0, 2)] == [True, True]
+    assert [len(again[i]) for i in (1, 3)] == [0, 0]
+
+
+def test_too_small_a_budget_names_the_rank_and_what_it_needs() -> None:
+    """The error carries the least of the first rank that does not fit, and its plans; that budget is then kept."""
+    with pytest.raises(BudgetError, match="rank 0 of the pipeline: budget=100 bytes is too small") as caught:
+        plans_for("1F1B", [100, "10 MiB"])
+    again = plans_for("1F1B", [caught.value.smallest, "10 MiB"])
+    assert again[0].predicted_peak_bytes == caught.value.smallest
+
+
+def test_larger_budgets_never_cost_more() -> None:
+    """Along the budgets of two chunks per rank, peaks stay below each, and seconds fall."""
+    seconds: list[float] = []
+    for share in (0.2, 0.5, 0.9):
+        plan = plans_for("Interleaved1F1B", share)[0]
+        assert plan.prediction is not None
+        assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes
+        seconds.append(plan.prediction.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+@pytest.mark.parametrize(
+    ("split", "bounds"),
+    [
+        ((), [(0, 3), (3, 6), (6, 8)]),
+        ((1, 4, 3), [(0, 1), (1, 5), (5, 8)]),
+        (("", "layers.2", "layers.7"), [(0, 2), (2, 7), (7, 8)]),
+    ],
+)
+def test_layers_are_split(split: tuple[int, ...], bounds: list[tuple[int, int]]) -> None:
+    """Evenly, by numbers of layers, or by the first layer of each stage."""
+    assert Stages("1F1B", 3, 8, split=split).bounds(3, PATHS) == bounds
+
+
+@pytest.mark.parametrize(
+    "split", [(4, 4), (3, 3, 3), (0, 4, 4), ("", "layers.9", "layers.2"), ("", "layers.4", "layers.2")]
+)
+def test_a_split_that_does_not_fit_is_refused(split: tuple[int, ...]) -> None:
+    """Another number of stages or layers, none in a stage, a path that is no layer, and layers out of order."""
+    with pytest.raises(ArgumentError, match="does not fit"):
+        Stages("1F1B", 3, 8, split=split).bounds(3, PATHS)
+
+
+def test_a_schedule_of_torch_says_the_same_as_its_name(plans: StagePlans) -> None:
+    """A schedule object gives the plans that its name and numbers give; with it a split may be said."""
+    from torch.distributed.pipelining import Schedule1F1B
+
+    stage = SimpleNamespace(num_stages=4, group_size=4, group_rank=0, stage_index=0)
+    schedule = Schedule1F1B(stage, 4)  # type: ignore[arg-type]
+    again = plan_stages(planner(), schedule, "0.7 MiB", "auto", planner().cut, torch.optim.AdamW)
+    assert again.digest() == plans.digest()
+    split = Stages(schedule, split=(1, 1, 1, 5))
+    other = plan_stages(planner(), split, "10 MiB", "auto", planner().cut, torch.optim.AdamW)
+    assert [len(stage.layers) for stage in other.stages] == [1, 1, 1, 5]
+
+
+def test_make_plan_hands_over() -> None:
+    """The public call gives what the planner gives, without an optimizer fewer bytes, and a plan without `stages`."""
+    with torch.device("meta"):
+        whole, batch = Net(), torch.empty(1, 64, dtype=torch.long)
+    stages = Stages("GPipe", 2, 4)
+    found = make_plan(whole, (batch,), budget="10 MiB", device="h100", stages=stages)
+    adam = plans_for("GPipe", "10 MiB")
+    assert [len(plan) for plan in found] == [0, 0]
+    for plain, with_adam in zip(found, adam, strict=True):
+        assert (plain.predicted_peak_bytes or 0) < (with_adam.predicted_peak_bytes or 0)
+
+
+def test_what_a_rank_holds_is_a_sum() -> None:
+    """By hand: the first of two stages under 1F1B at its fullest, and the optimizer's step where that is more."""
+    own = {("F", False): 7, ("F", True): 7, ("B", False): 30, ("B", True): 20}
+    stage = StageBytes(100, 40, input_bytes=0, output_bytes=3, whole_bytes=10, half_bytes=0, through_bytes=0, own=own)
+    rank = Rank(moments(one_f_one_b(2, 4)[0]), 4, Sends(to_the_end=False), (50, 5))
+    # Always 100 + 50 and four buffers of 3; gradients, one that waits, what was sent first, and the backward's own.
+    peak = rank.peak({0: stage})
+    assert peak.bytes == 100 + 50 + 4 * 3 + 40 + 10 + 3 + 20
+    assert "a backward of stage 0" in peak.where
+    light = replace(stage, whole_bytes=0, own=dict.fromkeys(own, 0))
+    assert Rank(moments(one_f_one_b(2, 4)[0]), 4, Sends(to_the_end=False), (50, 500)).peak({0: light}).moment is None
