@@ -2643,7 +2643,7 @@ CASES = [
         "them is called with. Use it without --pp.",
     ),
     Case(
-        "rank_does_not_fit",
+        "spread_does_not_fit",
         BudgetError,
         lambda: PipelinePlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
         "budget=100 bytes is too small for rank 1 of the pipeline, which needs the most: with the plan that needs the "

@@ -57,9 +57,8 @@ class Rank:
 
     @property
     def received(self) -> list[int]:
-        """Bytes of the gradient that each chunk is sent; the pipeline's last chunk has the loss."""
-        received = [self.sent_bytes] * len(self.chunks)
-        return [*received[:-1], 0] if "labels" in self.batch else received
+        """Bytes of the gradient that each chunk is sent; that of the last is part of the simulated microbatch."""
+        return [self.sent_bytes] * (len(self.chunks) - 1) + [0]
 
     @property
     def parameters(self) -> int:

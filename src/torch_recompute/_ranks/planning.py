@@ -141,7 +141,7 @@ class PipelinePlanner:
         if worst.peak_bytes > allowed.budget_bytes:
             fixed = worst.peak_bytes - worst.activation_bytes
             figures = allowed.budget_bytes, worst.peak_bytes, worst.plain_peak_bytes, fixed
-            text = errors.rank_does_not_fit(worst.rank, *figures)
+            text = errors.spread_does_not_fit(worst.rank, *figures)
             raise errors.BudgetError(text, worst.peak_bytes, worst.plan)
         return found
 

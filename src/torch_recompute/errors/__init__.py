@@ -103,7 +103,7 @@ from .layouts import (
     no_slices,
     not_divided,
     not_interleaved,
-    rank_does_not_fit,
+    spread_does_not_fit,
     too_few_layers,
 )
 from .lens import (
@@ -420,6 +420,7 @@ __all__ = [
     "no_slices",
     "not_divided",
     "not_interleaved",
+    "spread_does_not_fit",
     "too_few_layers",
     "no_batch_known",
     "no_such_sequence",

@@ -62,7 +62,7 @@ def goes_without(option: str, other: str, why: str) -> str:
     return f"{option} does not go with {other}: {why}. Leave one of them out."
 
 
-def rank_does_not_fit(rank: int, budget: int, smallest: int, plain: int, fixed: int) -> str:
+def spread_does_not_fit(rank: int, budget: int, smallest: int, plain: int, fixed: int) -> str:
     """Text for a budget that a rank of a pipeline does not fit into."""
     return (
         f"budget={size(budget)} is too small for rank {rank} of the pipeline, which needs the most: with the plan that "
