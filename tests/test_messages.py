@@ -73,6 +73,10 @@ from torch_recompute import (
     verify_command,
 )
 from torch_recompute._plan_file import read_plan
+from torch_recompute._ranks.layout import Layout
+from torch_recompute._ranks.model import ranks
+from torch_recompute._ranks.placing import divided
+from torch_recompute._ranks.planning import PipelinePlanner, RankPlan
 from torch_recompute.bench.run import golden, journal, sweep
 from torch_recompute.bench.run.settings import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
@@ -89,6 +93,7 @@ from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.inflight import Action, moments
+from torch_recompute.plan.prediction import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planning.hosts import link_of
@@ -813,6 +818,70 @@ def plans_for_too_little(*, sizes: bool = False) -> None:
     args = (torch.ones(64, 8),)
     given: Any = {"sizes": [args]} if sizes else {"args": args}
     make_plan(torch.nn.Sequential(*two), budget=100, device="h100", **given)
+
+
+def cut_up(model: torch.nn.Module, **layout: Any) -> None:
+    ranks(model, "MODEL", Layout(**layout), 8)
+
+
+class Positions(torch.nn.Module):
+    """A language model that holds more than an embedding before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = torch.nn.Embedding(8, 8), torch.nn.Embedding(8, 8)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)
+        )
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def cut_a_model_with_positions() -> None:
+    cut_up(Positions(), pp=2)
+
+
+def small_stack() -> Any:
+    two = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(2)]
+    return torch.nn.Sequential(*two), (torch.ones(64, 8),)
+
+
+def too_little_on_a_command_line() -> None:
+    with unittest.mock.patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
+        plans("here:small_stack", "--budget", "100", "--device", "h100", "--optimizer", "none", "--out", "plan.json")
+
+
+class OverFull:
+    """Planned ranks of which none fits."""
+
+    layout = Layout(pp=2)
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def plan(self, budget: int) -> RankPlan:
+            promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())
+            sizes = {"weight_bytes": GIB, "gradient_bytes": GIB, "optimizer_bytes": GIB}
+            times = dict.fromkeys(("microbatch_seconds", "replay_seconds", "optimizer_seconds", "link_seconds"), 1.0)
+            return RankPlan(
+                rank=self._rank,
+                layers=((0,),),
+                parameters=1,
+                **sizes,
+                held=(1,),
+                activation_bytes=(1 + self._rank) * GIB,
+                plain_peak_bytes=6 * GIB,
+                link_bytes=0,
+                **times,
+                plan=Plan((), "", promise),
+            )
+
+    ranks = (Rank(0), Rank(1))
 
 
 COSTS = Costs(
@@ -2382,7 +2451,7 @@ CASES = [
         ArgumentError,
         lambda: _models.load("llama-8b"),
         f"MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name. {MODEL} Known "
-        "by name are llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, gpt2-xl, vit-h.",
+        "by name are llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3, gpt2-xl, vit-h.",
     ),
     Case(
         "not_importable",
@@ -2767,6 +2836,87 @@ CASES = [
         lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
         "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
         "  Costs are made by profiling a model; by hand, see plan/cost.py.",
+    ),
+    # steps over ranks
+    Case(
+        "goes_without",
+        ArgumentError,
+        lambda: plans("gpt2-xl", "--frontier", "--pp", "2"),
+        "--frontier does not go with --pp: it is the curve of one device. Leave one of them out.",
+    ),
+    Case(
+        "batch_not_shared",
+        ArgumentError,
+        lambda: Layout(dp=2, mbs=3, batch=8),
+        "--batch is 8, which 2 replicas (--dp) cannot take in microbatches of 3 (--mbs). Write a multiple of 6.",
+    ),
+    Case(
+        "not_interleaved",
+        ArgumentError,
+        lambda: Layout(pp=4, vpp=2, batch=6),
+        "--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's 4 ranks, and 6 are no multiple of "
+        "it. Write a --batch that is a multiple of 4.",
+    ),
+    Case(
+        "too_few_layers",
+        ArgumentError,
+        lambda: Layout(pp=4, vpp=2).chunks(6),
+        "--pp 4 --vpp 2 are 8 parts, and the model has 6 layers. Write fewer.",
+    ),
+    Case(
+        "no_pipeline",
+        ArgumentError,
+        lambda: cut_up(torch.nn.Linear(2, 2), dp=2),
+        "--tp, --pp, --dp and --mbs are for language models of transformers; MODEL is Linear. Leave them out, or "
+        "plan with make_plan what each rank runs.",
+    ),
+    Case(
+        "no_slices",
+        ArgumentError,
+        lambda: cut_up(torch.nn.Linear(2, 2), tp=2),
+        "--tp: MODEL is Linear, whose configuration does not say how wide a head is, so a rank's slice of it cannot "
+        "be built. Use it without --tp, or a model of transformers with head_dim, such as those of Llama's kind.",
+    ),
+    Case(
+        "cannot_divide",
+        ArgumentError,
+        lambda: cut_up(torch.nn.Linear(2, 2), tp=3, sequence_parallel=True),
+        "--tp is 3, and --sequence of MODEL is 8, which 3 ranks cannot share. Write a divisor of it.",
+    ),
+    Case(
+        "not_divided",
+        ArgumentError,
+        lambda: divided(torch.nn.Linear(8, 8), torch.nn.Linear(4, 4), 2, "MODEL"),
+        "--tp 2: MODEL is Linear, and built from a configuration for one rank weight is no slice of the model's. Use "
+        "it without --tp.",
+    ),
+    Case(
+        "no_cut",
+        ArgumentError,
+        cut_a_model_with_positions,
+        "--pp: MODEL holds positions before its layers, besides the embedding, so it is not known what a rank without "
+        "them is called with. Use it without --pp.",
+    ),
+    Case(
+        "spread_does_not_fit",
+        BudgetError,
+        lambda: PipelinePlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
+        "budget=100 bytes is too small for rank 1 of the pipeline, which needs the most: with the plan that needs the "
+        "least its peak is 5.00 GiB (5368709120 bytes), with no region 6.00 GiB; 3.00 GiB of either are weights, "
+        "gradients and optimizer state.\n"
+        "  Write --budget 5.00GiB or more, or spread the step over more ranks.",
+    ),
+    Case(
+        "no_plan_to_write",
+        BudgetError,
+        too_little_on_a_command_line,
+        "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
+        "11.42 KiB (11688 bytes), with no region 15.41 KiB.\n"
+        "  Write --budget 11.42KiB or more, or a smaller batch. plan.json has not been written; with --budget 11688 it "
+        "is that plan.\n"
+        "  26% of the peak are 2 tensors of the loss as wide as the logits (8), 4,096 bytes, which no recomputation of "
+        "layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
+        "(hidden, labels), where head_and_loss returns a loss per token.",
     ),
     # planning
     Case(

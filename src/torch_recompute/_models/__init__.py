@@ -11,10 +11,21 @@ unless it is to be run. Whoever has another model writes a function that returns
 Rejected: guessing a batch from the signature of a forward. A wrong guess gives figures that look right.
 """
 
-from .asked import add_model_options, asked
+from .asked import add_model_options, asked, check_sizes
 from .batches import batch_for, filled
 from .loading import Loaded, load
 from .presets import PRESETS
 from .words import DTYPES, OPTIMIZERS
 
-__all__ = ["DTYPES", "OPTIMIZERS", "PRESETS", "Loaded", "add_model_options", "asked", "batch_for", "filled", "load"]
+__all__ = [
+    "DTYPES",
+    "OPTIMIZERS",
+    "PRESETS",
+    "Loaded",
+    "add_model_options",
+    "asked",
+    "batch_for",
+    "check_sizes",
+    "filled",
+    "load",
+]

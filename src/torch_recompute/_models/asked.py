@@ -32,16 +32,25 @@ def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
     )
 
 
+def check_sizes(args: argparse.Namespace) -> None:
+    """Refuses a batch or a sequence of no length.
+
+    Raises:
+        ArgumentError: One is less than 1.
+    """
+    for option in ("batch", "sequence"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
+
+
 def asked(args: argparse.Namespace) -> tuple[Loaded, bool]:
     """The model with its batch, and whether it was built here, on the meta device.
 
     Raises:
         ArgumentError: The model cannot be had, or is not one that the options describe.
     """
-    for option in ("batch", "sequence"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
+    check_sizes(args)
     model, batch = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
     if batch is None:
         return Loaded(model, batch_for(model, args.model, args.batch, args.sequence)), True

@@ -9,13 +9,35 @@ from ._say import say, size
 
 def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
     """Text for a budget that no plan fits into."""
-    more = f"\n  {advice}" if advice else ""
+    return (
+        f"{_too_small(budget, smallest, plain)}\n"
+        f'  Pass budget="{_enough(smallest)}" or more, or a smaller batch. That plan is '
+        f".solution of this error, and its bytes are .smallest.{_more(advice)}"
+    )
+
+
+def no_plan_to_write(budget: int, smallest: int, plain: int, advice: str, out: str | None) -> str:
+    """Text for a budget on a command line that no plan fits into."""
+    unwritten = f" {out} has not been written; with --budget {smallest} it is that plan." if out else ""
+    return (
+        f"{_too_small(budget, smallest, plain)}\n"
+        f"  Write --budget {_enough(smallest)} or more, or a smaller batch.{unwritten}{_more(advice)}"
+    )
+
+
+def _too_small(budget: int, smallest: int, plain: int) -> str:
     return (
         f"budget={size(budget)} is too small for a step of this model: with the plan that needs the least its peak is "
-        f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}.\n"
-        f'  Pass budget="{size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. That plan is '
-        f".solution of this error, and its bytes are .smallest.{more}"
+        f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}."
     )
+
+
+def _enough(smallest: int) -> str:
+    return size(smallest, up=True).replace(" ", "")
+
+
+def _more(advice: str) -> str:
+    return f"\n  {advice}" if advice else ""
 
 
 def size_does_not_fit(shape: str, why: str) -> str:

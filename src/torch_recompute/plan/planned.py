@@ -111,7 +111,7 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         bound_seconds=costs.step_seconds + bound(costs, max(budget, solution.peak_bytes)),
         device=profile.device,
         solver=solution.solver,
-        lines=_lines(costs, solution, starts),
+        lines=lines_of(costs, solution, starts),
         timing=profile.timing,
         host_bytes=sum(solution.options[i].host_bytes for i in starts),
     )
@@ -126,7 +126,14 @@ def _begins(options: tuple[Option, ...], place: int) -> bool:
     return start == place
 
 
-def _lines(costs: Costs, solution: Solution, starts: list[int]) -> tuple[Line, ...]:
+def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
+    """What becomes of the segments, those treated alike together.
+
+    Args:
+        costs: What the solution was chosen from.
+        solution: What was chosen.
+        starts: The segments at which an option begins.
+    """
     groups: dict[tuple[str, str, Option], list[str]] = {}
     for start in starts:
         segment, option = costs.segments[start], solution.options[start]

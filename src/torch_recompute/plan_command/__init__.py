@@ -6,7 +6,8 @@ or a checkpoint.
 Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
 The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
 `Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
-budget costs, before one is chosen.
+budget costs, before one is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and
+there is a plan for each rank of the pipeline (`spread.py`).
 
 The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
 2 for what cannot be asked, 3 where no plan fits.
@@ -21,14 +22,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
-from .._face import OK, Face, add_options, check_folder, document, write_text
+from .._face import OK, Face, add_options, check_folder, document
 from .._models import OPTIMIZERS, add_model_options
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
+from ..planning.planner import Planner
 from ..planning.prices import DEVICES
-from . import plot
+from . import plot, spread
 from .task import Task, curve
+from .writing import write
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 
@@ -60,6 +63,7 @@ def add_command(commands: Any) -> None:
         help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
+    spread.add_options(parser)
     add_options(parser, command, plot="the curve of --frontier")
 
 
@@ -67,13 +71,16 @@ def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute plan`; 0 when there is a plan."""
     face = Face.of(args)
     _check(args)
+    layout = spread.layout_of(args)
+    if layout is not None:
+        return spread.command(args, layout, face)
     with face.at_work(f"building {args.model}"):
         task = Task.of(args)
     with face.at_work(f"profiling {task}"):
         planner = task.planner()
     profile = planner.profile
     with face.at_work("planning"):
-        plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
+        plans = curve(profile) if args.frontier else [_planned(planner, args)]
     if args.out is not None:
         write(args.out, plans[0])
     if face.plot is not None:
@@ -83,6 +90,18 @@ def command(args: argparse.Namespace) -> int:
         lambda: _view().show(task, profile, plans, curve=args.frontier),
     )
     return OK
+
+
+def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
+    """The plan for a budget; where there is none, what to write on the command line."""
+    try:
+        return planner.plan(args.budget)
+    except errors.BudgetError as error:
+        least: Any = error.solution
+        figures = least.prediction.budget_bytes, error.smallest, planner.profile.plain_peak_bytes
+        out = None if args.out is None else str(args.out)
+        text = errors.no_plan_to_write(*figures, planner.profile.advice, out)
+        raise errors.BudgetError(text, error.smallest, least) from None
 
 
 def to_json(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) -> str:
@@ -107,11 +126,6 @@ def _check(args: argparse.Namespace) -> None:
         check_folder("--out", args.out)
     if args.budget is not None:
         read_budget(args.budget)
-
-
-def write(path: Path, plan: Plan) -> None:
-    """Write a plan to a file, for `Plan.from_json` to read."""
-    write_text("--out", path, plan.to_json() + "\n")
 
 
 def _view() -> Any:

@@ -62,6 +62,15 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer |
 class Planner:
     """A model, the step that it is trained with, and what is known of both.
 
+    Args:
+        model: See `profile`, as the next five.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar.
+        optimizer: From a list of parameters to an optimizer, or an optimizer.
+        device: What the seconds are of.
+        ran: Gets the operations of the step with no region, and how often each ran.
+
     Attributes:
         costs: Taken from the step with no region.
         plain: That step, simulated.
@@ -77,13 +86,14 @@ class Planner:
         optimizer: MakeOptimizer = None,
         device: torch.device | str | Roofline | None = None,
         offload: bool | int | str = False,
+        ran: Counter[tuple[str, Op]] | None = None,
     ) -> None:
         self._model = model
         self._call = args, kwargs
         roofline, device = where(device)
         limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
-        ran: Counter[tuple[str, Op]] = Counter()
+        ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
         self._timing = "" if roofline else self._price.timing
@@ -175,6 +185,11 @@ class Planner:
             costs = self._calibrated(simulation, solution.options, costs.step_seconds)
         assert best is not None
         return best
+
+    def simulated(self, options: Sequence[Option]) -> tuple[Simulation, Costs]:
+        """The step with one option per segment, and the costs taken anew from it."""
+        simulation = self._simulated(self._plan_of(Solution(tuple(options), 0, 0.0)))
+        return simulation, self._calibrated(simulation, options, self.costs.step_seconds)
 
     def price(self, op: Op) -> float:
         """Seconds of an operation."""

@@ -1,7 +1,8 @@
 """What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
 
 A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
-launch besides. The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
+launch besides. A collective takes that of the bytes that a ring sends and receives over the links between the devices.
+The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
 that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with.
 
 Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
@@ -18,14 +19,14 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import errors
 from .._compat.fakes import without_modes
 from .kept import Kept, full_name, key_of
-from .ops import Meta, Op
+from .ops import Meta, Op, metas
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 LONGEST = 0.5  # seconds
@@ -41,12 +42,14 @@ class Roofline:
         flops: FLOPs per second of matrix products, by bytes of an element; the widest not above an operation's counts.
         bytes_per_second: Of its memory.
         launch: Seconds that any operation takes at least.
+        link: Bytes per second from a device to the next one of its group; None for as many as its memory.
     """
 
     name: str
     flops: Mapping[int, float]
     bytes_per_second: float
     launch: float
+    link: float | None = None
 
     @property
     def timing(self) -> str:
@@ -55,27 +58,81 @@ class Roofline:
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
-        return max(op.flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
+        sent = sent_bytes(op)
+        if sent is not None:
+            return sent / (self.link or self.bytes_per_second) + self.launch
+        return max(flops_of(op) / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def _speed(self, op: Op) -> float:
         size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
 
-def _data_sheet(name: str, half: float, single: float, gigabytes: float) -> Roofline:
-    """A device by the figures of its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s."""
+def flops_of(op: Op) -> int:
+    """The FLOPs of an operation, those of the CPU's fused attention too, which PyTorch does not count.
+
+    A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
+    """
+    times = _ATTENTION.get(op.func.name())
+    if op.flops or times is None:
+        return op.flops
+    query, key, value = list(metas(op.args))[times.first : times.first + 3]
+    batch, heads, tokens, width = query.shape
+    return batch * heads * tokens * key.shape[-2] * 2 * (times.keys * width + times.values * value.shape[-1])
+
+
+class _Products(NamedTuple):
+    """Where queries stand among an operation's tensors, and how many products there are over each width."""
+
+    first: int
+    keys: int
+    values: int
+
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Products(0, 1, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Products(1, 3, 2),
+}
+
+
+def sent_bytes(op: Op) -> int | None:
+    """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for another operation.
+
+    In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an all-reduce
+    is one of each. The group says its size in its name, as in "tensor-4"; one that does not is taken to be large.
+    """
+    name = op.func.name().partition("::")
+    kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
+    if kind is None:
+        return None
+    times, side = kind
+    moved = max((meta.bytes for meta in metas(op.args if side == "in" else op.results)), default=0)
+    size = str(op.args[-1]).rpartition("-")[2]
+    return times * (moved - moved // int(size) if size.isdigit() else moved)
+
+
+_RINGS = {
+    "all_gather_into_tensor": (1, "out"),
+    "reduce_scatter_tensor": (1, "in"),
+    "all_reduce": (2, "in"),
+    "all_reduce_": (2, "in"),
+}
+
+
+def _data_sheet(name: str, half: float, single: float, gigabytes: float, link: float) -> Roofline:
+    """A device by its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s of its memory and to one neighbour."""
     speeds = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
-    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6)
+    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6, link * 1e9 * REACHED_BYTES)
 
 
 DEVICES = {
     roofline.name: roofline
     for roofline in (
-        _data_sheet("a100", 312, 156, 2039),
-        _data_sheet("h100", 989, 495, 3350),
-        _data_sheet("h200", 989, 495, 4800),
-        _data_sheet("b200", 2250, 1125, 8000),
-        _data_sheet("rtx4090", 165, 83, 1008),
+        _data_sheet("a100", 312, 156, 2039, 300),
+        _data_sheet("h100", 989, 495, 3350, 450),
+        _data_sheet("h200", 989, 495, 4800, 450),
+        _data_sheet("b200", 2250, 1125, 8000, 900),
+        _data_sheet("rtx4090", 165, 83, 1008, 32),
     )
 }
 

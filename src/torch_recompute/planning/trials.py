@@ -152,8 +152,8 @@ def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
     with m.track(holder):
-        level = m.live_bytes
         token = torch.empty((), device=like[0].device, requires_grad=grads) if like else None
+        level = m.live_bytes
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         start = len(m.timeline)
         result = call.run(inputs)
