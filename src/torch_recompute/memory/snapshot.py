@@ -5,8 +5,8 @@ simulated has no allocator.
 
 Idea. The same plain data: a trace of allocations and frees, and the segments that are there at the end. A frame of a
 stack, which the viewer shows for the bytes under the pointer, says the operation, then the module in place of the file
-and the number of the operation in place of the line, then the phase. The category goes along under the key that
-PyTorch's own export of a profile uses, so the viewer colours by it.
+and the number of the operation in place of the line, then the category and the phase. The category goes along under the key that PyTorch's
+own export of a profile uses, so the viewer colours by it.
 
 Each block is a segment of its own and no address is used twice: there is no caching, so nothing is fragmented, and
 "reserved" is what is allocated. What an operation frees comes before what it allocates, so the most that the viewer
@@ -45,6 +45,8 @@ def snapshot_of(blocks: Sequence[Block], device: int = 0) -> dict[str, Any]:
         what["category"] = block.category
         actions = ("segment_alloc", "alloc") if begins else ("free_requested", "free_completed", "segment_free")
         trace += [{"action": action, **what} for action in actions]
+    # The viewer stops at a trace that has categories without "unknown" among them; an entry of this kind is not drawn.
+    trace.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"})
     left = [number for number, block in enumerate(blocks) if block.died is None]
     return {
         "segments": [_segment(blocks[number], addresses[number], device) for number in left],
@@ -74,7 +76,7 @@ def _frames(block: Block) -> list[dict[str, Any]]:
         return [{"name": "there when the step began", "filename": block.category, "line": 0}]
     return [
         {"name": made.op, "filename": made.module or "(the model itself)", "line": made.event},
-        {"name": made.phase, "filename": " x ".join(map(str, made.shape)) or "no dimension", "line": 0},
+        {"name": made.phase, "filename": block.category, "line": 0},
     ]
 
 

@@ -1,0 +1,218 @@
+"""What a report shows, as plain data: the step at every moment, for the plan, for none, and along the frontier.
+
+Problem. A page must work from a file, without the model, and so must whoever wants to draw something else.
+
+Idea. One document. Its `steps` are training steps that differ in their plans, the least peak first: the plan that is
+reported, the step with no region, and plans along the curve of budget against seconds, each simulated with the same
+batch, so that all figures are of one kind. A step is sampled: of the moments of its timeline, which may be a hundred
+thousand, as many as a screen has columns, each the highest of its stretch. So the peak is always among them.
+
+Bytes are stacked by category, and activations by who made them: the forward, a replay, or backward itself.
+
+Invariants, which the tests hold: the layers of a sample sum to what was alive; the largest sample is the peak; the
+phases cover the step without a gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..memory import Block
+from ..plan.plan import Plan
+from ..plan.planned import planned
+from ..plan.solve import frontier
+from ..planning.planner import Loss, MakeOptimizer, Planner
+from ..simulation import Moment, Simulation
+from .placements import in_force, rows
+from .timed import Clock, Timed
+
+POINTS = 10
+SAMPLES = 600
+LAYERS = ("parameters", "buffers", "optimizer", "gradients", "other", "activations", "rebuilt", "backward")
+
+
+class Reported(NamedTuple):
+    """What there is to show.
+
+    Attributes:
+        data: The document, of dictionaries, lists, texts and numbers.
+        chosen: The step with the plan.
+    """
+
+    data: dict[str, Any]
+    chosen: Simulation
+
+
+def collect(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    points: int = POINTS,
+    title: str = "",
+    done: Callable[[str], object] = lambda _: None,
+) -> Reported:
+    """Simulates the steps of a report.
+
+    Args:
+        plan: The plan to report on.
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: What the seconds are of; see `make_plan`.
+        points: How many plans along the frontier there are at most; 0 for none, which spares the profile.
+        title: What the step is of; by default the model's class.
+        done: Called after each simulation, with what it was of.
+    """
+    clock = Clock(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
+    plans = [plan]
+    if points:
+        profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
+        found = (planned(profile, profile.costs, p, p.peak_bytes) for p in frontier(profile.costs, points))
+        plans += [one for one in found if one.choices and one.choices != plan.choices]
+    plain = clock.timed(Plan())
+    done("no region")
+    steps = [("no region", Plan(), plain)] if plan.all_choices else []
+    for number, one in enumerate(plans):
+        step = clock.timed(one) if one.all_choices else plain
+        steps.append(("the plan" if number == 0 else "the frontier", one, step))
+        done(steps[-1][0])
+    steps.sort(key=lambda item: (item[2].simulation.peak_bytes, -item[2].seconds))
+    names: dict[str, int] = {}
+    shown = [
+        {"name": name, **_step(timed, names), **_promise(one, timed, plain, (model, args, kwargs or {}))}
+        for name, one, timed in steps
+    ]
+    chosen = next(number for number, (name, _, _) in enumerate(steps) if name == "the plan")
+    simulation = steps[chosen][2].simulation
+    return Reported(
+        {
+            "title": title or type(model).__name__,
+            "source": plan.source,
+            "device": clock.device,
+            "layers": list(LAYERS),
+            "chosen": chosen,
+            "plain": next(number for number, (_, _, timed) in enumerate(steps) if timed is plain),
+            "names": list(names),
+            "steps": shown,
+            "notes": _notes(simulation, shown[chosen]),
+        },
+        simulation,
+    )
+
+
+def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
+    """What a reader should know besides."""
+    notes = [simulation.advice, *(f"Assumed: {words}" for words in simulation.assumed)]
+    promised = step["promised"]
+    if promised is not None and promised["peak_bytes"] != step["peak_bytes"]:
+        notes.append(
+            f"The plan has promised a peak of {promised['peak_bytes']:,} bytes, and this step has one of "
+            f"{step['peak_bytes']:,}: it is not the step that the plan was made for. The table is of this step."
+        )
+    return [note for note in notes if note]
+
+
+def _promise(
+    plan: Plan, step: Timed, plain: Timed, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+) -> dict[str, Any]:
+    """What the plan places, and what it has promised."""
+    choices, prediction = in_force(plan, *call)
+    lines = rows(choices, prediction, step, plain)
+    return {
+        "regions": len(choices),
+        "promised": None
+        if prediction is None
+        else {
+            "budget_bytes": prediction.budget_bytes,
+            "peak_bytes": prediction.peak_bytes,
+            "step_seconds": prediction.step_seconds,
+            "device": prediction.device,
+        },
+        "placements": [{**dataclasses.asdict(line), "why": line.why} for line in lines],
+    }
+
+
+def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
+    """One step; modules and operations are numbers of `names`, which grows."""
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    simulation = timed.simulation
+    moments = sampled(simulation.timeline, SAMPLES)
+    layers = stacked(simulation.blocks, [moment.event for moment in moments])
+    return {
+        "peak_bytes": simulation.peak_bytes,
+        "step_seconds": timed.seconds,
+        "replay_seconds": sum(timed.replayed.values()),
+        "replay_flops": simulation.flops["replay"],
+        "kept_bytes": simulation.saved_bytes,
+        "peak": moments.index(simulation.peak),
+        "phases": [list(span) for span in timed.spans],
+        "samples": {
+            "ends": [timed.end(moment.event) for moment in moments],
+            "phase": [number(moment.phase) for moment in moments],
+            "module": [number(moment.module) for moment in moments],
+            "op": [number(moment.op) for moment in moments],
+            "layers": {layer: series for layer, series in layers.items() if any(series)},
+        },
+    }
+
+
+def sampled(timeline: Sequence[Moment], most: int) -> list[Moment]:
+    """The first and the last moment, and of each stretch in between the highest: the first, if several are.
+
+    Args:
+        timeline: The moments in order.
+        most: How many stretches there are at most.
+    """
+    length = -(-len(timeline) // most)
+    stretches = [timeline[start : start + length] for start in range(0, len(timeline), length)]
+    highest = [max(stretch, key=lambda moment: moment.live_bytes) for stretch in stretches]
+    first = [timeline[0]] if highest[0] != timeline[0] else []
+    last = [timeline[-1]] if highest[-1] != timeline[-1] else []
+    return [*first, *highest, *last]
+
+
+def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[int]]:
+    """The bytes alive after some events, by layer.
+
+    Args:
+        blocks: What lay in memory.
+        events: In rising order.
+    """
+    changes: dict[int, list[tuple[str, int]]] = {}
+    for block in blocks:
+        layer = layer_of(block)
+        changes.setdefault(block.born, []).append((layer, block.nbytes))
+        if block.died is not None:
+            changes.setdefault(block.died, []).append((layer, -block.nbytes))
+    ahead = sorted(changes, reverse=True)
+    live = dict.fromkeys(LAYERS, 0)
+    found: dict[str, list[int]] = {layer: [] for layer in LAYERS}
+    for event in events:
+        while ahead and ahead[-1] <= event:
+            for layer, nbytes in changes[ahead.pop()]:
+                live[layer] += nbytes
+        for layer in LAYERS:
+            found[layer].append(live[layer])
+    return found
+
+
+def layer_of(block: Block) -> str:
+    """Where a block is stacked."""
+    if block.category != "activations":
+        return block.category
+    return {"replay": "rebuilt", "backward": "backward"}.get(block.made.phase, "activations")
