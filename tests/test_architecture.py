@@ -53,6 +53,7 @@ ROOMS = (
     ("integrations",),
     ("__init__",),
     ("_progress", "_models"),
+    ("_face",),
     ("bench", "demo", "show", "plan_command"),
     ("report",),
     ("cli",),

@@ -43,6 +43,7 @@ from torch_recompute import (
     SaveError,
     StoreError,
     _compat,
+    _face,
     _fingerprints,
     _generators,
     _models,
@@ -358,8 +359,13 @@ def plans(*argv: str) -> None:
 
 
 def draws_without_matplotlib() -> None:
-    with unittest.mock.patch.object(plan_command.plot, "find_spec", return_value=None):
+    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
         plans("math:sin", "--frontier", "--plot", "plan.png")
+
+
+def shows_without_rich() -> None:
+    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
+        plans("math:sin", "--frontier")
 
 
 def saves_more_at_first() -> None:
@@ -2389,7 +2395,14 @@ CASES = [
         ArgumentError,
         lambda: draws_without_matplotlib(),
         "--plot is plan.png, but the package matplotlib, which draws it, is not installed. Write: pip install "
-        "matplotlib",
+        "torch-recompute[plot]",
+    ),
+    Case(
+        "needs_rich",
+        ArgumentError,
+        lambda: shows_without_rich(),
+        "tables are printed by the package rich, which is not installed. Write: pip install torch-recompute[cli], or "
+        "add --json",
     ),
     # plans that meet other libraries
     Case(

@@ -50,5 +50,14 @@ def not_a_picture(path: str, known: Sequence[str]) -> str:
 def needs_matplotlib(path: str) -> str:
     """Text for a picture without what draws it."""
     return (
-        f"--plot is {path}, but the package matplotlib, which draws it, is not installed. Write: pip install matplotlib"
+        f"--plot is {path}, but the package matplotlib, which draws it, is not installed. Write: "
+        "pip install torch-recompute[plot]"
+    )
+
+
+def needs_rich() -> str:
+    """Text for a table without what prints it."""
+    return (
+        "tables are printed by the package rich, which is not installed. Write: pip install torch-recompute[cli], or "
+        "add --json"
     )

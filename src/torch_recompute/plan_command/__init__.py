@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
+from .._face import OK, Face, add_options, check_folder, document, write_text
 from .._models import PRESETS
-from .._progress import at_work
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
@@ -64,72 +63,61 @@ def add_command(commands: Any) -> None:
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve of --frontier")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.set_defaults(command=command)
+    add_options(parser, command, plot="the curve of --frontier")
 
 
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute plan`; 0 when there is a plan."""
+    face = Face.of(args)
     _check(args)
-    with at_work(f"building {args.model}"):
+    with face.at_work(f"building {args.model}"):
         task = Task.of(args)
-    with at_work(f"profiling {task}"):
+    with face.at_work(f"profiling {task}"):
         planner = task.planner()
     profile = planner.profile
-    with at_work("planning"):
+    with face.at_work("planning"):
         plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
     if args.out is not None:
         write(args.out, plans[0])
-    if args.plot is not None:
-        plot.draw(args.plot, profile, plans, str(task))
-    if args.json:
-        sys.stdout.write(to_json(task, profile, plans, curve=args.frontier) + "\n")
-        return 0
-    from . import view
-
-    view.show(task, profile, plans, curve=args.frontier)
-    return 0
+    if face.plot is not None:
+        plot.draw(face.plot, profile, plans, str(task))
+    face.give(
+        lambda: to_json(task, profile, plans, curve=args.frontier),
+        lambda: _view().show(task, profile, plans, curve=args.frontier),
+    )
+    return OK
 
 
 def to_json(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) -> str:
     """The plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each of them."""
     data = [json.loads(plan.to_json()) for plan in plans]
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "command": "plan",
+    found = {
         **task.as_data(),
         "device": profile.device,
         "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": profile.costs.step_seconds},
         "advice": profile.advice,
         **({"frontier": data} if curve else {"plan": data[0]}),
     }
-    return json.dumps(document, indent=1)
+    return document("plan", SCHEMA_VERSION, found)
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse before the work what could not be done after it."""
     for option, other in (("out", "budget"), ("plot", "frontier")):
-        path = getattr(args, option)
-        if path is None:
-            continue
-        if not getattr(args, other):
+        if getattr(args, option) is not None and not getattr(args, other):
             raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
-        if not path.parent.is_dir():
-            raise errors.ArgumentError(
-                errors.cannot_write(f"--{option}", str(path), f"there is no folder {path.parent}")
-            )
-    if args.plot is not None:
-        plot.check(args.plot)
+    if args.out is not None:
+        check_folder("--out", args.out)
     if args.budget is not None:
         read_budget(args.budget)
 
 
 def write(path: Path, plan: Plan) -> None:
     """Write a plan to a file, for `Plan.from_json` to read."""
-    try:
-        path.write_text(plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise errors.ArgumentError(
-            errors.cannot_write("--out", str(path), (error.strerror or str(error)).lower())
-        ) from error
+    write_text("--out", path, plan.to_json() + "\n")
+
+
+def _view() -> Any:
+    from . import view
+
+    return view
