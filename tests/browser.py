@@ -103,10 +103,10 @@ class Browser:
 
     def look(self, *, width: int = 1100, height: int = 900, scheme: str = "light", media: str = "") -> None:
         """How the page is looked at."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
-        self.send("Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def picture(self) -> bytes:
         """The whole page as PNG."""

@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo, plan_command, show
+from . import __version__, bench, demo, plan_command, report, show
 from ._face import FAILED as FAILED
 from ._face import INTERRUPTED, TOO_SMALL, USAGE
 from ._face import OK as OK
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     show.add_command(commands)
     plan_command.add_command(commands)
+    report.add_command(commands)
     return parser
 
 

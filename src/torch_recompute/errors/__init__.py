@@ -144,6 +144,7 @@ from .replays import (
     other_values,
     store_returned,
 )
+from .reports import bad_step_in_plan, cannot_read_plan, no_step_in_plan, too_few_points
 from .sharding import (
     no_rank,
     no_ranks,
@@ -192,6 +193,10 @@ from .units import (
 from .values import choice_requires_grad, no_such_key, not_recomputing, saved_twice, value_requires_grad
 
 __all__ = [
+    "bad_step_in_plan",
+    "cannot_read_plan",
+    "no_step_in_plan",
+    "too_few_points",
     "args_and_sizes",
     "bad_example",
     "size_does_not_fit",

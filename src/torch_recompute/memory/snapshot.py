@@ -5,8 +5,8 @@ simulated has no allocator.
 
 Idea. The same plain data: a trace of allocations and frees, and the segments that are there at the end. A frame of a
 stack, which the viewer shows for the bytes under the pointer, says the operation, then the module in place of the file
-and the number of the operation in place of the line, then the category and the phase. The category goes along under the key that PyTorch's
-own export of a profile uses, so the viewer colours by it.
+and the number of the operation in place of the line; the frame below it says the category and the phase. The category
+goes along under the key that PyTorch's own export of a profile uses, so the viewer colours by it.
 
 Each block is a segment of its own and no address is used twice: there is no caching, so nothing is fragmented, and
 "reserved" is what is allocated. What an operation frees comes before what it allocates, so the most that the viewer

@@ -5,7 +5,8 @@ or a checkpoint.
 
 Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
 The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
-`Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
+`Plan.from_json` reads where the training runs, beside the words of the command line, so that `torch-recompute report`
+can do the step again. `--frontier` shows the whole curve instead, from one profile: what each
 budget costs, before one is chosen.
 
 The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
@@ -16,19 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
 from .._face import OK, Face, add_options, check_folder, document, write_text
-from .._models import PRESETS
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
-from ..planning.prices import DEVICES
 from . import plot
-from .task import DTYPES, OPTIMIZERS, Task, curve
+from .options import MODEL_HELP, add_step_options, words_of
+from .task import Task, curve
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 
@@ -39,13 +39,7 @@ def add_command(commands: Any) -> None:
     """Describe `torch-recompute plan` to the command line."""
     about = "a plan for a budget of memory: what to keep, what to recompute, what the step takes"
     parser = cast("argparse.ArgumentParser", commands.add_parser("plan", help=about, description=about))
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is "
-        "built without weights; or pkg.module:name of a function that returns (model, batch), where batch is a tuple "
-        "of arguments or a dict of keyword arguments",
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(
         "--budget",
@@ -53,16 +47,10 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
-    parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
+    add_step_options(parser)
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
+        "--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json and torch-recompute report"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
-    parser.add_argument(
-        "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
     add_options(parser, command, plot="the curve of --frontier")
 
 
@@ -78,7 +66,7 @@ def command(args: argparse.Namespace) -> int:
     with face.at_work("planning"):
         plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
     if args.out is not None:
-        write(args.out, plans[0])
+        write(args.out, plans[0], words_of(args))
     if face.plot is not None:
         plot.draw(face.plot, profile, plans, str(task))
     face.give(
@@ -112,9 +100,10 @@ def _check(args: argparse.Namespace) -> None:
         read_budget(args.budget)
 
 
-def write(path: Path, plan: Plan) -> None:
-    """Write a plan to a file, for `Plan.from_json` to read."""
-    write_text("--out", path, plan.to_json() + "\n")
+def write(path: Path, plan: Plan, words: Mapping[str, str | int]) -> None:
+    """Write a plan to a file, for `Plan.from_json` to read, and the words that said what it is for."""
+    data = {**json.loads(plan.to_json()), "task": words}
+    write_text("--out", path, json.dumps(data, indent=1) + "\n")
 
 
 def _view() -> Any:

@@ -66,7 +66,7 @@ class Task:
                 if getattr(args, option) is not None:
                     raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
         meta = all(parameter.is_meta for parameter in model.parameters())
-        return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None))
+        return Task(args.model, model, batch, args.optimizer or "adamw", args.device or ("h100" if meta else None))
 
     def planner(self) -> Planner:
         """Knows what the step costs."""
@@ -108,7 +108,7 @@ class Task:
         }
 
 
-def curve(profile: Profile) -> list[Plan]:
-    """Plans along the whole curve of budget against seconds, the least budget first."""
-    points = frontier(profile.costs, POINTS)
+def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
+    """So many plans at most along the whole curve of budget against seconds, the least budget first."""
+    points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]

@@ -24,8 +24,7 @@ from torch import nn
 
 from ..memory import Block
 from ..plan.plan import Plan
-from ..plan.planned import planned
-from ..plan.solve import frontier
+from ..plan_command.task import curve
 from ..planning.planner import Loss, MakeOptimizer, Planner
 from ..simulation import Moment, Simulation
 from .placements import in_force, rows
@@ -79,8 +78,7 @@ def collect(
     plans = [plan]
     if points:
         profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
-        found = (planned(profile, profile.costs, p, p.peak_bytes) for p in frontier(profile.costs, points))
-        plans += [one for one in found if one.choices and one.choices != plan.choices]
+        plans += [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
     plain = clock.timed(Plan())
     done("no region")
     steps = [("no region", Plan(), plain)] if plan.all_choices else []
@@ -156,7 +154,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
     return {
         "peak_bytes": simulation.peak_bytes,
         "step_seconds": timed.seconds,
-        "replay_seconds": sum(timed.replayed.values()),
+        "replay_seconds": sum(timed.replayed.values(), 0.0),
         "replay_flops": simulation.flops["replay"],
         "kept_bytes": simulation.saved_bytes,
         "peak": moments.index(simulation.peak),

@@ -63,6 +63,13 @@ function outlines(step, layers, x, y) {
   });
 }
 
+/** The line above all layers. */
+function outline(step, x, y) {
+  const { ends } = step.samples;
+  return "M" + ends.map((end, i) => `${x(end).toFixed(1)},${y(total(step, i)).toFixed(1)} ` +
+    `${x(i + 1 < ends.length ? ends[i + 1] : step.step_seconds).toFixed(1)},${y(total(step, i)).toFixed(1)}`).join(" ");
+}
+
 /** The rows of a table by one column; those that are alike stay in their order. */
 function sorted(rows, key, direction) {
   const compare = (a, b) => (typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));

@@ -53,6 +53,7 @@ function drawStep() {
   for (const { layer, path } of outlines(step, DATA.layers, x, y)) {
     svg.append(element("path", { class: "layer", "data-layer": layer, d: path, fill: `var(--${layer})` }));
   }
+  if (step !== PLAIN) svg.append(element("path", { class: "outline", d: outline(PLAIN, x, y) }));
   for (const [phase, start, end] of step.phases) {
     const band = element("rect", { class: "phase", "data-phase": phase, x: x(start), y: HIGH - BOTTOM + 6,
       width: Math.max(0.3, x(end) - x(start)), height: 12, fill: `var(--${phase}-phase)` });
@@ -115,9 +116,9 @@ function drawFrontier() {
       svg.append(element("circle", { id: "ring", class: "ring", cx: across(step.peak_bytes), cy: up(step.step_seconds), r: 10 }));
     }
     if (kind !== "other") {
-      const left = across(step.peak_bytes) > WIDE - 160;
+      const left = kind === "plain";
       svg.append(element("text", { class: kind === "plan" ? "marked" : "", x: across(step.peak_bytes) + (left ? -14 : 14),
-        y: up(step.step_seconds) - 8, "text-anchor": left ? "end" : "start" }, step.name));
+        y: up(step.step_seconds) + (left ? 20 : -8), "text-anchor": left ? "end" : "start" }, step.name));
     }
   });
 }
@@ -154,8 +155,8 @@ function sortBy(column, first) {
 function figures() {
   const step = DATA.steps[state.shown], less = step.peak_bytes - PLAIN.peak_bytes;
   const shown = [
-    ["peak", bytes(step.peak_bytes), step === PLAIN ? "" : `${share(less / PLAIN.peak_bytes)} of ${bytes(PLAIN.peak_bytes)} with no region`],
-    ["step", seconds(step.step_seconds), step === PLAIN ? "" : `${share(step.step_seconds / PLAIN.step_seconds - 1)} of ${seconds(PLAIN.step_seconds)}`],
+    ["peak", bytes(step.peak_bytes), step === PLAIN ? "" : `${share(less / PLAIN.peak_bytes)} on ${bytes(PLAIN.peak_bytes)} with no region`],
+    ["step", seconds(step.step_seconds), step === PLAIN ? "" : `${share(step.step_seconds / PLAIN.step_seconds - 1)} on ${seconds(PLAIN.step_seconds)} with no region`],
     ["replays", seconds(step.replay_seconds), flops(step.replay_flops)],
     ["kept for backward", bytes(step.kept_bytes), step === PLAIN ? "" : `${bytes(PLAIN.kept_bytes)} with no region`],
     ["regions", String(step.regions), step.promised ? `for a budget of ${bytes(step.promised.budget_bytes)}` : ""],
@@ -192,19 +193,23 @@ function timeUnder(event) {
   return ((across - LEFT) / (WIDE - RIGHT - LEFT)) * most("step_seconds");
 }
 
+function legend(id, keys) {
+  by(id).replaceChildren(...keys.map(([colour, word]) => {
+    const item = element("li");
+    if (colour !== "none") item.append(element("i", { style: `background: ${colour}` }));
+    item.append(word);
+    return item;
+  }));
+}
+
 function begin() {
   by("source").textContent = DATA.source ? `A plan of ${DATA.steps[DATA.chosen].regions} regions, from ${DATA.source}.` : "";
   by("device").textContent = DATA.device;
   const used = DATA.layers.filter((layer) => DATA.steps.some((step) => step.samples.layers[layer]));
-  const keys = used.map((layer) => [`var(--${layer})`, WORDS[layer]]);
-  for (const phase of ["forward", "loss", "replay", "backward", "optimizer"]) {
-    if (DATA.steps.some((step) => step.phases.some(([name]) => name === phase))) keys.push([`var(--${phase}-phase)`, `strip: ${phase}`]);
-  }
-  by("legend").replaceChildren(...keys.map(([colour, word]) => {
-    const item = element("li");
-    item.append(element("i", { style: `background: ${colour}` }), word);
-    return item;
-  }));
+  const ran = ["forward", "loss", "replay", "backward", "optimizer"].filter(
+    (phase) => DATA.steps.some((step) => step.phases.some(([name]) => name === phase)));
+  legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: with no region"]]);
+  legend("phases", [["none", "the strip:"], ...ran.map((phase) => [`var(--${phase}-phase)`, phase])]);
   for (const line of DATA.notes) by("notes").append(element("p", {}, line));
   by("slider").max = String(DATA.steps.length - 1);
   by("slider").addEventListener("input", (event) => show(Number(event.target.value)));
