@@ -149,6 +149,10 @@ class Ledger:
         """Add a point to the timeline if the bytes alive have changed."""
         if not self.timeline or self.live != self.timeline[-1].live_bytes:
             self.timeline.append(Sample(event, op, self.live))
+        self.stamp(event)
+
+    def stamp(self, event: int) -> None:
+        """Write down the changes since the last event as this event's."""
         self.changes.extend((event, entry, nbytes) for entry, nbytes in self._pending)
         self._pending.clear()
 

@@ -41,8 +41,8 @@ def snapshot_of(blocks: Sequence[Block], device: int = 0) -> dict[str, Any]:
     trace: list[dict[str, Any]] = []
     for _, begins, number in sorted(moments):
         block = blocks[number]
-        what = {"addr": addresses[number], "size": block.nbytes, "stream": 0, "frames": _frames(block)}
-        what["category"] = block.category
+        where = {"addr": addresses[number], "size": block.nbytes, "stream": 0}
+        what = {**where, "frames": _frames(block), "category": block.category}
         actions = ("segment_alloc", "alloc") if begins else ("free_requested", "free_completed", "segment_free")
         trace += [{"action": action, **what} for action in actions]
     # The viewer stops at a trace that has categories without "unknown" among them; an entry of this kind is not drawn.

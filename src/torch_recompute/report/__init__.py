@@ -33,10 +33,11 @@ from ..plan_command.task import DTYPES, OPTIMIZERS, Task
 from ..planning.planner import Loss, MakeOptimizer
 from ..planning.prices import DEVICES
 from . import picture
-from .data import POINTS, Reported, collect
+from .data import POINTS, Reported, collect, compared
 from .page import render
+from .timed import Clock
 
-__all__ = ["Reported", "add_command", "collect", "command", "render", "report"]
+__all__ = ["add_command", "command", "report"]
 
 SCHEMA_VERSION = 1
 
@@ -77,8 +78,11 @@ def report(
     Raises:
         ArgumentError: The plan does not fit the model, or see `simulate` and `make_plan`.
     """
-    seen = collect(plan, model, args, kwargs, loss=loss, optimizer=optimizer, device=device, points=points, title=title)
-    return render(_document(seen))
+    if points < 0 or points == 1:
+        raise errors.ArgumentError(errors.too_few_points(points))
+    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+    others = compared(plan, model, args, kwargs, points=points, **step)
+    return render(_document(collect(plan, others, Clock(model, args, kwargs, **step), title=title)))
 
 
 def add_command(commands: Any) -> None:
@@ -114,8 +118,11 @@ def command(args: argparse.Namespace) -> int:
     step = _step(args, words)
     with face.at_work(f"building {step.model}"):
         task = Task.of(step)
-    with face.progress(args.points + 2) as done:
-        seen = _collected(plan, task, args.points, done)
+    call, how = _call(task)
+    with face.at_work(f"profiling {task}" if args.points else f"reading {args.plan}"):
+        others = compared(plan, *call, points=args.points, **how)
+    with face.progress(len(others) + 2) as done:
+        seen = collect(plan, others, Clock(*call, **how), title=str(task), done=done)
     data = _document(seen)
     if args.out is not None:
         write_text("--out", args.out, render(data))
@@ -127,19 +134,10 @@ def command(args: argparse.Namespace) -> int:
     return OK
 
 
-def _collected(plan: Plan, task: Task, points: int, done: Any) -> Reported:
-    args, kwargs = (task.batch, None) if isinstance(task.batch, tuple) else ((), task.batch)
-    return collect(
-        plan,
-        task.model,
-        args,
-        kwargs,
-        optimizer=OPTIMIZERS[task.optimizer],
-        device=task.device,
-        points=points,
-        title=str(task),
-        done=done,
-    )
+def _call(task: Task) -> tuple[tuple[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """A task as the arguments of `compared` and `Clock`."""
+    args, kwargs = (task.batch, dict[str, Any]()) if isinstance(task.batch, tuple) else ((), task.batch)
+    return (task.model, args, kwargs), {"optimizer": OPTIMIZERS[task.optimizer], "device": task.device}
 
 
 def _document(seen: Reported) -> dict[str, Any]:

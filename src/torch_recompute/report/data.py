@@ -47,7 +47,7 @@ class Reported(NamedTuple):
     chosen: Simulation
 
 
-def collect(
+def compared(
     plan: Plan,
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -57,6 +57,19 @@ def collect(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
     points: int = POINTS,
+) -> list[Plan]:
+    """The plans along the curve of budget against seconds that one is compared with; the arguments are `report`'s."""
+    if not points:
+        return []
+    profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
+    return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
+
+
+def collect(
+    plan: Plan,
+    others: Sequence[Plan],
+    clock: Clock,
+    *,
     title: str = "",
     done: Callable[[str], object] = lambda _: None,
 ) -> Reported:
@@ -64,39 +77,25 @@ def collect(
 
     Args:
         plan: The plan to report on.
-        model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
-        loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: What the seconds are of; see `make_plan`.
-        points: How many plans along the frontier there are at most; 0 for none, which spares the profile.
+        others: Plans to compare it with.
+        clock: Simulates and times the step.
         title: What the step is of; by default the model's class.
-        done: Called after each simulation, with what it was of.
+        done: Called after each of the simulations, two more than there are others, with what it was of.
     """
-    clock = Clock(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
-    plans = [plan]
-    if points:
-        profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
-        plans += [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
     plain = clock.timed(Plan())
     done("no region")
     steps = [("no region", Plan(), plain)] if plan.all_choices else []
-    for number, one in enumerate(plans):
-        step = clock.timed(one) if one.all_choices else plain
-        steps.append(("the plan" if number == 0 else "the frontier", one, step))
-        done(steps[-1][0])
+    for name, one in (("the plan", plan), *(("the frontier", other) for other in others)):
+        steps.append((name, one, clock.timed(one) if one.all_choices else plain))
+        done(name)
     steps.sort(key=lambda item: (item[2].simulation.peak_bytes, -item[2].seconds))
     names: dict[str, int] = {}
-    shown = [
-        {"name": name, **_step(timed, names), **_promise(one, timed, plain, (model, args, kwargs or {}))}
-        for name, one, timed in steps
-    ]
+    shown = [{"name": name, **_step(timed, names), **_promise(one, timed, plain, clock)} for name, one, timed in steps]
     chosen = next(number for number, (name, _, _) in enumerate(steps) if name == "the plan")
     simulation = steps[chosen][2].simulation
     return Reported(
         {
-            "title": title or type(model).__name__,
+            "title": title or type(clock.model).__name__,
             "source": plan.source,
             "device": clock.device,
             "layers": list(LAYERS),
@@ -122,11 +121,9 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
     return [note for note in notes if note]
 
 
-def _promise(
-    plan: Plan, step: Timed, plain: Timed, call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-) -> dict[str, Any]:
+def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, Any]:
     """What the plan places, and what it has promised."""
-    choices, prediction = in_force(plan, *call)
+    choices, prediction = in_force(plan, clock.model, clock.args, clock.kwargs)
     lines = rows(choices, prediction, step, plain)
     return {
         "regions": len(choices),
@@ -198,7 +195,7 @@ def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[in
         if block.died is not None:
             changes.setdefault(block.died, []).append((layer, -block.nbytes))
     ahead = sorted(changes, reverse=True)
-    live = dict.fromkeys(LAYERS, 0)
+    live: dict[str, int] = dict.fromkeys(LAYERS, 0)
     found: dict[str, list[int]] = {layer: [] for layer in LAYERS}
     for event in events:
         while ahead and ahead[-1] <= event:

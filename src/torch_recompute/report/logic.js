@@ -28,7 +28,7 @@ function ticks(least, most, count, units) {
   const [word, size] = unitOf(most, units);
   const rough = (most - least) / size / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5, 10].find((factor) => factor * power >= rough) || 10);
+  const step = power * ([1, 2, 5, 10].find((factor) => factor * power >= 0.7 * rough) || 10);
   const found = [];
   for (let k = Math.ceil(least / size / step); k * step <= (most / size) * (1 + 1e-9); k += 1) {
     found.push({ at: k * step * size, text: Number((k * step).toPrecision(6)).toLocaleString("en-US") });

@@ -105,7 +105,9 @@ function drawFrontier() {
   axes(svg, high, 46, across, up, ticks(x0, x1, 8, BYTES), ticks(y0, y1, 5, SECONDS), "peak of the step", "step");
   const line = DATA.steps.filter((step) => step.name !== "the plan").map((step) => `${across(step.peak_bytes)},${up(step.step_seconds)}`);
   svg.append(element("polyline", { class: "curve", points: line.join(" ") }));
-  DATA.steps.forEach((step, number) => {
+  const order = DATA.steps.map((_, number) => number).sort((a, b) => (a === DATA.chosen) - (b === DATA.chosen));
+  for (const number of order) {
+    const step = DATA.steps[number];
     const kind = { "the plan": "plan", "no region": "plain" }[step.name] || "other";
     const point = element("circle", { class: `point ${kind}`, "data-step": number, cx: across(step.peak_bytes),
       cy: up(step.step_seconds), r: 6 });
@@ -120,7 +122,7 @@ function drawFrontier() {
       svg.append(element("text", { class: kind === "plan" ? "marked" : "", x: across(step.peak_bytes) + (left ? -14 : 14),
         y: up(step.step_seconds) + (left ? 20 : -8), "text-anchor": left ? "end" : "start" }, step.name));
     }
-  });
+  }
 }
 
 function drawTable() {

@@ -26,4 +26,4 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
+    return files("torch_recompute.report").joinpath(name).read_text(encoding="utf-8").rstrip()

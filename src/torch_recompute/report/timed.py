@@ -74,7 +74,10 @@ class Clock:
         device: What the seconds are of, as for `make_plan`.
 
     Attributes:
-        device: What it is called; known after the first step.
+        model: As given.
+        args: As given.
+        kwargs: As given.
+        device: What the device is called; known after the first step.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Clock:
         optimizer: MakeOptimizer = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._call = model, args, kwargs
+        self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._price: Roofline | Measured | None
         self._price, device = where(device)
         self.device = ""
@@ -100,9 +103,11 @@ class Clock:
         def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             ran.append(op_of(func, args, kwargs, out))
 
-        simulation = simulate_step(*self._call, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step)
+        simulation = simulate_step(
+            self.model, self.args, self.kwargs, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step
+        )
         if self._price is None:
-            self._price = prices_for(self._call[0], simulation.device)
+            self._price = prices_for(self.model, simulation.device)
         self.device = self._price.name
         return _timed(simulation, ran, self._price)
 
