@@ -5,11 +5,12 @@ it on the file descriptors 3 and 4 when it is told to. `find_browser` says where
 """
 
 import base64
+import fcntl
 import itertools
 import json
 import os
 import shutil
-import subprocess
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ VARIABLE = "TORCH_RECOMPUTE_BROWSER"
 def find_browser() -> str | None:
     """The path of a Chromium: what the variable names, else the first found."""
     named = os.environ.get(VARIABLE)
-    return named or next(filter(None, map(shutil.which, NAMES)), None)
+    return shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
@@ -38,18 +39,22 @@ class Browser:
         self._rest = b""
         down_read, self._down = os.pipe()
         self._up, up_write = os.pipe()
+        # Out of the way of 3 and 4, which they are to become.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (down_read, up_write)]
+        silent = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
+        spoken = [(os.POSIX_SPAWN_DUP2, end, number) for end, number in zip(ends, (3, 4), strict=True)]
         command = [
-            *("sh", "-c", f'exec "$0" "$@" 3<&{down_read} 4>&{up_write}', program),
-            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+            *(program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
             *("--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"),
         ]
-        self._process = subprocess.Popen(
-            command, pass_fds=(down_read, up_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self._process = os.posix_spawn(program, command, os.environ, file_actions=[*silent, *spoken])
+        for end in ends:
+            os.close(end)
         os.close(down_read)
         os.close(up_write)
         self._session = ""
         self.problems: list[str] = []
+        self.requests: list[str] = []
 
     def __enter__(self) -> "Browser":
         targets = self.send("Target.getTargets")["targetInfos"]
@@ -57,16 +62,15 @@ class Browser:
         self._session = self.send("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        self.requests: list[str] = []
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self._down)
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        os.close(self._down)  # at which it ends
+        deadline = time.monotonic() + 10
+        while os.waitpid(self._process, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(self._process, signal.SIGKILL)
+            time.sleep(0.02)
         os.close(self._up)
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
@@ -144,7 +148,7 @@ class Browser:
         while b"\0" not in self._rest:
             piece = os.read(self._up, 1 << 20)
             if not piece:
-                raise RuntimeError(f"the browser has ended, with {self._process.wait()}")
+                raise RuntimeError("the browser has ended")
             self._rest += piece
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)

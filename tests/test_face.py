@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute import _face, cli, demo
+from torch_recompute import Choice, Plan, _face, cli, demo
 from torch_recompute._face import Face, document
 from torch_recompute.bench import discard, frontier
 from torch_recompute.bench.frontier import ways
@@ -74,6 +74,12 @@ COMMANDS = (
         "--out a.json",
         plots="",
     ),
+    Command(
+        "report plan.json --model this_test:pair --device h100 --points 2",
+        "title source device layers chosen plain names steps notes",
+        "--points 1",
+        plots="",
+    ),
     Command(BLOCKS, f"{MADE_BY} device config timed_size how rows", "--only gelu", plots=""),
     Command(f"{BLOCKS} --check", f"{MADE_BY} device config passed comparisons", "--scale 4"),
     Command(
@@ -117,8 +123,10 @@ def once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def surroundings(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in, this file can be imported by its name, and nothing says how to colour."""
+def surroundings(once: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever the tests run in: this file can be imported, there is a plan's file, and nothing says how to colour."""
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(Plan((Choice(("0",)),)).to_json())
     monkeypatch.setenv("COLUMNS", "100")
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
