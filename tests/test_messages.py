@@ -2592,8 +2592,8 @@ CASES = [
     Case(
         "bad_example",
         ArgumentError,
-        lambda: make_plan(Scale(), budget=1, sizes=[512]),  # type: ignore[list-item]
-        "sizes holds int: 512, where an example of a call is expected.\n"
+        lambda: make_plan(Scale(), budget=1, sizes=[5.12]),  # type: ignore[list-item]
+        "sizes holds float: 5.12, where an example of a call is expected.\n"
         "  Write a tuple of positional arguments or a dictionary of keyword arguments for each size, with tensors of "
         "that size:\n"
         "      sizes=[(batch[:, :length],) for length in (512, 2048, 8192)]",
@@ -2620,6 +2620,39 @@ CASES = [
         lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
         "device='h300' is neither a device of this machine nor one whose speeds are known.\n"
         "  Known are a100, h100, h200, b200, rtx4090.",
+    ),
+    Case(
+        "bad_sizes",
+        ArgumentError,
+        lambda: make_plan(Scale(), (torch.ones(2),), budget=1, sizes="learn"),
+        "sizes='learn' is not a choice of sizes.\n"
+        '  Write sizes="all" for every length up to that of the call that is given, or the lengths: sizes=[512, 2048].',
+    ),
+    Case(
+        "bad_length",
+        ArgumentError,
+        lambda: make_plan(Scale(), (torch.ones(2, 8),), budget=1, sizes=[4, (torch.ones(2),)]),
+        "sizes holds lengths of sequences and tuple: (tensor([1., 1.]),); lengths are whole numbers above 0, and are "
+        "not mixed with examples of calls.\n"
+        "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
+        "                           make_plan(model, budget=..., sizes=[(short,), (long,)])",
+    ),
+    Case(
+        "no_sequence",
+        ArgumentError,
+        lambda: make_plan(Scale(), (torch.ones(2, 2),), budget=1, sizes=[4]),
+        "sizes are lengths, but the call has a first tensor of shape (2, 2), in which it could be two, so it cannot be "
+        "told where its sequence is: the first tensor is expected to be tokens [batch, sequence] or embeddings [batch, "
+        "sequence, width], and no other dimension of it to be as long as the sequence.\n"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])",
+    ),
+    Case(
+        "bad_merge",
+        ArgumentError,
+        lambda: Profile("Net", "h100", COSTS, 20 * GIB).merge(Profile("Other", "h100", COSTS, 20 * GIB)),
+        "profiles of different steps cannot be merged: the model is Net in one and Other in another.\n"
+        "  Merge those of one model and one shape of batch: several measurements, or the ranks of a group. What two "
+        "profiles differ in is shown by  print(one.diff(other)).",
     ),
     Case(
         "bad_profile",

@@ -31,6 +31,34 @@ def args_and_sizes(count: int) -> str:
     )
 
 
+def bad_sizes(sizes: str) -> str:
+    """Text for a word that says nothing of sizes."""
+    return (
+        f"sizes={sizes!r} is not a choice of sizes.\n"
+        '  Write sizes="all" for every length up to that of the call that is given, or the lengths: sizes=[512, 2048].'
+    )
+
+
+def bad_length(length: object) -> str:
+    """Text for something among lengths that is none."""
+    return (
+        f"sizes holds lengths of sequences and {say(length)}; lengths are whole numbers above 0, and are not mixed "
+        "with examples of calls.\n"
+        "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
+        "                           make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
+def no_sequence(given: str) -> str:
+    """Text for a call whose sequence cannot be found."""
+    return (
+        f"sizes are lengths, but the call has {given}, so it cannot be told where its sequence is: the first tensor is "
+        "expected to be tokens [batch, sequence] or embeddings [batch, sequence, width], and no other dimension of it "
+        "to be as long as the sequence.\n"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
 def bad_example(example: object) -> str:
     """Text for an example of a size that is no call."""
     return (
@@ -65,6 +93,15 @@ def bad_profile(why: str) -> str:
         f"this is not a profile: {why}.\n"
         "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
         "profile.to_json() wrote."
+    )
+
+
+def bad_merge(what: str, one: object, other: object) -> str:
+    """Text for profiles of different steps."""
+    return (
+        f"profiles of different steps cannot be merged: {what} is {one} in one and {other} in another.\n"
+        "  Merge those of one model and one shape of batch: several measurements, or the ranks of a group. What two "
+        "profiles differ in is shown by  print(one.diff(other))."
     )
 
 

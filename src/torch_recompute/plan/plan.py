@@ -34,10 +34,11 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from .. import errors
 from .prediction import Prediction
+from .reading import read
 
 VERSION = 1
 KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
@@ -204,19 +205,7 @@ class Plan:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        try:
-            data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise errors.ArgumentError(errors.bad_plan(f"no JSON: {error}")) from None
-        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
-            raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
-        try:
-            modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
-            choices = tuple(_choice(**choice) for choice in data["choices"])
-            sizes = tuple(_size(**size) for size in data.get("sizes", ()))
-            return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
-        except (KeyError, TypeError, ValueError) as error:
-            raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
+        return read(text, VERSION, _plan, errors.bad_plan)
 
     def diff(self, other: Plan) -> str:
         """What turns this plan into the other, line by line; empty where they choose the same."""
@@ -266,6 +255,13 @@ def shape_in_words(shape: tuple[int, ...]) -> str:
 def kind_in(word: str) -> str:
     """The kind that a word of `Choice.keep` names, such as `@product`; empty where it names a module."""
     return word[word.index("@") :] if "@" in word else ""
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
+    choices = tuple(_choice(**choice) for choice in data["choices"])
+    sizes = tuple(_size(**size) for size in data.get("sizes", ()))
+    return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
 
 
 def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "") -> Choice:

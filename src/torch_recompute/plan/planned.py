@@ -110,6 +110,7 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         device=profile.device,
         solver=solution.solver,
         lines=_lines(costs, solution, starts),
+        timing=profile.timing,
     )
     return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction, profile.modules)
 

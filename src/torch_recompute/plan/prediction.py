@@ -54,6 +54,7 @@ class Prediction:
         device: What the seconds are of.
         solver: Which solver chose, and how good it says its choice is.
         lines: The segments, those treated alike together.
+        timing: Where the seconds are from, in words.
     """
 
     budget_bytes: int
@@ -66,6 +67,7 @@ class Prediction:
     device: str
     solver: str
     lines: tuple[Line, ...]
+    timing: str = ""
 
     @property
     def gap(self) -> float:
@@ -85,6 +87,8 @@ class Prediction:
             f"step {1000 * self.step_seconds:,.1f} ms on {self.device}: {more:+.1%} for {self.replay_flops / 1e9:,.1f} "
             f"GFLOP replayed; no schedule saves more than {self.gap:.1%} of it",
         ]
+        if self.timing:
+            head.append(f"seconds: {self.timing}")
         rows = [("", "keeps MiB", "frees MiB", "costs ms", "why", "")]
         rows += [
             (

@@ -21,29 +21,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import errors
+from .. import _compat, errors
 from ..plan.apply import apply
 from ..plan.cost import Costs, Kind, Option, Solution
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
-from ..plan.solve import choose, smallest
+from ..plan.solve import choose, frontier, smallest
 from ..plan.solvers.problem import simplicity
 from ..simulation import Simulation, simulate_step
+from ..simulation.step import loss_of
 from .calibrate import calibrate
 from .capture import Captured, capture
+from .clock import Scale, clock, obstacle
 from .free import free_bytes
 from .guesses import guesses
 from .ops import Op, op_of
-from .prices import Roofline, prices_for, where
-from .sizes import calls_of, plan_sizes
+from .prices import Measured, Roofline, prices_for, where
+from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
 from .trace import trace
 from .trials import Tried, attempt
 
@@ -76,9 +79,10 @@ class Planner:
         self._call = args, kwargs
         roofline, device = where(device)
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
-        ran: Counter[Op] = Counter()
+        ran: Counter[tuple[str, Op]] = Counter()
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
+        self._timing = "" if roofline else self._price.timing
         captured = capture(model, args, kwargs or {}, self.plain.device)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
@@ -86,12 +90,20 @@ class Planner:
         self._routers = captured.routers
         self._ways = self._tried(captured)
         options = [self._ways[kind].options[0] for kind in self._kinds]
-        seconds = sum(self._price(op) * count for op, count in ran.items())
-        self.costs = self._calibrated(self.plain, options, seconds)
+        prices = [(phase, self._price(op) * count) for (phase, op), count in ran.items()]
+        self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
+        self.costs = self._calibrated(self.plain, options, sum(seconds for _, seconds in prices))
+        if isinstance(self._price, Measured):
+            self._price.keep()
 
     @cached_property
     def profile(self) -> Profile:
-        """What is known, as data."""
+        """What is known, as data, in seconds of whole steps where one can be run."""
+        return self._clocked(None)[0]
+
+    @cached_property
+    def _priced(self) -> Profile:
+        """What is known, in prices of single operations."""
         return Profile(
             type(self._model).__name__,
             self._price.name,
@@ -101,6 +113,7 @@ class Planner:
             self._routers,
             tuple(self._left_out.items()),
             self.plain.advice,
+            self._timing,
         )
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
@@ -125,11 +138,21 @@ class Planner:
                 break
             costs = self._calibrated(simulation, solution.options, costs.step_seconds)
         solution, simulation = best or self.least
-        plan = planned(self.profile, costs, solution, wanted, simulation.peak_bytes)
-        if simulation.peak_bytes > wanted:
+        fits = simulation.peak_bytes <= wanted
+        profile, scale = self._clocked((solution, simulation)) if fits else (self._priced, None)
+        if scale is not None:
+            costs, solution = scale(costs), scale.solution(solution)
+        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes)
+        if not fits:
             text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, self.plain.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         return plan
+
+    def curve(self, budget: int, most: int) -> list[Plan]:
+        """Plans whose predicted peaks lie above a budget, from the one next to it to that without regions."""
+        found = [solution for solution in frontier(self.costs) if solution.peak_bytes > budget]
+        step = max(1, -(-len(found) // most))
+        return [*(self._plan_of(solution) for solution in found[:-1:step]), Plan()]
 
     @cached_property
     def least(self) -> tuple[Solution, Simulation]:
@@ -147,16 +170,48 @@ class Planner:
         assert best is not None
         return best
 
-    def _plan_of(self, solution: Solution) -> Plan:
-        return Plan(choices_of(self.profile, solution))
+    def _clocked(self, chosen: tuple[Solution, Simulation] | None) -> tuple[Profile, Scale | None]:
+        """The profile in seconds of whole steps: the one of a choice, or without one that with the smallest peak.
 
-    def _simulated(self, plan: Plan, ran: Counter[Op] | None = None) -> Simulation:
+        With a choice the step with no region is not run, since its peak may be above what was asked for.
+        """
+        if not isinstance(self._price, Measured):
+            return self._priced, None
+        scale = self._scale(chosen)
+        if isinstance(scale, str):
+            return replace(self._priced, timing=f"{self._timing}, not scaled to a whole step: {scale}"), None
+        return replace(self._priced, costs=scale(self.costs), timing=f"{self._timing}, {scale}"), scale
+
+    def _scale(self, chosen: tuple[Solution, Simulation] | None) -> Scale | str:
+        """The scale of prices by steps that are run here; or why none is, in words."""
+        device, (args, kwargs) = self.plain.device, self._call
+        why = obstacle(self._model, args, kwargs or {}, device)
+        if why:
+            return why
+        given = [x for x in _compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in (*self._model.buffers(), *given))
+        solution, simulation = chosen or self.least
+        if simulation.peak_bytes > room:
+            return "there is no memory for one"
+        plan = self._plan_of(solution)
+        run = partial(clock, self._model, args, kwargs or {}, self._step["loss"] or loss_of, device=device)
+        alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
+        try:
+            regions = run(plan) if plan.choices else None
+            return Scale.of(regions, run(Plan()) if alone else None, solution.seconds, self._optimizer_seconds)
+        except Exception as error:  # whatever a model may raise: it is said in the plan
+            return f"one raised {type(error).__name__}"
+
+    def _plan_of(self, solution: Solution) -> Plan:
+        return Plan(choices_of(self._priced, solution))
+
+    def _simulated(self, plan: Plan, ran: Counter[tuple[str, Op]] | None = None) -> Simulation:
         """The step with a plan; adds what ran to a count, if there is one."""
 
-        def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        def count(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             op = op_of(func, args, kwargs, out)
             if ran is not None and op is not None:
-                ran[op] += 1
+                ran[phase, op] += 1
 
         args, kwargs = self._call
         watch = None if ran is None else count
@@ -226,7 +281,10 @@ def profile(
 ) -> Profile:
     """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
 
-    Nothing is run but single operations, to time them, and nothing is changed; see `simulate` for what the step is.
+    Where the model's weights are on the device, single operations are run, to time them, and then the forward and the
+    backward of a copy over the same weights, so that the seconds are those of whole steps: with the regions that need
+    the least memory and, if there is room, without. Nothing is changed, and the optimizer's step is not run.
+    `Profile.timing` says what was run, or why nothing was. See `simulate` for what the step is.
 
     Args:
         model: The model; on the meta device if it is too large for this machine.
@@ -256,18 +314,23 @@ def make_plan(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
     solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
 ) -> Plan:
     """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
         plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
         apply(model, plan)
 
-    The plan that is returned has been simulated: its step fits into the budget.
+    The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
+    device, the forward and the backward of a copy over the same weights are then run with it, some four times, so that
+    the predicted seconds are those of whole steps (`Prediction.timing`); the step without it is not run unless the plan
+    has no region. With a device by name (`device="h100"`) nothing is run.
 
-    Where batches differ in length, give an example of each size, the largest that may come last:
+    Where batches differ in length, name the lengths, the largest that may come last; or have them found, up to that of
+    the batch:
 
-        plan = make_plan(model, budget="24GiB", sizes=[(batch[:, :length],) for length in (512, 2048, 8192)])
+        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])
+        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")
 
     Args:
         model: The model; on the meta device if it is too large for this machine.
@@ -280,10 +343,13 @@ def make_plan(
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: See `profile`.
         solver: "auto", or the name of one of the solvers.
-        sizes: Examples of calls of several sizes, from small to large, instead of `args`: tuples of positional
-            arguments or dictionaries of keyword arguments. The size of a call is the shape of its first tensor.
-            Each is planned for the same budget, and a call of the model goes by the choices of the first that it
-            exceeds in no dimension.
+        sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
+            [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
+            Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
+            of the call pays for no more replays than its own bytes ask for, or nearly. Or examples of calls, instead of
+            `args`: tuples of positional arguments or dictionaries of keyword arguments. The size of a call is the shape
+            of its first tensor. Each is planned for the same budget, and a call of the model goes by the choices of the
+            first that it exceeds in no dimension.
 
     Returns:
         The plan, with its prediction.
@@ -291,14 +357,21 @@ def make_plan(
     Raises:
         BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
             those of the size that does not fit.
-        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with them.
+        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
+            examples, or it cannot be told where the sequence of a call is.
     """
 
     def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
         return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
 
+    def peak(plan: Plan, call: Call) -> int:
+        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": where(device)[1]}
+        return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
+
+    if isinstance(sizes, str):
+        if sizes != "all":
+            raise errors.ArgumentError(errors.bad_sizes(sizes))
+        return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
     if not sizes:
         return planner(args, kwargs).plan(budget, solver)
-    if args:
-        raise errors.ArgumentError(errors.args_and_sizes(len(args)))
-    return plan_sizes(model, calls_of(sizes, kwargs or {}), planner, budget, solver)
+    return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)

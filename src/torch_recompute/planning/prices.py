@@ -6,9 +6,10 @@ that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwi
 
 Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
 fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
-roofline, scaled by what the measured ones took of theirs.
+roofline, scaled by what the measured ones took of theirs. What was measured is kept in a file (`kept.py`).
 
-Prices decide between plans, so what counts is how they compare.
+Prices decide between plans, so what counts is how they compare. What a step takes as a whole is measured in its turn
+(`clock.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from .. import errors
 from .._compat.fakes import without_modes
+from .kept import Kept, full_name, key_of
 from .ops import Meta, Op
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
@@ -45,6 +47,11 @@ class Roofline:
     flops: Mapping[int, float]
     bytes_per_second: float
     launch: float
+
+    @property
+    def timing(self) -> str:
+        """Where its seconds are from, in words."""
+        return f"operations by the speeds of {self.name}"
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
@@ -77,15 +84,19 @@ _processor: list[Roofline] = []
 
 
 def processor() -> Roofline:
-    """The roofline of this machine's processor, measured once by a product and a copy."""
+    """The roofline of this machine's processor, measured once by a product and a copy, and kept."""
     if not _processor:
-        with without_modes(), torch.no_grad():
-            a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
-            product = min(_seconds(lambda: a @ a, 5))
-            copy = min(_seconds(big.clone, 5))
-            launch = statistics.median(_seconds(lambda: small + small, 50))
-        speed = 2 * 512**3 / product
-        _processor.append(Roofline("cpu", {2: speed, 4: speed}, 2 * big.nbytes / copy, launch))
+        kept = Kept(full_name(torch.device("cpu")))
+        if not {"product", "copy", "launch"} <= kept.seconds.keys():
+            with without_modes(), torch.no_grad():
+                a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
+                kept.seconds["product"] = min(_seconds(lambda: a @ a, 5))
+                kept.seconds["copy"] = min(_seconds(big.clone, 5))
+                kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50))
+            kept.save()
+        speed = 2 * 512**3 / kept.seconds["product"]
+        moved = 2 * 4 * (1 << 22)
+        _processor.append(Roofline("cpu", {2: speed, 4: speed}, moved / kept.seconds["copy"], kept.seconds["launch"]))
     return _processor[0]
 
 
@@ -100,15 +111,18 @@ def _seconds(call: Any, times: int) -> list[float]:
 
 
 class Measured:
-    """Prices by running each operation on a device, once in the life of the process.
+    """Prices by running each operation on a device, once; what was measured before is read from a file.
 
     Args:
         device: The device.
     """
 
     _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
+    """What this process has asked for, by what the prices depend on; None for what cannot be measured."""
 
     def __init__(self, device: torch.device) -> None:
+        self._full_name = full_name(device)
+        self._kept = Kept(self._full_name)
         self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._device = device
         self._roofline = roofline_of(device)
@@ -116,15 +130,33 @@ class Measured:
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
-        key = (self.name, op)
+        key = (self._full_name, op)
         expected = self._roofline(op)
         if key not in self._known:
-            self._known[key] = self._run(op) if expected < LONGEST else None
+            self._known[key] = self._measured(op) if expected < LONGEST else None
         seconds = self._known[key]
         if seconds is not None:
             self._scales.append(seconds / expected)
             return seconds
         return expected * (statistics.median(self._scales) if self._scales else 1.0)
+
+    @property
+    def timing(self) -> str:
+        """Where its seconds are from, in words."""
+        return f"single operations timed on {self.name}"
+
+    def keep(self) -> None:
+        """Writes what was measured to a file."""
+        self._kept.save()
+
+    def _measured(self, op: Op) -> float | None:
+        name = key_of(op)
+        if name not in self._kept.seconds:
+            seconds = self._run(op)
+            if not seconds:
+                return seconds
+            self._kept.seconds[name] = seconds
+        return self._kept.seconds[name]
 
     def _run(self, op: Op) -> float | None:
         try:

@@ -49,7 +49,7 @@ def simulate_step(
         args: The positional arguments of one call.
         kwargs: Its keyword arguments.
         prepare: Called with the copy before the step.
-        watch: Called with each operation of the step: its overload, arguments, keyword arguments and result.
+        watch: Called with each operation of the step: its phase, overload, arguments, keyword arguments and result.
         loss: From the model's output to a scalar.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: Where the step is to run.
