@@ -102,6 +102,16 @@ def test_another_step_than_the_planned_one() -> None:
     assert sum(row["count"] for row in rows) == len(plan)
 
 
+def test_seconds_that_were_scaled() -> None:
+    """Where a plan's seconds are not sums of operations, the report says that its own are."""
+    model, args = pair()
+    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100")
+    assert plan.prediction is not None
+    longer = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
+    (note,) = seen(longer, points=0).data["notes"]
+    assert note.startswith("The plan has promised a step of 250.00 ms, scaled to whole steps")
+
+
 def test_the_frontier(by_hand: Reported) -> None:
     """Steps come by rising peak; those along the curve get cheaper, and the last is the one with no region."""
     steps = by_hand.data["steps"]

@@ -16,6 +16,7 @@ phases cover the step without a gap.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -117,6 +118,11 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
         notes.append(
             f"The plan has promised a peak of {promised['peak_bytes']:,} bytes, and this step has one of "
             f"{step['peak_bytes']:,}: it is not the step that the plan was made for. The table is of this step."
+        )
+    elif promised is not None and not math.isclose(promised["step_seconds"], step["step_seconds"], rel_tol=0.01):
+        notes.append(
+            f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, scaled to whole steps that "
+            "were run; the pictures are in seconds of single operations."
         )
     return [note for note in notes if note]
 

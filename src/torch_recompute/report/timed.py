@@ -1,8 +1,9 @@
 """A simulated step on a clock: when each operation ends, and what each phase and each module's replays take.
 
 A simulation orders operations and does not time them. A device's prices do, one operation after the other, so the
-clock is the sum of what ran before. It is that of `Prediction.step_seconds`: seconds of operations, without gaps
-between them.
+clock is the sum of what ran before: seconds of operations, without gaps between them. For a device by its data sheet
+that is `Prediction.step_seconds`; where operations are timed on this machine a plan's seconds are also scaled to whole
+steps that were run, which cannot be said of a single moment.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Clock:
         """The step with a plan."""
         ran: list[Op | None] = []
 
-        def watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        def watch(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             ran.append(op_of(func, args, kwargs, out))
 
         simulation = simulate_step(
