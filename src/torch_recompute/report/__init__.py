@@ -58,8 +58,8 @@ def report(
 
         Path("report.html").write_text(report(plan, model, (batch,), optimizer=torch.optim.AdamW))
 
-    The step is simulated some `points` + 2 times, and the model is profiled once; nothing is run but, where it has
-    weights, single operations to time them.
+    The step is simulated some `points` + 2 times, and the model is profiled once; what a profile runs is said at
+    `profile`.
 
     Args:
         plan: The plan, from a budget, a configuration or written by hand.
