@@ -66,7 +66,7 @@ class Predicted:
         self.ran: Counter[Op] = Counter()
         self.rank = rank
 
-        def watch(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        def watch(_: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
             op = op_of(func, args, kwargs, out)
             if op is not None:
                 self.ran[op] += 1
