@@ -1,8 +1,8 @@
 """`docs/errors.md`: every text that an error of torch-recompute can have, one heading per text.
 
 The headings are what the functions of `torch_recompute/errors/` say of themselves ("Text for ..."), grouped by their
-files; the texts are the first row that `tests/test_messages.py` has for each, where a test raises them word for word. So
-the page can neither miss a text nor quote one that is not raised.
+files; the texts are the first row that `tests/test_messages.py` has for each, where a test raises them word for word.
+So the page can neither miss a text nor quote one that is not raised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from test_messages import CASES, functions_of_errors
-
 from torch_recompute import errors
 
 HEAD = """\

@@ -9,6 +9,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 GIB, MIB = 2**30, 2**20
+# What the ways of `what_it_saves.py` are called here.
+WAYS = {"every layer": "every_layer", "a plan, that peak": "same_peak", 'a plan, `budget="50%"`': "half"}
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -39,22 +41,20 @@ def saves() -> str:
         (
             f"{row['model']}, {row['batch']}",
             _gib(row["plain"]["peak_bytes"]),
-            *(_way(row["plain"], row[way]) for way in ("every_layer", "same_peak", "half")),
+            *(_way(row["plain"], row[way]) for way in WAYS.values()),
         )
         for row in _result("what_it_saves-h100-sheet")["figures"]
     ]
-    return _table(
-        ("peak of a step (its time)", "no recomputation", "every layer", "a plan, that peak", 'a plan, `budget="50%"`'), rows
-    )
+    return _table(("peak of a step (its time)", "no recomputation", *WAYS), rows)
 
 
 def replays() -> str:
     """Whole models: the share of the step's FLOPs that is done again."""
     rows = [
-        (row["model"], *(_share(row[way]["replayed_share"]) for way in ("every_layer", "same_peak", "half")))
+        (row["model"], *(_share(row[way]["replayed_share"]) for way in WAYS.values()))
         for row in _result("what_it_saves-h100-sheet")["figures"]
     ]
-    return _table(("FLOPs done again", "every layer", "a plan, that peak", 'a plan, `budget="50%"`'), rows)
+    return _table(("FLOPs done again", *WAYS), rows)
 
 
 # What the forms of `bench discard` are called here; a form that is not named is left out.
@@ -86,7 +86,7 @@ def costs() -> str:
     added = next(row for row in _result("saved_call_overhead-cpu")["figures"] if row["name"] == "added")
     idle = {row["engine"]: row for row in _result("idle_costs-cpu")["figures"]}
     rows = [
-        (f"a region, {saved} saved tensors", f"{regions[saved, 'torch-recompute']:.0f} us", f"{regions[saved, 'torch']:.0f} us")
+        (f"a region, {saved} saved tensors", *(f"{regions[saved, by]:.0f} us" for by in ("torch-recompute", "torch")))
         for saved in (2, 5, 20)
     ]
     rows.append(("keeping one call of a region", f"{added['ours_us']:.0f} us", f"{added['torch_us']:.0f} us"))
@@ -108,4 +108,10 @@ def exact() -> str:
 
 
 # The name in a page's marker -> what stands below it.
-TABLES: Mapping[str, Callable[[], str]] = {"saves": saves, "replays": replays, "blocks": blocks, "costs": costs, "exact": exact}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "saves": saves,
+    "replays": replays,
+    "blocks": blocks,
+    "costs": costs,
+    "exact": exact,
+}

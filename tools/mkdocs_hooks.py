@@ -1,8 +1,8 @@
 """What lets one set of pages be read on a code host and in the manual that mkdocs builds.
 
 Two things differ. A code host makes the anchor of a heading by replacing each blank by a hyphen, and Python's Markdown
-by collapsing them. And a link may leave `docs/` there (to an example, a result of a benchmark), which a site cannot: such
-files are taken into the site, under `repository/`, and the links lead to them.
+by collapsing them. And a link may leave `docs/` there (to an example, a result of a benchmark), which a site cannot:
+such files are taken into the site, under `repository/`, and the links lead to them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Idea. Each is a function of something else: of `benchmarks/results/*.json`, of t
 pins, of a few lines of drawing. This tool is that function, `tests/test_pages.py` holds the pages to it, and the result
 stands in the repository, so that it can be read there without building anything.
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the tables,
-`error_texts.py` the list, `pictures.py` the pictures.
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
+tables, `error_texts.py` the list, `pictures.py` the pictures.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import re
 import sys
 from pathlib import Path
 
+import figures
+import pictures
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
-
-import figures  # noqa: E402
-import pictures  # noqa: E402
-
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -58,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page is stale")
     check = parser.parse_args().check
+    sys.path.append(str(ROOT / "tests"))
     stale = {path: text for path, text in all_pages().items() if not path.is_file() or path.read_text("utf-8") != text}
     for path, text in stale.items():
         if not check:

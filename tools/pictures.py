@@ -18,7 +18,7 @@ STYLE = """
 svg { font: 14px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif }
 .card { fill: #ffffff; stroke: #d0d7de }
 .text { fill: #1f2328 } .soft { fill: #59636e; font-size: 13px }
-.region { fill: #eef4fb; stroke: #7a96b8; stroke-dasharray: none }
+.region { fill: #eef4fb; stroke: #7a96b8 }
 .runs { fill: #ffffff; stroke: #59636e } .call { fill: #d8ebdc; stroke: #2b7a44; stroke-width: 2 }
 .skipped { fill: none; stroke: #a0a8b0; stroke-dasharray: 4 4 }
 .kept { fill: #2f6fbe; stroke: #2f6fbe } .kept-text { fill: #ffffff }
@@ -48,8 +48,12 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Lane:
-    """One run of the function: `ops` are "runs", "call" or "skipped"; the tensors before, between and after them
-    "kept", "dropped", "rebuilt" or "" for none that matters.
+    """One run of the function.
+
+    Attributes:
+        name: What it is, in lines.
+        ops: What is done with each operation: "runs", "call" or "skipped".
+        tensors: What becomes of each tensor: "kept", "dropped", "rebuilt", or "" for one that does not matter.
     """
 
     name: Sequence[str]
@@ -88,16 +92,13 @@ def _text(x: float, y: float, text: str, kind: str = "text", anchor: str = "midd
 
 
 def _arrow(x1: float, x2: float, y: float) -> str:
-    return (
-        f'<path class="line" d="M{x1:g} {y:g}H{x2 - 6:g}"/>'
-        f'<path class="tip" d="M{x2:g} {y:g}l-8 -4v8z"/>'
-    )
+    return f'<path class="line" d="M{x1:g} {y:g}H{x2 - 6:g}"/><path class="tip" d="M{x2:g} {y:g}l-8 -4v8z"/>'
 
 
 def _lane(picture: Picture, lane: Lane, y: float, note: str) -> list[str]:
     count = len(picture.ops)
     drawn = [
-        *(_text(18, y - 4 + 18 * i - 9 * (len(lane.name) - 2), line, "text", "start") for i, line in enumerate(lane.name)),
+        *(_text(18, y + 14 - 9 * len(lane.name) + 18 * i, line, "text", "start") for i, line in enumerate(lane.name)),
         _text(_x(0, count) + RADIUS + 6, y + 51, note, "soft", "start"),
     ]
     for place, name in enumerate(picture.ops):
@@ -185,7 +186,7 @@ DISCARD = Picture(
     ("x", "h", "y"),
     Lane(FORWARD, ["runs", "call"], ["kept", "dropped", ""]),
     Lane(REPLAY, ["runs", "skipped"], ["kept", "rebuilt", ""]),
-    ("one region around both, and the product a saved call: no one keeps h", "the norm is cheap; no product runs twice"),
+    ("one region around both, the product a saved call: no one keeps h", "the norm is cheap; no product runs twice"),
 )
 CARRY = Picture(
     "A decision made in forward is carried to the replay",
