@@ -33,9 +33,10 @@ demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputat
 test: lint types $(VENV)/.stamp-installed  ## lint, type check, and the tests against the installed wheel
 	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-dev  ## ruff check and ruff format --check
+lint: $(VENV)/.stamp-dev  ## ruff check, ruff format --check, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 types: $(VENV)/.stamp-dev  ## pyright, strict, on src
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -10,6 +10,7 @@ tests take whatever `import torch_recompute` finds, so `PYTHONPATH=src pytest` w
 import importlib.util
 import os
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ except ImportError:
     hypothesis = None
 
 INSTALLED_ONLY = os.environ.get("TORCH_RECOMPUTE_TEST_INSTALLED") == "1"
+
+# Prices that tests measure are not for anybody's later plans, nor are those of earlier runs for tests.
+os.environ["TORCH_RECOMPUTE_CACHE"] = tempfile.mkdtemp(prefix="torch-recompute-prices-")
 
 # Bitwise laws hold for any number of threads; small tensors are quickest with one or two.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

@@ -25,7 +25,7 @@ PACKAGE = "torch_recompute"
 ROOMS = (
     ("errors",),
     ("_compat",),
-    ("_diagnose",),
+    ("_diagnose", "_exhausted"),
     ("_tree",),
     ("_reach",),
     ("_generators",),
@@ -48,12 +48,17 @@ ROOMS = (
     ("plan",),
     ("planning",),
     ("auditing",),
+    ("verifying",),
     ("config",),
     ("distributed",),
     ("integrations",),
+    ("testing",),
     ("__init__",),
-    ("_progress", "_models"),
-    ("bench", "demo", "show", "plan_command"),
+    ("_progress", "_models", "_plan_file"),
+    ("_face",),
+    ("_ranks",),
+    ("bench", "demo", "show", "plan_command", "verify_command"),
+    ("doctor",),
     ("report",),
     ("cli",),
     ("__main__",),
@@ -72,6 +77,7 @@ LEAN = {
     "stores",
     "_slots",
     "_diagnose",
+    "_exhausted",
     "_fingerprints",
     "_task",
     "_trace",
@@ -90,6 +96,8 @@ LEAN = {
     "plan",
     "planning",
     "auditing",
+    "verifying",
+    "testing",
     "config",
     "__init__",
 }
@@ -99,6 +107,7 @@ LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}}
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
     *("units", "apply", "calls", "observe", "simulating", "placed", "switch", "caches", "named", "chain", "sizes"),
+    "exhausted",
 }
 
 MAX_LINES = 400

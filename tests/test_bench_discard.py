@@ -258,7 +258,7 @@ def test_published_rows() -> None:
     for column, n_layers, peak in (("odc_cpp", 1, 608.0), ("odc_cpp", 8, 2400.3), ("odc_python", 8, 2464.3)):
         row = seen[column, n_layers]
         assert row.published is not None
-        assert (row.published.peak_mib, row.peak_bytes, row.flops, row.total_ms) == (peak, None, None, None)
+        assert (row.published.peak_mib, row.peak_bytes, row.flops, row.total_seconds) == (peak, None, None, None)
     assert ("odc_python", 1) not in seen
     assert seen["baseline", 8].published == TABLE["up_proj"]["baseline"]
     assert seen["saved_call", 8].published is None

@@ -1,6 +1,7 @@
 """The lower bound: below every schedule, equal to the best mixture of schedules, and as quick for many layers."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,7 @@ from costs import costs_of_graphs, schedules
 from torch_recompute.errors import BudgetError
 from torch_recompute.plan import bound as module
 from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment
+from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 from torch_recompute.plan.solve import choose
 
 
@@ -90,6 +91,27 @@ def test_a_layer_without_operations_counts_nothing() -> None:
     )
     assert bound(unknown, 65) == bound(stack(1), 65)
     assert bound(costs, 4) == math.inf
+
+
+def test_what_lives_in_the_loss_takes_room() -> None:
+    """After the last forward and before the first backward whatever else lives leaves less to save; elsewhere not."""
+    costs, layers = stack(4), 4
+    for after, counts in ((layers, True), (layers - 1, False), (0, False)):
+        more = replace(costs, points=(Point(after, 25, "in the loss"),))
+        assert bound(more, 205) == bound(costs, 185 if counts else 205)
+    assert bound(costs, 185) > bound(costs, 205)
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs_of_graphs(), st.integers(0, 40), st.integers(1, 20), st.none() | st.integers(0, 30))
+def test_host_memory_is_room_that_time_limits(costs: Costs, room: int, speed: int, most: int | None) -> None:
+    """No schedule costs less than the bound that sends some bytes away and waits for what the step does not hide."""
+    hosted = replace(costs, host=Host(most, float(speed)))
+    found = bound(hosted, costs.turn_bytes + room)
+    for size, seconds in schedules(costs):
+        sent = max(0, size - room)
+        if most is None or sent <= most:
+            assert found <= seconds + max(0.0, sent / speed - costs.step_seconds) + 1e-9
 
 
 def test_a_view_is_had_with_what_it_views() -> None:

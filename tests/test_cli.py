@@ -133,8 +133,8 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["identical"]
 
 
-def test_other_missing_modules_are_not_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing module that is not rich stays an error of its own."""
+def test_missing_modules_are_not_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is missing where none may be stays an error of its own."""
 
     def missing(_: argparse.Namespace) -> int:
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")

@@ -588,8 +588,36 @@ def test_every_shim_is_tried() -> None:
     # Pytrees are public in all but name, and tried by tests/test_tree.py.
     missing = {n for n in names if not n.startswith("_") and f"_compat.{n}" not in text} - PYTREES
     assert not missing
+    for module in (capture, fakes, partitioning, storages):
+        made = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, STATEMENTS)]
+        unspoken = {n.name for n in made if not n.name.startswith("_") and n.name not in text}
+        assert not unspoken, module.__name__
 
 
+def test_every_stand_in_is_tried() -> None:
+    """For each name of torch that a shim can do without, this file takes that name away."""
+    found: set[str] = set()
+    for path in sorted(Path(_compat.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(getattr(node, "func", None), "id", None)
+            if name in ("getattr", "hasattr") and isinstance(node, ast.Call):
+                owner, what = (ast.unparse(arg) for arg in node.args[:2])
+                if owner.split(".")[0] in ("torch", "_C", "config") and (name == "hasattr" or len(node.args) == 3):
+                    found.add(f"{owner}.{what}")
+            if isinstance(node, ast.ExceptHandler) and ast.unparse(node.type or ast.Constant("")) == "ImportError":
+                found.add(f"{path.name}: import")
+    assert found == {
+        "_C.'_get_graph_exec_group'",  # test_without_execution_groups
+        "_C.f'_get_{name}'",  # test_a_setting_that_torch_lacks_is_left_out
+        "_C.f'_set_{setter or name}'",
+        "torch.'xpu'",  # test_device_generators
+        "torch.UntypedStorage.'_new_with_weak_ptr'",  # test_memory_that_torch_cannot_find_again
+        "config.'activation_memory_budget'",  # test_the_budget_of_compiled_code
+        "partitioning.py: import",
+    }
+
+
+STATEMENTS = (ast.FunctionDef, ast.ClassDef)
 PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves"}
 
 
@@ -684,6 +712,26 @@ def test_operations_on_fakes_need_no_active_mode() -> None:
     assert view.untyped_storage().nbytes() == 0
     with fakes.without_modes():
         assert torch.ones(2).sum().item() == 2
+
+
+def test_a_layout_over_memory() -> None:
+    """A tensor is laid over memory as it is told, and memory that was discarded stays so."""
+    memory = torch.arange(6.0).untyped_storage()
+    laid = fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu")
+    assert laid.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    memory.resize_(0)
+    again = fakes.lay(memory, 1, ((2, 2), (1, 2)), torch.float32, "cpu")
+    assert (again.shape, memory.nbytes()) == ((2, 2), 0)
+
+
+def test_a_fake_is_told_from_a_tensor() -> None:
+    """A tensor on fake memory is a fake, with data or on meta it is not."""
+    with fakes.FakeTensorMode() as mode:
+        fake = torch.ones(2)
+    assert storages.is_fake(fake)
+    assert storages.is_fake(mode.from_tensor(torch.ones(2)))
+    assert not storages.is_fake(torch.ones(2))
+    assert not storages.is_fake(torch.ones(2, device="meta"))
 
 
 def test_an_operation_that_writes_is_known() -> None:

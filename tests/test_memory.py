@@ -476,6 +476,52 @@ def test_devices_have_books_of_their_own() -> None:
         assert (m.device, m.peak_bytes) == (torch.device("cpu"), BLOCK)
     assert m.on("cuda:7").peak_bytes == 0
     assert m.allocator_peak_bytes is None
+    assert m.reserved_peak_bytes is None
+
+
+class ActedAllocator:
+    """Acts the statistics of a CUDA allocator with two devices: peaks since the last reset, and what is held now."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = {0: (0, 0), 1: (0, 0)}
+        self.peaks = dict(self.now)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peaks[device][0])
+        patch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peaks[device][1])
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def reset(self, device: int) -> None:
+        self.peaks[device] = self.now[device]
+
+    def hold(self, device: int, allocated: int, reserved: int) -> None:
+        """From now on the device has handed out and holds this much."""
+        self.now[device] = allocated, reserved
+        before = self.peaks[device]
+        self.peaks[device] = max(before[0], allocated), max(before[1], reserved)
+
+
+def test_allocated_against_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device's peaks of bytes handed out and of bytes held are its own, and a nested measurement ends neither."""
+    allocator = ActedAllocator(monkeypatch)
+    allocator.hold(0, 70, 90)
+    allocator.hold(0, 10, 90)
+    with measure() as outer:
+        allocator.hold(0, 50, 96)
+        allocator.hold(1, 7, 8)
+        allocator.hold(0, 20, 96)
+        with measure() as m:
+            allocator.hold(0, 30, 64)
+            inside = m.on("cuda:0")
+        allocator.hold(0, 40, 128)
+    assert (inside.allocator_peak_bytes, inside.reserved_peak_bytes) == (30, 96)
+    assert m.on("cuda:0")[-2:] == (30, 96)
+    assert outer.on("cuda:0")[-2:] == (50, 128)
+    assert outer.on("cuda:1")[-2:] == (7, 8)
+    with FakeTensorMode(), measure() as m:
+        x = block(device="cuda:1")
+    assert (m.device, m.allocator_peak_bytes, m.reserved_peak_bytes) == (x.device, 7, 8)
+    assert repr(m).endswith("; the allocator 7, of 8 reserved>")
 
 
 def test_storages_that_die_on_another_thread() -> None:
@@ -611,6 +657,7 @@ def test_cuda_allocator_agrees() -> None:
     assert m.device == x.device
     assert allocator_peak is not None
     assert m.peak_bytes <= allocator_peak - base <= m.peak_bytes * 1.05 + KIB * KIB
+    assert (m.reserved_peak_bytes or 0) >= allocator_peak
     assert outer.allocator_peak_bytes == base + 64 * KIB * KIB
     assert outer.peak_bytes == 64 * KIB * KIB
 

@@ -44,6 +44,7 @@ from torch_recompute import (
     Stages,
     StoreError,
     _compat,
+    _face,
     _fingerprints,
     _generators,
     _models,
@@ -52,6 +53,7 @@ from torch_recompute import (
     checkpoint,
     checkpoint_sequential,
     cli,
+    doctor,
     doing_recompute,
     errors,
     get_recompute_data,
@@ -65,8 +67,18 @@ from torch_recompute import (
     simulate,
     solve,
     state,
+    testing,
     values,
+    verify,
+    verify_command,
 )
+from torch_recompute._plan_file import read_plan
+from torch_recompute._ranks.layout import Layout
+from torch_recompute._ranks.model import ranks
+from torch_recompute._ranks.placing import divided
+from torch_recompute._ranks.planning import PipelinePlanner, RankPlan
+from torch_recompute.bench.run import golden, journal, sweep
+from torch_recompute.bench.run.settings import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.distributed import (
     RngStreams,
@@ -81,8 +93,11 @@ from torch_recompute.integrations import door, huggingface
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.inflight import Action, moments
+from torch_recompute.plan.prediction import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planning.hosts import link_of
+from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.schedules import orders_named, orders_of
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
@@ -368,9 +383,77 @@ def plans(*argv: str) -> None:
     args.command(args)
 
 
+def benches(*argv: str, **patched: Any) -> None:
+    """`torch-recompute bench run` up to its own errors."""
+    args = cli.build_parser().parse_args(["bench", "run", *argv])
+    with contextlib.ExitStack() as stack:
+        for name, value in patched.items():
+            stack.enter_context(unittest.mock.patch(name, value))
+        args.command(args)
+
+
+def reads(text: str, read: Callable[[Path], object], name: str = "a.json") -> None:
+    """A file that holds this text."""
+    with unittest.mock.patch.object(Path, "read_text", return_value=text):
+        read(Path(name))
+
+
+def goes_on_from(text: str) -> None:
+    """A file of results that holds this text."""
+    with unittest.mock.patch.object(Path, "open", unittest.mock.mock_open(read_data=text)):
+        journal.Journal(Path("a.jsonl"))
+
+
+GOLDEN = golden.Golden(
+    Workload("gpt-tiny"), 1, "H200", 7, {"key": golden.Figure("every layer", 1.0, None)}, source="golden.json"
+)
+
+
+def runs(*argv: str) -> None:
+    """A command up to its own errors."""
+    args = cli.build_parser().parse_args(argv)
+    args.command(args)
+
+
+def watched_without_a_step() -> None:
+    with doctor.watch(nn.Linear(2, 2)) as watching:
+        watching.report()
+
+
 def draws_without_matplotlib() -> None:
-    with unittest.mock.patch.object(plan_command.plot, "find_spec", return_value=None):
+    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
         plans("math:sin", "--frontier", "--plot", "plan.png")
+
+
+def on_meta() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    return torch.nn.Linear(3, 3, device="meta"), (torch.ones(1, 3),)
+
+
+def does_not_fit() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    return torch.nn.Linear(3, 3), (torch.ones(1, 2),)
+
+
+def verifies(model: str) -> None:
+    """`torch-recompute verify` up to its own errors."""
+    with unittest.mock.patch.dict(sys.modules, this_test=sys.modules[__name__]):
+        args = cli.build_parser().parse_args(["verify", model, "--plan", "plan.json"])
+        verify_command.task.Task.of(args).verified(Plan(), verify)
+
+
+def verifies_on_no_device() -> None:
+    with unittest.mock.patch.object(torch.cuda, "is_available", return_value=False):
+        verify_command.task._device("tpu")
+
+
+def verifies_what_is_too_large() -> None:
+    model = torch.nn.Linear(2**14, 2**14, bias=False, device="meta")
+    with unittest.mock.patch.object(verify_command.task, "free_bytes", return_value=2 * GIB):
+        verify_command.task._check_size("gpt2-xl", model, {}, "cpu")
+
+
+def shows_without_rich() -> None:
+    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
+        plans("math:sin", "--frontier")
 
 
 def saves_more_at_first() -> None:
@@ -735,6 +818,70 @@ def plans_for_too_little(*, sizes: bool = False) -> None:
     args = (torch.ones(64, 8),)
     given: Any = {"sizes": [args]} if sizes else {"args": args}
     make_plan(torch.nn.Sequential(*two), budget=100, device="h100", **given)
+
+
+def cut_up(model: torch.nn.Module, **layout: Any) -> None:
+    ranks(model, "MODEL", Layout(**layout), 8)
+
+
+class Positions(torch.nn.Module):
+    """A language model that holds more than an embedding before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = torch.nn.Embedding(8, 8), torch.nn.Embedding(8, 8)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)
+        )
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def cut_a_model_with_positions() -> None:
+    cut_up(Positions(), pp=2)
+
+
+def small_stack() -> Any:
+    two = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(2)]
+    return torch.nn.Sequential(*two), (torch.ones(64, 8),)
+
+
+def too_little_on_a_command_line() -> None:
+    with unittest.mock.patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
+        plans("here:small_stack", "--budget", "100", "--device", "h100", "--optimizer", "none", "--out", "plan.json")
+
+
+class OverFull:
+    """Planned ranks of which none fits."""
+
+    layout = Layout(pp=2)
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def plan(self, budget: int) -> RankPlan:
+            promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())
+            sizes = {"weight_bytes": GIB, "gradient_bytes": GIB, "optimizer_bytes": GIB}
+            times = dict.fromkeys(("microbatch_seconds", "replay_seconds", "optimizer_seconds", "link_seconds"), 1.0)
+            return RankPlan(
+                rank=self._rank,
+                layers=((0,),),
+                parameters=1,
+                **sizes,
+                held=(1,),
+                activation_bytes=(1 + self._rank) * GIB,
+                plain_peak_bytes=6 * GIB,
+                link_bytes=0,
+                **times,
+                plan=Plan((), "", promise),
+            )
+
+    ranks = (Rank(0), Rank(1))
 
 
 COSTS = Costs(
@@ -2304,7 +2451,7 @@ CASES = [
         ArgumentError,
         lambda: _models.load("llama-8b"),
         f"MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name. {MODEL} Known "
-        "by name are llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, gpt2-xl, vit-h.",
+        "by name are llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3, gpt2-xl, vit-h.",
     ),
     Case(
         "not_importable",
@@ -2400,7 +2547,184 @@ CASES = [
         ArgumentError,
         lambda: draws_without_matplotlib(),
         "--plot is plan.png, but the package matplotlib, which draws it, is not installed. Write: pip install "
-        "matplotlib",
+        "torch-recompute[plot]",
+    ),
+    Case(
+        "needs_rich",
+        ArgumentError,
+        lambda: shows_without_rich(),
+        "tables are printed by the package rich, which is not installed. Write: pip install torch-recompute[cli], or "
+        "add --json",
+    ),
+    Case(
+        "no_plan_file",
+        ArgumentError,
+        lambda: read_plan(Path("no/plan.json")),
+        "--plan is no/plan.json: no such file or directory. Write the path of a file that torch-recompute plan MODEL "
+        "--budget ... --out plan.json has made, or that holds plan.to_json().",
+    ),
+    Case(
+        "no_device_to_run",
+        ArgumentError,
+        lambda: verifies_on_no_device(),
+        "--device is tpu; expected cpu, cuda or cuda:N; torch sees no CUDA device here. Leave it out for what is here.",
+    ),
+    Case(
+        "nothing_to_run",
+        ArgumentError,
+        lambda: verifies("this_test:on_meta"),
+        "this_test:on_meta makes a model on the meta device, which has no weights to run with. Have it make the "
+        "model on a device that is here.",
+    ),
+    Case(
+        "does_not_run",
+        ArgumentError,
+        lambda: verifies("this_test:does_not_fit"),
+        "a step of this_test:does_not_fit raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x2 and "
+        "3x3). That is without a plan. Mend it, or write a function pkg.module:name that returns (model, batch) and "
+        "runs.",
+    ),
+    Case(
+        "too_large_to_run",
+        BudgetError,
+        lambda: verifies_what_is_too_large(),
+        "gpt2-xl is too large to run here: weights, two sets of gradients and a step without a plan need at least 3.00 "
+        "GiB, and cpu has 2.00 GiB free. Write a smaller --batch or --sequence, or a config.json with fewer layers: "
+        "layers that are alike need to be verified once.",
+    ),
+    Case(
+        "same_as_what",
+        ArgumentError,
+        lambda: testing.assert_same_gradients(nn_linear(), (vector(),)),
+        "assert_same_gradients needs to know what to compare with, but got neither plan= nor plain=.\n"
+        "  Write assert_same_gradients(model, (x,), plan=plan) for a plan, or "
+        "assert_same_gradients(with_regions, (x,), plain=without) for regions in the code.",
+    ),
+    Case(
+        "not_one_limit",
+        ArgumentError,
+        lambda: testing.read_limit("1MiB", "2MiB"),
+        "@pytest.mark.peak_below takes one number of bytes, but got ('1MiB', '2MiB').\n"
+        '  Write @pytest.mark.peak_below("200MiB"), with KB, MB, GB or KiB, MiB, GiB; or an int, which is bytes.',
+    ),
+    # torch-recompute bench run
+    Case(
+        "no_model_to_run",
+        ArgumentError,
+        lambda: benches(),
+        "bench run needs a MODEL: on the command line, or as model: in the file of --sweep. Write for example "
+        "torch-recompute bench run gpt-tiny",
+    ),
+    Case(
+        "not_one_of",
+        ArgumentError,
+        lambda: Workload("gpt-tiny", optimizer="lion").check(),
+        "--optimizer is lion; expected one of adamw, sgd, none. Write for example --optimizer adamw",
+    ),
+    Case(
+        "not_a_percentage",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--device", "cpu", "--golden", "a.json", "--threshold", "-5"),
+        "--threshold is -5.0; expected a number of percent, 0 or more, without a sign. Write for example --threshold 5",
+    ),
+    Case(
+        "bad_capacity",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--capacity", "fit"),
+        "--capacity is fit; expected the bytes that there are. Write for example --capacity 2GiB",
+    ),
+    Case(
+        "no_capacity_here",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--device", "cpu", "--capacity", "2GiB", **{"sys.platform": "darwin"}),
+        "--capacity limits a process's memory on a CPU by Linux's RLIMIT_DATA, and this system is darwin. Leave it "
+        "out, or write --device cuda, where the allocator keeps to it.",
+    ),
+    Case(
+        "no_device_here",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--device", "cuda", **{"torch.cuda.is_available": lambda: False}),
+        f"--device is cuda, but torch {torch.__version__} sees no such device here. Write --device cpu",
+    ),
+    Case(
+        "two_settings",
+        ArgumentError,
+        lambda: benches("gpt-tiny", "--budget", "1GiB", "--recompute-activations"),
+        "budget and recompute_granularity both say what is recomputed. Leave one of them out: the recompute fields, "
+        "budget and plan exclude each other.",
+    ),
+    Case(
+        "in_the_sweep",
+        ArgumentError,
+        lambda: benches("--sweep", "a.yaml", "--budget", "1GiB"),
+        "--budget says what is recomputed, and so does the file of --sweep. Make it an experiment in the file, or "
+        "leave --sweep out.",
+    ),
+    Case(
+        "cannot_read",
+        ArgumentError,
+        lambda: benches("--sweep", "no/such.json"),
+        "--sweep is no/such.json: no such file or directory. Write the path of a file that is there, and that may be "
+        "read.",
+    ),
+    Case(
+        "bad_sweep",
+        ArgumentError,
+        lambda: reads("{}", sweep.read),
+        "--sweep is a.json, which has no experiments; expected a list. Write for example:\n"
+        "      experiments:\n"
+        "        - name: every layer\n"
+        "          recompute_granularity: full\n"
+        "          recompute_method: uniform\n"
+        "          recompute_num_layers: 1",
+    ),
+    Case(
+        "bad_experiment",
+        ArgumentError,
+        lambda: reads('{"experiments": [{"budget": "1GiB"}]}', sweep.read),
+        "a.json, experiment 1: it has no name. An experiment has a name of its own, and the fields of RecomputeConfig, "
+        "or budget, or plan. The control, which recomputes nothing, is always there and has no entry.",
+    ),
+    Case(
+        "unknown_key",
+        ArgumentError,
+        lambda: reads('{"experiments": [], "round": 3}', sweep.read),
+        "a.json: 'round' is not known, so it would have no effect; the nearest is 'rounds'. Write rounds:",
+    ),
+    Case(
+        "bad_golden",
+        ArgumentError,
+        lambda: golden.read(Path("no/such.json")),
+        "--golden is no/such.json: no such file or directory. Write the path of a file that --save-golden has written, "
+        "on the same kind of device.",
+    ),
+    Case(
+        "bad_golden",
+        ArgumentError,
+        lambda: reads('{"losses": []}', golden.read),
+        "--golden is a.json: no golden figures of torch-recompute bench run, version 1. Write the path of a file that "
+        "--save-golden has written, on the same kind of device.",
+    ),
+    Case(
+        "golden_of_another",
+        ArgumentError,
+        lambda: GOLDEN.check_machine("H100", 7),
+        "the figures in golden.json are of another device: H200, here H100. A comparison would say nothing. Write "
+        "figures of your own with --save-golden, or leave --golden out.",
+    ),
+    Case(
+        "no_golden_figure",
+        ArgumentError,
+        lambda: GOLDEN.of(Setting("half", budget="50%")),
+        "golden.json has no figure for 'half' and none for the control, only for 'every layer'. Run it once with "
+        "--save-golden, or leave --golden out.",
+    ),
+    Case(
+        "not_a_journal",
+        ArgumentError,
+        lambda: goes_on_from('{"schema_version": 2}\n'),
+        "--results is a.jsonl, whose line 1 is no result of bench run (schema_version is 2). Write the path of another "
+        "file, or --fresh to begin this one anew.",
     ),
     # plans that meet other libraries
     Case(
@@ -2513,6 +2837,87 @@ CASES = [
         "these costs cannot be: segment 'net' is of kind 'b', but there are a.\n"
         "  Costs are made by profiling a model; by hand, see plan/cost.py.",
     ),
+    # steps over ranks
+    Case(
+        "goes_without",
+        ArgumentError,
+        lambda: plans("gpt2-xl", "--frontier", "--pp", "2"),
+        "--frontier does not go with --pp: it is the curve of one device. Leave one of them out.",
+    ),
+    Case(
+        "batch_not_shared",
+        ArgumentError,
+        lambda: Layout(dp=2, mbs=3, batch=8),
+        "--batch is 8, which 2 replicas (--dp) cannot take in microbatches of 3 (--mbs). Write a multiple of 6.",
+    ),
+    Case(
+        "not_interleaved",
+        ArgumentError,
+        lambda: Layout(pp=4, vpp=2, batch=6),
+        "--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's 4 ranks, and 6 are no multiple of "
+        "it. Write a --batch that is a multiple of 4.",
+    ),
+    Case(
+        "too_few_layers",
+        ArgumentError,
+        lambda: Layout(pp=4, vpp=2).chunks(6),
+        "--pp 4 --vpp 2 are 8 parts, and the model has 6 layers. Write fewer.",
+    ),
+    Case(
+        "no_pipeline",
+        ArgumentError,
+        lambda: cut_up(torch.nn.Linear(2, 2), dp=2),
+        "--tp, --pp, --dp and --mbs are for language models of transformers; MODEL is Linear. Leave them out, or "
+        "plan with make_plan what each rank runs.",
+    ),
+    Case(
+        "no_slices",
+        ArgumentError,
+        lambda: cut_up(torch.nn.Linear(2, 2), tp=2),
+        "--tp: MODEL is Linear, whose configuration does not say how wide a head is, so a rank's slice of it cannot "
+        "be built. Use it without --tp, or a model of transformers with head_dim, such as those of Llama's kind.",
+    ),
+    Case(
+        "cannot_divide",
+        ArgumentError,
+        lambda: cut_up(torch.nn.Linear(2, 2), tp=3, sequence_parallel=True),
+        "--tp is 3, and --sequence of MODEL is 8, which 3 ranks cannot share. Write a divisor of it.",
+    ),
+    Case(
+        "not_divided",
+        ArgumentError,
+        lambda: divided(torch.nn.Linear(8, 8), torch.nn.Linear(4, 4), 2, "MODEL"),
+        "--tp 2: MODEL is Linear, and built from a configuration for one rank weight is no slice of the model's. Use "
+        "it without --tp.",
+    ),
+    Case(
+        "no_cut",
+        ArgumentError,
+        cut_a_model_with_positions,
+        "--pp: MODEL holds positions before its layers, besides the embedding, so it is not known what a rank without "
+        "them is called with. Use it without --pp.",
+    ),
+    Case(
+        "spread_does_not_fit",
+        BudgetError,
+        lambda: PipelinePlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
+        "budget=100 bytes is too small for rank 1 of the pipeline, which needs the most: with the plan that needs the "
+        "least its peak is 5.00 GiB (5368709120 bytes), with no region 6.00 GiB; 3.00 GiB of either are weights, "
+        "gradients and optimizer state.\n"
+        "  Write --budget 5.00GiB or more, or spread the step over more ranks.",
+    ),
+    Case(
+        "no_plan_to_write",
+        BudgetError,
+        too_little_on_a_command_line,
+        "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
+        "11.42 KiB (11688 bytes), with no region 15.41 KiB.\n"
+        "  Write --budget 11.42KiB or more, or a smaller batch. plan.json has not been written; with --budget 11688 it "
+        "is that plan.\n"
+        "  26% of the peak are 2 tensors of the loss as wide as the logits (8), 4,096 bytes, which no recomputation of "
+        "layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
+        "(hidden, labels), where head_and_loss returns a loss per token.",
+    ),
     # planning
     Case(
         "no_plan_fits",
@@ -2549,8 +2954,8 @@ CASES = [
     Case(
         "bad_example",
         ArgumentError,
-        lambda: make_plan(Scale(), budget=1, sizes=[512]),  # type: ignore[list-item]
-        "sizes holds int: 512, where an example of a call is expected.\n"
+        lambda: make_plan(Scale(), budget=1, sizes=[5.12]),  # type: ignore[list-item]
+        "sizes holds float: 5.12, where an example of a call is expected.\n"
         "  Write a tuple of positional arguments or a dictionary of keyword arguments for each size, with tensors of "
         "that size:\n"
         "      sizes=[(batch[:, :length],) for length in (512, 2048, 8192)]",
@@ -2577,6 +2982,61 @@ CASES = [
         lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
         "device='h300' is neither a device of this machine nor one whose speeds are known.\n"
         "  Known are a100, h100, h200, b200, rtx4090.",
+    ),
+    Case(
+        "bad_sizes",
+        ArgumentError,
+        lambda: make_plan(Scale(), (torch.ones(2),), budget=1, sizes="learn"),
+        "sizes='learn' is not a choice of sizes.\n"
+        '  Write sizes="all" for every length up to that of the call that is given, or the lengths: sizes=[512, 2048].',
+    ),
+    Case(
+        "bad_length",
+        ArgumentError,
+        lambda: make_plan(Scale(), (torch.ones(2, 8),), budget=1, sizes=[4, (torch.ones(2),)]),
+        "sizes holds lengths of sequences and tuple: (tensor([1., 1.]),); lengths are whole numbers above 0, and are "
+        "not mixed with examples of calls.\n"
+        "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
+        "                           make_plan(model, budget=..., sizes=[(short,), (long,)])",
+    ),
+    Case(
+        "no_sequence",
+        ArgumentError,
+        lambda: make_plan(Scale(), (torch.ones(2, 2),), budget=1, sizes=[4]),
+        "sizes are lengths, but the call has a first tensor of shape (2, 2), in which it could be two, so it cannot be "
+        "told where its sequence is: the first tensor is expected to be tokens [batch, sequence] or embeddings [batch, "
+        "sequence, width], and no other dimension of it to be as long as the sequence.\n"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])",
+    ),
+    Case(
+        "bad_merge",
+        ArgumentError,
+        lambda: Profile("Net", "h100", COSTS, 20 * GIB).merge(Profile("Other", "h100", COSTS, 20 * GIB)),
+        "profiles of different steps cannot be merged: the model is Net in one and Other in another.\n"
+        "  Merge those of one model and one shape of batch: several measurements, or the ranks of a group. What two "
+        "profiles differ in is shown by  print(one.diff(other)).",
+    ),
+    Case(
+        "bad_offload",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload="much"),
+        "offload='much' says neither whether nor how much of host memory may be used.\n"
+        '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".',
+    ),
+    Case(
+        "nowhere_to_offload",
+        ArgumentError,
+        lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload=True),
+        "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+        '  To plan for a device that is not at hand, name it: device="h100" (known are a100, rtx4090, h100, '
+        "h200, b200).",
+    ),
+    Case(
+        "no_link",
+        ArgumentError,
+        lambda: link_of(Roofline("mine", {1: 1e12}, 1e12, 1e-6), torch.device("cpu")),
+        "offload: how fast device 'mine' copies to and from host memory is not known.\n"
+        "  Known are a100, rtx4090, h100, h200, b200, and any CUDA device of this machine, which is measured.",
     ),
     Case(
         "bad_profile",
@@ -2691,6 +3151,14 @@ CASES = [
         "  Pass as args one microbatch of the largest size.",
     ),
     Case(
+        "stages_and_offload",
+        ArgumentError,
+        lambda: plans_stages(offload=True),
+        "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the device.\n"
+        "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
+        'Choice(..., store="host").',
+    ),
+    Case(
         "rank_does_not_fit",
         BudgetError,
         lambda: plans_stages(budget=100),
@@ -2796,6 +3264,36 @@ CASES = [
         "member of the one that was passed.\n"
         "  Call torch.distributed.init_process_group first, and pass a group that this rank belongs to; a program of "
         "one process needs no agreement.",
+    ),
+    # the doctor
+    Case(
+        "nothing_to_examine",
+        ArgumentError,
+        lambda: doctor.examine(nn.Linear(2, 2, device="meta"), (vector(),), run=True),
+        "run=True, but a part of Linear or of its batch lies on the meta device, where nothing can be run.\n"
+        "  Leave run out: then a step is simulated, and the report says what was not looked for.",
+    ),
+    Case(
+        "nothing_watched",
+        ArgumentError,
+        lambda: watched_without_a_step(),
+        "doctor.watch has seen no step of Linear yet: it was not called with gradients since.\n"
+        "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model that the "
+        "training calls, with its wrappers.",
+    ),
+    Case(
+        "bad_closely",
+        ArgumentError,
+        lambda: doctor.watch(nn.Linear(2, 2), closely=0),
+        "closely=0 is not a number of steps.\n"
+        "  Write a whole number of at least 1, or leave it out: three steps are enough.",
+    ),
+    Case(
+        "not_watchable",
+        ArgumentError,
+        lambda: doctor.watch(Opaque()),  # type: ignore[arg-type]
+        "doctor.watch(model) needs a torch.nn.Module, whose steps it can see by hooks, but got Opaque: Opaque()\n"
+        "  Pass the model that the training calls, with its wrappers.",
     ),
 ]
 

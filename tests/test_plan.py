@@ -38,6 +38,15 @@ def test_prints_one_line_per_region() -> None:
     ]
 
 
+def test_nested_members_are_several() -> None:
+    """Members that are regions of their own in the replay of them all are said and kept in JSON; one cannot be so."""
+    plan = Plan((Choice(("layers.0", "layers.1"), nested=True),))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert str(plan.choices[0]) == "recompute layers.0 to layers.1, then each again"
+    with pytest.raises(ArgumentError, match=r"is for several modules, and 'layers\.0' is one"):
+        Plan((Choice(("layers.0",), nested=True),))
+
+
 def test_diff_says_what_differs() -> None:
     """A difference names the regions that go and come; equal choices have none, whatever their source."""
     other = Plan((*PLAN.choices[:1], Choice(("layers.1",))), source="another")

@@ -115,8 +115,8 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The document says the step, the plan as `Plan.from_json` reads it, and the step without it."""
     found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
-        *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "device"),
-        *("plain", "advice", "plan"),
+        *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "offload"),
+        *("device", "plain", "advice", "plan"),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
     assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
@@ -158,6 +158,28 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["dtypes"] == ["float32"]
 
 
+def test_a_step_over_ranks(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is a plan for each rank of the pipeline, in a file and in the document, and a row and a word for each."""
+    pytest.importorskip("rich")
+    out = tmp_path / "plan.json"
+    argv = [llama, "--pp", "3", "--dp", "2", "--mbs", "2", "--sequence", "64", "--budget", "50%", "--out", str(out)]
+    found = document(capsys, *argv)
+    assert found["layout"]["microbatches"] == 6
+    assert [rank["layers"] for rank in found["ranks"]] == [[[0]], [[1]], [[2]]]
+    assert [rank["held"] for rank in found["ranks"]] == [[3], [2], [1]]
+    for rank in found["ranks"]:
+        plan = Plan.from_json((tmp_path / f"plan-rank{rank['rank']}.json").read_text())
+        assert plan == Plan.from_json(json.dumps(rank["plan"]))
+        assert plan.predicted_peak_bytes == rank["peak_bytes"]
+    assert not out.exists()
+
+    assert cli.main(["plan", *argv]) == cli.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert "data parallel 2: 6 ranks; 6 microbatches of 2" in lines[1]
+    assert [line.split()[:2] for line in lines[3:6]] == [["0", "3"], ["1", "2"], ["2", "1"]]
+    assert sum(line.startswith("rank ") and ": layers " in line for line in lines) == 3
+
+
 def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 3, and stderr says which budget would do, which then does."""
     argv = ["plan", "this_test:pair", "--device", "h100"]
@@ -165,6 +187,8 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr()
     assert output.out == ""
     assert "budget=1.00 KiB is too small for a step of this model" in output.err
+    assert "Write --budget " in output.err
+    assert ".solution" not in output.err
     least = output.err.split(" bytes)")[0].split("(")[-1]
     assert document(capsys, *argv[1:], "--budget", least)["plan"]["prediction"]["peak_bytes"] == int(least)
     assert cli.main([*argv, "--budget", str(int(least) - 1)]) == cli.TOO_SMALL
@@ -182,6 +206,11 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["this_test:three", "--budget", "0.5"], "or one and its batch"),
         (["this_test:pair", "--budget", "0.5", "--plot", "a.png"], "--plot goes with --frontier"),
         (["this_test:pair", "--frontier", "--out", "a.json"], "--out goes with --budget"),
+        (["this_test:pair", "--budget", "0.5", "--pp", "2"], "are for language models of transformers"),
+        (["vit-h", "--budget", "0.5", "--dp", "2"], "are for language models of transformers"),
+        (["gpt2-xl", "--budget", "0.5", "--tp", "0"], "--tp is 0; expected a whole number"),
+        (["gpt2-xl", "--budget", "0.5", "--vpp", "2"], "--vpp goes with --pp"),
+        (["gpt2-xl", "--budget", "0.5", "--sequence-parallel"], "--sequence-parallel goes with --tp"),
         (["this_test:pair", "--frontier", "--plot", "a.bmp"], "ends in .png, .svg, .pdf"),
         (["this_test:pair", "--budget", "0.5", "--out", "no/such/folder/a.json"], "there is no folder no/such/folder"),
     ],

@@ -46,7 +46,7 @@ def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     assert cli.main(["show", "this_test:factory"]) == cli.OK
     output = capsys.readouterr()
-    assert output.err == ""
+    assert output.err == "building this_test:factory ...\n"
     assert output.out.splitlines() == [
         "TransformerEncoder; layers: layers 2",
         "  layers.0 x 2: layer, mlp of linear1 and linear2 (TransformerEncoderLayer)  [mlp layernorm]",
@@ -148,7 +148,7 @@ def test_the_current_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_no_model(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A MODEL that cannot be had ends with 2 and one line that says why and what to write."""
-    assert cli.main(["show", model]) == cli.USAGE
+    assert cli.main(["show", model, "--quiet"]) == cli.USAGE
     output = capsys.readouterr()
     assert output.out == ""
     assert message in output.err

@@ -1,5 +1,7 @@
 """Solvers: the best choice within a budget, for costs drawn at random and tried out in full."""
 
+import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from costs import choices, figures, some_costs, stack, taken
 from torch_recompute import errors
 from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment
+from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 from torch_recompute.plan.solve import choose, frontier, smallest
 from torch_recompute.plan.solvers import search
 from torch_recompute.plan.solvers.auto import AutoSolver
@@ -57,6 +59,32 @@ def test_the_frontier_and_the_smallest_are_those_of_all(costs: Costs) -> None:
     assert [(peak, seconds, flops) for seconds, flops, peak in found] == points
     assert {solution.solver for solution in curve} == {"curve: exact"}
     assert smallest(costs) == curve[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_costs(most=6), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 25), st.integers(0, 60))
+def test_host_memory_has_a_limit(costs: Costs, sizes: list[int], room: int, more: int) -> None:
+    """No choice takes more of it than there is, a larger budget never costs more, and with enough the best is found."""
+    turn = itertools.cycle(sizes)
+    kinds = {
+        name: replace(
+            kind, options=(kind.options[0], *(replace(option, host_bytes=next(turn)) for option in kind.options[1:]))
+        )
+        for name, kind in costs.kinds.items()
+    }
+    hosted = replace(costs, kinds=kinds, host=Host(room, 1.0))
+    least = smallest(hosted)
+    before = math.inf
+    for solution in (least, choose(hosted, least.peak_bytes), choose(hosted, least.peak_bytes + more)):
+        assert sum(option.host_bytes for option in taken(solution)) <= room
+        assert solution.seconds <= before
+        before = solution.seconds
+    enough = replace(hosted, host=Host(1000, 1.0))
+    assert (
+        choose(enough, least.peak_bytes + more).seconds
+        == choose(replace(hosted, host=None), least.peak_bytes + more).seconds
+    )
+    assert all(sum(o.host_bytes for o in taken(point)) <= room for point in frontier(hosted))
 
 
 @settings(max_examples=40, deadline=None)

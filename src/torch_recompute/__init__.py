@@ -34,6 +34,7 @@ from .region import no_recompute, recompute
 from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
+from .verifying import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ __all__ = [
     "Stages",
     "Store",
     "StoreError",
+    "Verification",
     "apply",
     "audit",
     "checkpoint",
@@ -82,4 +84,5 @@ __all__ = [
     "saved_activations",
     "simulate",
     "state",
+    "verify",
 ]

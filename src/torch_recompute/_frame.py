@@ -18,6 +18,7 @@ import torch
 from . import _compat, _tree, errors, state
 from ._compat import parameter_of, storage_id
 from ._diagnose import reader_of
+from ._exhausted import tell
 from ._fingerprints import Fingerprints
 from ._inputs import Inputs
 from ._late import store_for, waiting
@@ -200,8 +201,10 @@ class Frame(Run):
         thread.run = self
         try:
             result = fn(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._world.forget()
+            if isinstance(error, RuntimeError):
+                tell(error, self.name, replaying=self.replaying)
             raise
         finally:
             thread.run = outer
@@ -258,7 +261,9 @@ class Frame(Run):
                     if isinstance(self._contexts, OpTrace):
                         raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
                     raise
-                except BaseException:
+                except BaseException as error:
+                    if isinstance(error, RuntimeError):
+                        tell(error, self.name, replaying=True)
                     self.release()
                     raise
                 if not isinstance(slot.tensor, torch.Tensor):

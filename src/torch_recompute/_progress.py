@@ -1,4 +1,4 @@
-"""How the commands show that they are at work: a bar on a terminal, a line at every tenth elsewhere, all on stderr.
+"""How the commands show that they are at work: a bar where it can move, elsewhere a line at every tenth, on stderr.
 
 Where it is not known how much there is to do, one line says what is being done.
 
@@ -14,15 +14,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_shown(total: int) -> Generator[Callable[[str], None]]:
+def progress_shown(total: int, *, moving: bool) -> Generator[Callable[[str], None]]:
     """Show progress; what is yielded is to be called after each of `total` pieces of work, with a word on it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    if moving:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    if console.is_terminal:
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("starting", total=total)
 
             def advance(word: str) -> None:
@@ -43,9 +42,9 @@ def progress_shown(total: int) -> Generator[Callable[[str], None]]:
 
 
 @contextmanager
-def at_work(word: str) -> Generator[None]:
-    """Say what is being done while it is: on a terminal a line that goes away, elsewhere one that stays."""
-    if sys.stderr.isatty():
+def at_work(word: str, *, moving: bool) -> Generator[None]:
+    """Say what is being done while it is: a line that goes away where it can, else one that stays."""
+    if moving:
         from rich.console import Console
 
         with Console(stderr=True).status(word):

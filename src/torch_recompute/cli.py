@@ -1,12 +1,12 @@
 """The command `torch-recompute`.
 
 Each subcommand is a room of its own with two functions: `add_command`, which describes it to `argparse`, and the
-`command` that this sets as its default, which runs it and returns the exit code. This file only dispatches, and turns
-what a user can mend into one line on stderr instead of a traceback.
+`command` that this sets as its default, which runs it and returns the exit code; what all of them share is `_face.py`.
+This file only dispatches, and turns what a user can mend into one line on stderr instead of a traceback.
 
 Exit codes: 0 done; 1 a check failed (the output says which); 2 the command line asks for something that cannot be
-done (stderr says what was passed, what was expected and what to write); 3 no plan fits
-into the memory budget (stderr says which would do); 130 interrupted.
+done (stderr says what was passed, what was expected and what to write); 3 it does not fit into the memory there is
+(stderr says what would); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo, plan_command, show
+from . import __version__, bench, demo, doctor, plan_command, show, verify_command
+from ._face import FAILED as FAILED
+from ._face import INTERRUPTED, TOO_SMALL, USAGE
+from ._face import OK as OK
 from .errors import ArgumentError, BudgetError
-
-OK, FAILED, USAGE, TOO_SMALL, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torch-recompute",
         description="Activation recomputation for PyTorch.",
-        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 a budget that no plan fits",
+        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 it does not fit into memory",
     )
     parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     show.add_command(commands)
     plan_command.add_command(commands)
+    verify_command.add_command(commands)
+    doctor.add_command(commands)
     return parser
 
 
@@ -54,15 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TOO_SMALL
     except ArgumentError as error:
         print(f"torch-recompute: error: {error}", file=sys.stderr)
-        return USAGE
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "rich":
-            raise
-        print(
-            "torch-recompute: error: the command line shows its results with the package `rich`, which is not "
-            "installed. Write: pip install torch-recompute[cli]",
-            file=sys.stderr,
-        )
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

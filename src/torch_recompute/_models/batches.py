@@ -62,3 +62,30 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
 
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+
+
+def filled(batch: Any, model: nn.Module, device: str) -> Any:
+    """A batch of the same shapes with random contents on a device, for a step that is really run.
+
+    Args:
+        batch: From `batch_for`.
+        model: The model; token ids and classes are those that it knows.
+        device: Where.
+    """
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(0)
+    classes = config.num_labels if "pixel_values" in batch else config.vocab_size
+    if "SequenceClassification" in type(model).__name__:
+        classes = config.num_labels
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                value = torch.randn(value.shape, generator=generator).to(value.dtype)
+            else:
+                ids = config.vocab_size if name == "input_ids" else classes
+                value = torch.randint(ids, value.shape, generator=generator)
+            found[name] = value.to(device)
+        else:
+            found[name] = value
+    return found

@@ -2,7 +2,8 @@
 
 `pkg.module:name` is imported, with the current folder on the path as for `python -m`, and called unless it is a module
 already. A name of `PRESETS`, and anything else that is the path of a Hugging Face configuration, is built on the meta
-device. Nothing is downloaded and no code that comes with a configuration is run.
+device, or, to be run, with random weights on another. Nothing is downloaded and no code that comes with a configuration
+is run.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class Loaded(NamedTuple):
     batch: tuple[Any, ...] | dict[str, Any] | None = None
 
 
-def load(model: str, dtype: torch.dtype | None = None) -> Loaded:
+def load(model: str, dtype: torch.dtype | None = None, device: torch.device | str = "meta") -> Loaded:
     """The model that a command line names.
 
     Args:
         model: `pkg.module:name`, the path of a `config.json` or of its folder, or a name of `PRESETS`.
         dtype: Of the weights of a model that is built here; by default what its configuration says, and bfloat16 for
             one of `PRESETS`.
+        device: Where a model that is built here lies; its weights are random, or none on meta.
 
     Raises:
         ArgumentError: There is no such thing, or it does not make a module, or what makes it decides its dtype.
@@ -49,10 +51,10 @@ def load(model: str, dtype: torch.dtype | None = None) -> Loaded:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        return Loaded(_from_config(path, dtype))
+        return Loaded(_from_config(path, dtype, device))
     if model in PRESETS:
         preset = PRESETS[model]
-        return Loaded(_built(model, preset.kind, preset.cls, dict(preset.fields), dtype or DTYPE))
+        return Loaded(_built(model, preset.kind, preset.cls, dict(preset.fields), dtype or DTYPE, device))
     where, colon, name = model.partition(":")
     if not (where and colon and name):
         raise errors.ArgumentError(errors.no_such_model(model, list(PRESETS)))
@@ -83,17 +85,19 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
     return Loaded(pair[0], pair[1])
 
 
-def _from_config(path: Path, dtype: torch.dtype | None) -> nn.Module:
+def _from_config(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
         kind = fields.pop("model_type")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.ArgumentError(errors.not_a_model_config(str(path), error)) from error
-    return _built(str(path), kind, (fields.get("architectures") or [""])[0], fields, dtype)
+    return _built(str(path), kind, (fields.get("architectures") or [""])[0], fields, dtype, device)
 
 
-def _built(model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None) -> nn.Module:
-    """A model of transformers on the meta device."""
+def _built(
+    model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device | str
+) -> nn.Module:
+    """A model of transformers, with random weights."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -104,7 +108,7 @@ def _built(model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: to
             setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)  # the latter before 4.56
         named = getattr(transformers, cls or "AutoModel", None)
         build = getattr(named, "_from_config", None) or transformers.AutoModel.from_config
-        with torch.device("meta"):
+        with torch.device(device):
             return build(config)
     except Exception as error:
         raise errors.ArgumentError(errors.not_built(model, error)) from error

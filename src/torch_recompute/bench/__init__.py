@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, cast
 
-from . import discard, frontier
+from . import discard, frontier, run
 
-__all__ = ["add_command", "discard", "frontier"]
+__all__ = ["add_command", "discard", "frontier", "run"]
 
 
 def add_command(commands: Any) -> None:
@@ -21,3 +21,4 @@ def add_command(commands: Any) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     discard.add_command(benchmarks)
     frontier.add_command(benchmarks)
+    run.add_command(benchmarks)

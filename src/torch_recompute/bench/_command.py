@@ -1,18 +1,15 @@
 """What the command of every benchmark does with its configuration: check, run with progress, draw, show.
 
-A benchmark has a module that draws (`check(path)`, `draw(seen, path)`) and one that shows (`show(seen)`). The latter is
-imported before the run, so that a missing package is told at once, and only if something is to be shown.
+A benchmark has a module that draws (`draw(seen, path)`) and one that shows (`show(seen)`), which is imported late.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-from .._progress import progress_shown
+from .._face import Face
 
 
 def carried_out(
@@ -38,15 +35,10 @@ def carried_out(
         The result.
     """
     config.check()
-    if args.plot is not None:
-        plot.check(args.plot)
-    shown = None if args.json else view()
-    with nullcontext() if args.quiet else progress_shown(ticks(config)) as progress:
+    face = Face.of(args)
+    with face.progress(ticks(config)) as progress:
         seen = run(config, progress)
-    if args.plot is not None:
-        plot.draw(seen, args.plot)
-    if shown is None:
-        sys.stdout.write(seen.to_json() + "\n")
-    else:
-        shown.show(seen)
+    if face.plot is not None:
+        plot.draw(seen, face.plot)
+    face.give(seen.to_json, lambda: view().show(seen))
     return seen

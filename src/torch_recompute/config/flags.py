@@ -82,6 +82,18 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     _add(group, "moe_layer_recompute", action="store_true", help="deprecated: moe among --recompute_modules")
 
 
+def add_others_to(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add a flag, not shown in the help, for each field that has none yet."""
+    for name in names:
+        if name in ADDED:
+            continue
+        options: dict[str, Any] = {"dest": name, "help": argparse.SUPPRESS}
+        if name in SWITCHES:
+            parser.add_argument(*_spellings(name), action="store_true", **options)
+        else:
+            parser.add_argument(*_spellings(name), nargs="*" if name in LISTS else "?", type=_number, **options)
+
+
 def _add(group: Any, name: str, **options: Any) -> None:
     group.add_argument(*_spellings(name), dest=name, **options)
 
@@ -117,13 +129,7 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
         raise errors.ArgumentError(errors.bad_flags(why))
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add_to(parser)
-    for name in names:
-        if name in ADDED:
-            continue
-        if name in SWITCHES:
-            parser.add_argument(*_spellings(name), dest=name, action="store_true")
-        else:
-            parser.add_argument(*_spellings(name), dest=name, nargs="*" if name in LISTS else "?", type=_number)
+    add_others_to(parser, names)
     known, others = parser.parse_known_args(list(words))
     for word in others:
         flag = word.partition("=")[0]

@@ -23,12 +23,11 @@ stderr and the result to stdout, so `--json` can be piped.
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-from .._progress import progress_shown
+from .._face import FAILED, OK, Face, add_options
+from . import plot
 from .model import HEADS, SETTINGS, Config, Setting
 from .text import read_text
 from .training import Outcome, Result, run, ticks
@@ -52,9 +51,7 @@ def add_command(commands: Any) -> None:
         default = getattr(Config, name)
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=default, metavar="N", help=f"{about} (default {default})")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    parser.set_defaults(command=command)
+    add_options(parser, command, plot="the peaks")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -62,15 +59,16 @@ def command(args: argparse.Namespace) -> int:
     config = Config(**{name: getattr(args, name) for name in Config.__dataclass_fields__})
     config.check()
     read_text(args.text, config.seq)
-    if args.json and args.quiet:
-        result = run(config, args.text)
-    else:
-        from . import view
+    face = Face.of(args)
+    with face.progress(ticks(config)) as progress:
+        result = run(config, args.text, progress=progress)
+    if face.plot is not None:
+        plot.draw(result, face.plot)
+    face.give(result.to_json, lambda: _view().show(result))
+    return OK if result.identical else FAILED
 
-        with nullcontext() if args.quiet else progress_shown(ticks(config)) as progress:
-            result = run(config, args.text, progress=progress)
-        if not args.json:
-            view.show(result)
-    if args.json:
-        sys.stdout.write(result.to_json() + "\n")
-    return 0 if result.identical else 1
+
+def _view() -> Any:
+    from . import view
+
+    return view

@@ -7,7 +7,6 @@ it was found.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import apply, make_plan
+from .._face import document
 from ..memory import measure
 from .model import GPT, SETTINGS, Config, Setting
 from .text import batches, read_text
@@ -116,9 +116,7 @@ class Result:
         for outcome in self.outcomes:
             losses = [{"value": loss, "hex": loss.hex()} for loss in outcome.losses]
             settings.append(asdict(outcome) | {"losses": losses})
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "command": "demo",
+        data = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "text": self.text,
@@ -127,7 +125,7 @@ class Result:
             "identical": self.identical,
             "settings": settings,
         }
-        return json.dumps(document, indent=2)
+        return document("demo", SCHEMA_VERSION, data)
 
 
 def run(

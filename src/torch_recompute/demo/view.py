@@ -10,10 +10,10 @@ from collections.abc import Callable
 from textwrap import wrap
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .._face import new_console
 from .training import Outcome, Result
 
 MIB = 2**20
@@ -22,7 +22,7 @@ COLUMN = len("recomputed")
 
 def show(result: Result) -> None:
     """Print the table, and loudly any loss that differs."""
-    console = Console()
+    console = new_console()
     config = result.config
     table = Table(box=box.SIMPLE)
     table.add_column("", no_wrap=True)

@@ -92,6 +92,15 @@ def stages_and_sizes() -> str:
     )
 
 
+def stages_and_offload() -> str:
+    """Text for a pipeline and host memory at once."""
+    return (
+        "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the device.\n"
+        "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
+        'Choice(..., store="host").'
+    )
+
+
 def optimizer_of_a_whole(optimizer: object) -> str:
     """Text for an optimizer of the whole model where each stage has its own."""
     return (

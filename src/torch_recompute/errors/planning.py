@@ -9,13 +9,35 @@ from ._say import say, size
 
 def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
     """Text for a budget that no plan fits into."""
-    more = f"\n  {advice}" if advice else ""
+    return (
+        f"{_too_small(budget, smallest, plain)}\n"
+        f'  Pass budget="{_enough(smallest)}" or more, or a smaller batch. That plan is '
+        f".solution of this error, and its bytes are .smallest.{_more(advice)}"
+    )
+
+
+def no_plan_to_write(budget: int, smallest: int, plain: int, advice: str, out: str | None) -> str:
+    """Text for a budget on a command line that no plan fits into."""
+    unwritten = f" {out} has not been written; with --budget {smallest} it is that plan." if out else ""
+    return (
+        f"{_too_small(budget, smallest, plain)}\n"
+        f"  Write --budget {_enough(smallest)} or more, or a smaller batch.{unwritten}{_more(advice)}"
+    )
+
+
+def _too_small(budget: int, smallest: int, plain: int) -> str:
     return (
         f"budget={size(budget)} is too small for a step of this model: with the plan that needs the least its peak is "
-        f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}.\n"
-        f'  Pass budget="{size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. That plan is '
-        f".solution of this error, and its bytes are .smallest.{more}"
+        f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}."
     )
+
+
+def _enough(smallest: int) -> str:
+    return size(smallest, up=True).replace(" ", "")
+
+
+def _more(advice: str) -> str:
+    return f"\n  {advice}" if advice else ""
 
 
 def size_does_not_fit(shape: str, why: str) -> str:
@@ -28,6 +50,34 @@ def args_and_sizes(count: int) -> str:
     return (
         f"make_plan was given {count} positional arguments of the model and sizes, which are examples of whole calls.\n"
         "  Write one or the other:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
+def bad_sizes(sizes: str) -> str:
+    """Text for a word that says nothing of sizes."""
+    return (
+        f"sizes={sizes!r} is not a choice of sizes.\n"
+        '  Write sizes="all" for every length up to that of the call that is given, or the lengths: sizes=[512, 2048].'
+    )
+
+
+def bad_length(length: object) -> str:
+    """Text for something among lengths that is none."""
+    return (
+        f"sizes holds lengths of sequences and {say(length)}; lengths are whole numbers above 0, and are not mixed "
+        "with examples of calls.\n"
+        "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
+        "                           make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
+def no_sequence(given: str) -> str:
+    """Text for a call whose sequence cannot be found."""
+    return (
+        f"sizes are lengths, but the call has {given}, so it cannot be told where its sequence is: the first tensor is "
+        "expected to be tokens [batch, sequence] or embeddings [batch, sequence, width], and no other dimension of it "
+        "to be as long as the sequence.\n"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
     )
 
 
@@ -59,12 +109,45 @@ def unknown_device(name: object, known: Sequence[str]) -> str:
     )
 
 
+def bad_offload(offload: object) -> str:
+    """Text for what says nothing of how much host memory may be used."""
+    return (
+        f"offload={offload!r} says neither whether nor how much of host memory may be used.\n"
+        '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".'
+    )
+
+
+def nowhere_to_offload(known: Sequence[str]) -> str:
+    """Text for offloading from the CPU."""
+    return (
+        "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+        f'  To plan for a device that is not at hand, name it: device="h100" (known are {", ".join(known)}).'
+    )
+
+
+def no_link(name: str, known: Sequence[str]) -> str:
+    """Text for offloading from a device of which the speed of copies is not known."""
+    return (
+        f"offload: how fast device {name!r} copies to and from host memory is not known.\n"
+        f"  Known are {', '.join(known)}, and any CUDA device of this machine, which is measured."
+    )
+
+
 def bad_profile(why: str) -> str:
     """Text for a profile that cannot be."""
     return (
         f"this is not a profile: {why}.\n"
         "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
         "profile.to_json() wrote."
+    )
+
+
+def bad_merge(what: str, one: object, other: object) -> str:
+    """Text for profiles of different steps."""
+    return (
+        f"profiles of different steps cannot be merged: {what} is {one} in one and {other} in another.\n"
+        "  Merge those of one model and one shape of batch: several measurements, or the ranks of a group. What two "
+        "profiles differ in is shown by  print(one.diff(other))."
     )
 
 

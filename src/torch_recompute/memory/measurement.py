@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_running: list[Measurement] = []
+
+
+def running() -> Measurement | None:
+    """The measurement that runs, the innermost of several; None where none does."""
+    return _running[-1] if _running else None
+
+
 class Reading(NamedTuple):
     """What a measurement says of one device.
 
@@ -50,6 +58,8 @@ class Reading(NamedTuple):
         live_by_category: `live_bytes`, split in the same way.
         timeline: The bytes alive when the block began, and after each operation that changed them.
         allocator_peak_bytes: On CUDA the allocator's own peak, rounding and untracked tensors included; else None.
+        reserved_peak_bytes: On CUDA the most that the allocator held from the device, which is what has to fit onto it;
+            what exceeds `allocator_peak_bytes` is fragmentation and freed memory that it kept. Else None.
     """
 
     device: torch.device
@@ -59,6 +69,7 @@ class Reading(NamedTuple):
     live_by_category: dict[str, int]
     timeline: tuple[Sample, ...]
     allocator_peak_bytes: int | None
+    reserved_peak_bytes: int | None
 
 
 class Measurement:
@@ -78,7 +89,7 @@ class Measurement:
         self._entered = False
         self._in_step = False
         self._events = 0
-        self._allocator_peaks: dict[int, int] = {}
+        self._allocator_peaks: dict[int, allocator.Peak] = {}
 
     def track(self, *things: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Self:
         """Name what no operation of the block made: from now on it counts, and under its own category.
@@ -126,6 +137,7 @@ class Measurement:
             chosen = self._choose(self._device if device is None else torch.device(device))
             self._look()
             ledger = self._ledgers.get(chosen, Ledger())
+            held = self._allocator_peak(chosen)
             return Reading(
                 device=chosen,
                 peak_bytes=ledger.peak,
@@ -133,7 +145,8 @@ class Measurement:
                 by_category=ledger.peak_by_category(),
                 live_by_category=ledger.live_by_category(),
                 timeline=tuple(ledger.timeline),
-                allocator_peak_bytes=self._allocator_peak(chosen),
+                allocator_peak_bytes=None if held is None else held.allocated,
+                reserved_peak_bytes=None if held is None else held.reserved,
             )
 
     @property
@@ -166,16 +179,24 @@ class Measurement:
         """The CUDA allocator's own peak, see `Reading`."""
         return self.on().allocator_peak_bytes
 
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        """The most that the CUDA allocator held from the device, see `Reading`."""
+        return self.on().reserved_peak_bytes
+
     def __repr__(self) -> str:
         reading = self.on()
         parts = ", ".join(f"{name} {count:,}" for name, count in reading.by_category.items() if count)
-        return f"<measurement on {reading.device}: peak {reading.peak_bytes:,} bytes ({parts or 'nothing'})>"
+        held = reading.reserved_peak_bytes
+        more = "" if held is None else f"; the allocator {reading.allocator_peak_bytes:,}, of {held:,} reserved"
+        return f"<measurement on {reading.device}: peak {reading.peak_bytes:,} bytes ({parts or 'nothing'}){more}>"
 
     def __enter__(self) -> Self:
         if self._entered:
             raise RecomputeError("This measurement was entered before; one measurement is one block. " + _AGAIN)
         self._entered = True
         allocator.begin(self._allocator_peaks)
+        _running.append(self)
         with self._lock:
             self._watch = self._watcher()
             for parameter in self._parameters:
@@ -192,6 +213,7 @@ class Measurement:
         if self._watch is None:
             return
         self._watch.__exit__(*cast("tuple[None, None, None]", exception))
+        _running[:] = [other for other in _running if other is not self]
         with self._lock:
             self._look()
             self._watch = None
@@ -240,12 +262,12 @@ class Measurement:
             candidates = [d for d in self._ledgers if d.type == wanted.type and wanted.index in (None, d.index)]
         return max(candidates, key=lambda d: self._ledgers[d].peak, default=wanted)
 
-    def _allocator_peak(self, device: torch.device) -> int | None:
+    def _allocator_peak(self, device: torch.device) -> allocator.Peak | None:
         if device.type != "cuda":
             return None
         if self._watch is not None:
             allocator.read(self._allocator_peaks)
-        return self._allocator_peaks.get(device.index or 0, 0)
+        return self._allocator_peaks.get(device.index or 0, allocator.Peak())
 
     def _mark(self, value: object, rank: int) -> None:
         for device, storage in storages(value):

@@ -81,7 +81,7 @@ def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
     names = module_names(model, reach)
     holders = Holders()
-    with _as_before(reach, values):
+    with as_before(reach, values):
         births, with_result = _run(Watch(names), holders, model, args, kwargs)
     alive = _alive(births)  # the graph alone holds these, and whatever escaped
     holders.start(values)  # a tensor changed in place has a history too
@@ -142,7 +142,7 @@ def _explain_the_rest(
 
 
 @contextmanager
-def _as_before(reach: Reach, values: list[Any]) -> Generator[None]:
+def as_before(reach: Reach, values: list[Any]) -> Generator[None]:
     """Puts generators and buffers back."""
     generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
     ambients: list[Ambient] = [*DEFAULT, *map(GeneratorRng, generators)]

@@ -41,6 +41,7 @@ from .anatomy import inside
 from .caches import Inside, Root
 from .calls import Carry, Compare, enter_keeping
 from .chain import Chain
+from .exhausted import planned_models
 from .named import Listed, module_of, name_in
 from .observe import Figures
 from .placed import Placed, described
@@ -169,6 +170,17 @@ class Member(Region):
         super().__init__(module, path, choice, store if self._first else None)
         self._chain = chain
 
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """What is run in forward and again in a replay; where members are nested, as a region of its own."""
+        run = thread.run
+        if not self.choice.nested or run is None or torch.compiler.is_compiling():
+            return super().body(*args, **kwargs)
+        alone = recompute(super().body, name=self.path)
+        if isinstance(run, Frame):
+            return alone(*args, **kwargs)
+        with self.figures.replay():
+            return alone(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
         if self.idle or self.resting or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -204,6 +216,8 @@ class Applied:
         """Gives the model everything back that it had; calling it again does nothing."""
         for placed in reversed(self._placed):
             placed.take_out()
+        if self._placed:
+            planned_models.pop(self.model, None)
         self._placed = []
 
     def report(self) -> Report:
@@ -329,6 +343,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     everything: list[Placed | Switch] = [*innermost, *placed, *saved, *outer, Switch(model, regions)]
     for one in everything:
         one.put()
+    planned_models[model] = plan
     return Applied(model, plan, everything)
 
 

@@ -66,11 +66,19 @@ COLLECTIVES: dict[str, frozenset[str]] = {
 }
 
 
+_declared: set[Function] = set()
+
+
+def declare_product(func: Function) -> None:
+    """Makes calls of a function, which shows itself to function modes, count as products."""
+    _declared.add(func)
+
+
 def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Which of a plan's kinds of call this one is; None where it is of no kind."""
     if func in ATTENTION:
         return "@attention"
-    if func in PRODUCTS:
+    if func in PRODUCTS or func in _declared:
         return "@product" if _has_parameter(args, kwargs) else "@matmul"
     return None
 

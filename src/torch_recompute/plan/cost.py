@@ -33,7 +33,8 @@ class Option:
 
     Attributes:
         regions: The regions in it, each a path below the segment ("" for all of it) and the calls that are not repeated
-            (`Choice.keep`); none where nothing is recomputed.
+            (`Choice.keep`); none where nothing is recomputed. Several paths with spaces between are modules that are
+            recomputed together, as a norm and the attention it feeds.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
         backward_bytes: The most that lives in its backward beyond the level before its forward.
@@ -42,6 +43,8 @@ class Option:
         span: How many segments in a row it takes, all of the same kind; 1 except where layers are grouped. A span
             stands in the forward of its first segment and in the backward of its last.
         store: Where its inputs lie (`Choice.store`).
+        nested: Whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`).
+        host_bytes: What it keeps in host memory from its forward to its backward.
     """
 
     regions: tuple[tuple[str, tuple[str, ...]], ...]
@@ -52,6 +55,13 @@ class Option:
     flops: int = 0
     span: int = 1
     store: str = ""
+    nested: bool = False
+    host_bytes: int = 0
+
+
+def paths_of(region: str) -> list[str]:
+    """The paths that a region of an option is made of."""
+    return region.split(" ")
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,19 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Host memory that a step may use.
+
+    Attributes:
+        bytes: The most that may lie there; None for no limit.
+        to_host: Bytes per second that leave the device.
+    """
+
+    bytes: int | None
+    to_host: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """Everything a solver needs to know.
 
@@ -145,6 +168,7 @@ class Costs:
         points: In any order.
         step_seconds: Of the step with no region.
         turn_bytes: What lives when forward ends and backward begins, besides what the segments saved.
+        host: What may be kept in host memory; None where nothing may.
     """
 
     kinds: Mapping[str, Kind]
@@ -152,6 +176,7 @@ class Costs:
     points: tuple[Point, ...] = ()
     step_seconds: float = 0.0
     turn_bytes: int = 0
+    host: Host | None = None
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ def _complaints(costs: Costs) -> Iterator[str]:
             yield f"the bytes of a point are not whole and at least 0: {point}"
     if not _is_bytes(costs.turn_bytes):
         yield f"turn_bytes are not whole and at least 0: {costs.turn_bytes!r}"
+    host = costs.host
+    if host is not None and not (host.to_host > 0 and (host.bytes is None or _is_bytes(host.bytes))):
+        yield f"host memory has no whole number of bytes or no speed above 0: {host}"
 
 
 def _of_option(option: Option) -> Iterator[str]:
@@ -51,8 +54,12 @@ def _of_option(option: Option) -> Iterator[str]:
         yield "saves more than lives in its forward or its backward, which contain what it saves"
     if not 0 <= option.seconds < math.inf:
         yield "has seconds that are negative or no number"
+    if not _is_bytes(option.host_bytes):
+        yield "has bytes in host memory that are not whole and at least 0"
     if option.span < 1:
         yield "takes no segment"
+    elif option.span > 1 and any(path for path, _ in option.regions):
+        yield "takes several segments, but has a region around a part of one"
 
 
 def _of_graph(graph: Graph) -> Iterator[str]:

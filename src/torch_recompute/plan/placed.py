@@ -22,6 +22,16 @@ def described(module: nn.Module) -> str:
     return f"{name} with {len(sizes)} parameters of {sum(sizes):,} elements"
 
 
+def placed_on(module: nn.Module) -> list[Placed]:
+    """What a plan has put on a module, outermost first."""
+    found: list[Placed] = []
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, Placed):
+        found.append(forward)
+        forward = forward._before  # pyright: ignore[reportPrivateUsage]
+    return found
+
+
 class Placed:
     """What stands as `forward` on a module: the module's own forward, called in some way.
 

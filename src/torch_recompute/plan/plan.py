@@ -34,10 +34,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .prediction import Prediction
+from .reading import read
+
+if TYPE_CHECKING:
+    from .profile import Profile
 
 VERSION = 1
 KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
@@ -57,6 +61,8 @@ class Choice:
         labels: The words that asked for it.
         store: The store in which the region's inputs lie: "" for where they are, "host", "sharded", or another word
             for a store that `apply` is given.
+        nested: Of several modules: whether each is a region of its own in the replay of them all. Then one of them at
+            a time is whole, and of the others only the inputs, for which all but the last run once more.
     """
 
     paths: tuple[str, ...]
@@ -64,14 +70,16 @@ class Choice:
     carry: bool = False
     labels: tuple[str, ...] = ()
     store: str = ""
+    nested: bool = False
 
     def __str__(self) -> str:
         where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
+        again = ", then each again" if self.nested else ""
         kept = f", but not {', '.join(self.keep)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
-        stored = f", inputs {_WHERE.get(self.store, f'in {self.store!r}')}" if self.store else ""
+        stored = f", inputs {stored_in(self.store)}" if self.store else ""
         asked = f"  ({' '.join(self.labels)})" if self.labels else ""
-        return f"recompute {where or 'the model'}{kept}{carried}{stored}{asked}"
+        return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,8 @@ class Plan:
         modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
             modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
         sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
+        profile: What the plan was chosen from, for whoever wants another one when this does not fit. It is not part of
+            the plan: it is not compared, and not written by `to_json`.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -113,6 +123,7 @@ class Plan:
     prediction: Prediction | None = None
     modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     sizes: tuple[SizeClass, ...] = ()
+    profile: Profile | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self.choices)
@@ -204,19 +215,7 @@ class Plan:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        try:
-            data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise errors.ArgumentError(errors.bad_plan(f"no JSON: {error}")) from None
-        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
-            raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
-        try:
-            modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
-            choices = tuple(_choice(**choice) for choice in data["choices"])
-            sizes = tuple(_size(**size) for size in data.get("sizes", ()))
-            return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
-        except (KeyError, TypeError, ValueError) as error:
-            raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
+        return read(text, VERSION, _plan, errors.bad_plan)
 
     def diff(self, other: Plan) -> str:
         """What turns this plan into the other, line by line; empty where they choose the same."""
@@ -246,6 +245,9 @@ def _check(choices: tuple[Choice, ...]) -> None:
         if not isinstance(choice.store, str):
             why = f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
             raise errors.ArgumentError(errors.bad_plan(why))
+        if choice.nested and len(choice.paths) == 1:
+            why = f"nested=True is for several modules, and {choice.paths[0]!r} is one"
+            raise errors.ArgumentError(errors.bad_plan(why))
         calls = next((path for path in choice.paths if "@" in path), None)
         if calls is not None and (len(choice.paths) > 1 or any(not word.startswith("@") for word in choice.keep)):
             why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
@@ -263,13 +265,25 @@ def shape_in_words(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "no dimension"
 
 
+def stored_in(word: str) -> str:
+    """Where the store of a word keeps things."""
+    return _WHERE.get(word, f"in {word!r}")
+
+
 def kind_in(word: str) -> str:
     """The kind that a word of `Choice.keep` names, such as `@product`; empty where it names a module."""
     return word[word.index("@") :] if "@" in word else ""
 
 
-def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "") -> Choice:
-    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store)
+def _plan(data: dict[str, Any]) -> Plan:
+    modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
+    choices = tuple(_choice(**choice) for choice in data["choices"])
+    sizes = tuple(_size(**size) for size in data.get("sizes", ()))
+    return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
+
+
+def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "", nested: Any = False) -> Choice:
+    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store, bool(nested))
 
 
 def _prediction(data: Any) -> Prediction | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +11,8 @@ from .. import errors
 from .anatomy import inside
 from .bound import bound
 from .budget import read_budget
-from .cost import Costs, Option, Solution
-from .plan import Choice, Plan
+from .cost import Costs, Option, Solution, paths_of
+from .plan import Choice, Plan, stored_in
 from .prediction import Line, Prediction
 from .profile import Profile
 from .solve import choose, smallest
@@ -77,8 +78,9 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
         option = solution.options[start]
         together = tuple(names[start : start + option.span])
         for below, keep in option.regions:
-            paths = tuple(f"{path}.{below}".strip(".") for path in together)
-            found.append(Choice(paths, keep, decides(paths, profile.carries), store=option.store))
+            paths = tuple(f"{path}.{part}".strip(".") for path in together for part in paths_of(below))
+            carry = decides(paths, profile.carries)
+            found.append(Choice(paths, keep, carry, store=option.store, nested=option.nested))
         start += option.span
     return tuple(found)
 
@@ -109,9 +111,12 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         bound_seconds=costs.step_seconds + bound(costs, max(budget, solution.peak_bytes)),
         device=profile.device,
         solver=solution.solver,
-        lines=_lines(costs, solution, starts),
+        lines=lines_of(costs, solution, starts),
+        timing=profile.timing,
+        host_bytes=sum(solution.options[i].host_bytes for i in starts),
     )
-    return Plan(choices_of(profile, solution), f"a budget of {budget:,} bytes", prediction, profile.modules)
+    source, asked_of = f"a budget of {budget:,} bytes", dataclasses.replace(profile, costs=costs)
+    return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
 
 
 def _begins(options: tuple[Option, ...], place: int) -> bool:
@@ -121,7 +126,14 @@ def _begins(options: tuple[Option, ...], place: int) -> bool:
     return start == place
 
 
-def _lines(costs: Costs, solution: Solution, starts: list[int]) -> tuple[Line, ...]:
+def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
+    """What becomes of the segments, those treated alike together.
+
+    Args:
+        costs: What the solution was chosen from.
+        solution: What was chosen.
+        starts: The segments at which an option begins.
+    """
     groups: dict[tuple[str, str, Option], list[str]] = {}
     for start in starts:
         segment, option = costs.segments[start], solution.options[start]
@@ -146,10 +158,10 @@ def _lines(costs: Costs, solution: Solution, starts: list[int]) -> tuple[Line, .
 def _what(option: Option) -> str:
     if not option.regions:
         return "not recomputed"
+    whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
-        f"{path or ('recomputed' if option.span == 1 else f'{option.span} together recomputed')}"
-        + (" recomputed" if path else "")
+        (f"{' with '.join(paths_of(path))} recomputed" if path else whole + ", then each again" * option.nested)
         + (f" but not {', '.join(keep)}" if keep else "")
         for path, keep in option.regions
     ]
-    return "; ".join(parts) + (f"; inputs in {option.store!r}" if option.store else "")
+    return "; ".join(parts) + (f"; inputs {stored_in(option.store)}" if option.store else "")

@@ -54,6 +54,8 @@ class Prediction:
         device: What the seconds are of.
         solver: Which solver chose, and how good it says its choice is.
         lines: The segments, those treated alike together.
+        timing: Where the seconds are from, in words.
+        host_bytes: The most that lies in host memory.
     """
 
     budget_bytes: int
@@ -66,6 +68,8 @@ class Prediction:
     device: str
     solver: str
     lines: tuple[Line, ...]
+    timing: str = ""
+    host_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -81,10 +85,12 @@ class Prediction:
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
         head = [
             f"peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)} allowed ({_mib(self.plain_peak_bytes)} with no "
-            "region)",
+            "region)" + (f", and {_mib(self.host_bytes)} of host memory" if self.host_bytes else ""),
             f"step {1000 * self.step_seconds:,.1f} ms on {self.device}: {more:+.1%} for {self.replay_flops / 1e9:,.1f} "
             f"GFLOP replayed; no schedule saves more than {self.gap:.1%} of it",
         ]
+        if self.timing:
+            head.append(f"seconds: {self.timing}")
         rows = [("", "keeps MiB", "frees MiB", "costs ms", "why", "")]
         rows += [
             (

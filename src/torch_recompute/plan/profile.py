@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from .. import errors
-from .cost import Costs, Graph, Kind, Node, Option, Point, Segment
+from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
+from .profiles import diff, merge
+from .reading import read
 
 VERSION = 1
 
@@ -30,6 +32,7 @@ class Profile:
         carries: The paths of segments whose regions carry decisions (routing).
         left_out: Modules that are not planned, and why.
         advice: What else would help, in words; "" where nothing is to be said.
+        timing: Where the seconds are from, in words.
     """
 
     model: str
@@ -40,6 +43,7 @@ class Profile:
     carries: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     advice: str = ""
+    timing: str = ""
 
     def to_json(self) -> str:
         """The profile as JSON text; `from_json` reads it."""
@@ -52,26 +56,44 @@ class Profile:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        try:
-            data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise errors.ArgumentError(errors.bad_profile(f"no JSON: {error}")) from None
-        if not isinstance(data, dict) or cast("dict[str, Any]", data).pop("version", None) != VERSION:
-            raise errors.ArgumentError(errors.bad_profile(f"this version of the library reads version {VERSION}"))
-        try:
-            costs = _costs(**data.pop("costs"))
-            lists = {name: tuple(data.pop(name)) for name in ("carries",)}
-            pairs = {name: tuple((a, b) for a, b in data.pop(name)) for name in ("modules", "left_out")}
-            return Profile(costs=costs, **pairs, **lists, **data)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise errors.ArgumentError(errors.bad_profile(f"a field is missing or unknown: {error}")) from None
+        return read(text, VERSION, _profile, errors.bad_profile)
+
+    def diff(self, other: Profile) -> str:
+        """What turns this profile into the other: a line for each kind of segment that differs; empty where none does.
+
+        Bytes and seconds are shown to the places that a person reads; what differs by less is not shown.
+        """
+        return diff(self, other)
+
+    def merge(self, *others: Profile) -> Profile:
+        """One profile for several of the same step: repeated measurements, or those of several ranks.
+
+            plan = solve(first.merge(second, third), budget="24GiB")
+
+        Seconds are medians, bytes the largest of each figure: what fits the merged profile fits every one of them. Ways
+        to treat a segment that not all profiles have are left out.
+
+        Args:
+            others: Profiles of the same model and shape of batch.
+
+        Raises:
+            ArgumentError: They are of different steps; it names the first difference.
+        """
+        return merge([self, *others])
 
 
-def _costs(kinds: Any, segments: Any, points: Any, **rest: Any) -> Costs:
+def _profile(data: dict[str, Any]) -> Profile:
+    costs = _costs(**data.pop("costs"))
+    pairs = {name: tuple((a, b) for a, b in data.pop(name)) for name in ("modules", "left_out")}
+    return Profile(costs=costs, carries=tuple(data.pop("carries")), **pairs, **data)
+
+
+def _costs(kinds: Any, segments: Any, points: Any, host: Any = None, **rest: Any) -> Costs:
     return Costs(
         {name: _kind(**kind) for name, kind in kinds.items()},
         tuple(Segment(**segment) for segment in segments),
         tuple(Point(**point) for point in points),
+        host=None if host is None else Host(**host),
         **rest,
     )
 

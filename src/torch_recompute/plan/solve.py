@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from .. import errors
 from .cost import Costs, Solution
+from .hosting import restrictions
 from .solvers.auto import AutoSolver
 from .solvers.columns import Columns
 from .solvers.curve import curve
@@ -41,18 +42,20 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
     """
     if solver not in _SOLVERS:
         raise errors.ArgumentError(errors.unknown_solver(solver, list(_SOLVERS)))
-    problem = _problem(costs)
-    least = problem.needs[0]
-    if budget < least:
+    problems = _problems(costs)
+    fitting = [problem for problem in problems if problem.needs[0] <= budget]
+    if not fitting:
+        problem = min(problems, key=lambda problem: problem.needs[0])
         solution = _smallest(problem)
         peak = problem.peak(starts(solution.options))
+        least = problem.needs[0]
         raise errors.BudgetError(errors.over_budget(budget, least, peak.where, peak.fixed), least, solution)
-    return _SOLVERS[solver].solve(problem, budget)
+    return min((_SOLVERS[solver].solve(problem, budget) for problem in fitting), key=_by_cost)
 
 
 def smallest(costs: Costs) -> Solution:
     """The choice with the least peak, and of those the one that costs the fewest seconds."""
-    return _smallest(_problem(costs))
+    return min(map(_smallest, _problems(costs)), key=lambda solution: (solution.peak_bytes, *_by_cost(solution)))
 
 
 def frontier(costs: Costs, most: int = 200) -> list[Solution]:
@@ -67,14 +70,25 @@ def frontier(costs: Costs, most: int = 200) -> list[Solution]:
         how far it can be from the best for its peak; `choose` may find a better one for the same budget, unless it
         says "exact".
     """
-    problem = _problem(costs)
-    return curve(problem, Columns(problem, tied=True), most)
+    problems = _problems(costs)
+    found = [point for problem in problems for point in curve(problem, Columns(problem, tied=True), most)]
+    if len(problems) == 1:
+        return found
+    falling: list[Solution] = []
+    for point in sorted(found, key=lambda point: (point.peak_bytes, *_by_cost(point))):
+        if not falling or _by_cost(point)[:2] < _by_cost(falling[-1])[:2]:
+            falling.append(point)
+    return falling
 
 
-def _problem(costs: Costs) -> Problem:
+def _problems(costs: Costs) -> list[Problem]:
     if find_spec("numpy") is None:
         raise errors.ArgumentError(errors.needs_numpy())
-    return Problem(costs)
+    return [Problem(restricted) for restricted in restrictions(costs)]
+
+
+def _by_cost(solution: Solution) -> tuple[float, int, int]:
+    return solution.seconds, sum(option.flops for option in starts(solution.options)), solution.peak_bytes
 
 
 def _smallest(problem: Problem) -> Solution:

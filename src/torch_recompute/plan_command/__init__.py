@@ -6,7 +6,8 @@ or a checkpoint.
 Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
 The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
 `Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
-budget costs, before one is chosen.
+budget costs, before one is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and
+there is a plan for each rank of the pipeline (`spread.py`).
 
 The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
 2 for what cannot be asked, 3 where no plan fits.
@@ -16,20 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
-from .._models import PRESETS
-from .._progress import at_work
+from .._face import OK, Face, add_options, check_folder, document
+from .._models import OPTIMIZERS, add_model_options
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
+from ..planning.planner import Planner
 from ..planning.prices import DEVICES
-from . import plot
-from .task import DTYPES, OPTIMIZERS, Task, curve
+from . import plot, spread
+from .task import Task, curve
+from .writing import write
 
 __all__ = ["Task", "add_command", "command", "curve", "to_json", "write"]
 
@@ -40,13 +42,7 @@ def add_command(commands: Any) -> None:
     """Describe `torch-recompute plan` to the command line."""
     about = "a plan for a budget of memory: what to keep, what to recompute, what the step takes"
     parser = cast("argparse.ArgumentParser", commands.add_parser("plan", help=about, description=about))
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is "
-        "built without weights; or pkg.module:name of a function that returns (model, batch), where batch is a tuple "
-        "of arguments or a dict of keyword arguments",
-    )
+    add_model_options(parser, weights="without weights")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(
         "--budget",
@@ -54,82 +50,85 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
-    parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
-    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
     )
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="BYTES",
+        help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve of --frontier")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.set_defaults(command=command)
+    spread.add_options(parser)
+    add_options(parser, command, plot="the curve of --frontier")
 
 
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute plan`; 0 when there is a plan."""
+    face = Face.of(args)
     _check(args)
-    with at_work(f"building {args.model}"):
+    layout = spread.layout_of(args)
+    if layout is not None:
+        return spread.command(args, layout, face)
+    with face.at_work(f"building {args.model}"):
         task = Task.of(args)
-    with at_work(f"profiling {task}"):
+    with face.at_work(f"profiling {task}"):
         planner = task.planner()
     profile = planner.profile
-    with at_work("planning"):
-        plans = curve(profile) if args.frontier else [planner.plan(args.budget)]
+    with face.at_work("planning"):
+        plans = curve(profile) if args.frontier else [_planned(planner, args)]
     if args.out is not None:
         write(args.out, plans[0])
-    if args.plot is not None:
-        plot.draw(args.plot, profile, plans, str(task))
-    if args.json:
-        sys.stdout.write(to_json(task, profile, plans, curve=args.frontier) + "\n")
-        return 0
-    from . import view
+    if face.plot is not None:
+        plot.draw(face.plot, profile, plans, str(task))
+    face.give(
+        lambda: to_json(task, profile, plans, curve=args.frontier),
+        lambda: _view().show(task, profile, plans, curve=args.frontier),
+    )
+    return OK
 
-    view.show(task, profile, plans, curve=args.frontier)
-    return 0
+
+def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
+    """The plan for a budget; where there is none, what to write on the command line."""
+    try:
+        return planner.plan(args.budget)
+    except errors.BudgetError as error:
+        least: Any = error.solution
+        figures = least.prediction.budget_bytes, error.smallest, planner.profile.plain_peak_bytes
+        out = None if args.out is None else str(args.out)
+        text = errors.no_plan_to_write(*figures, planner.profile.advice, out)
+        raise errors.BudgetError(text, error.smallest, least) from None
 
 
 def to_json(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) -> str:
     """The plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each of them."""
     data = [json.loads(plan.to_json()) for plan in plans]
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "command": "plan",
+    found = {
         **task.as_data(),
         "device": profile.device,
         "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": profile.costs.step_seconds},
         "advice": profile.advice,
         **({"frontier": data} if curve else {"plan": data[0]}),
     }
-    return json.dumps(document, indent=1)
+    return document("plan", SCHEMA_VERSION, found)
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse before the work what could not be done after it."""
     for option, other in (("out", "budget"), ("plot", "frontier")):
-        path = getattr(args, option)
-        if path is None:
-            continue
-        if not getattr(args, other):
+        if getattr(args, option) is not None and not getattr(args, other):
             raise errors.ArgumentError(errors.goes_with(f"--{option}", f"--{other}"))
-        if not path.parent.is_dir():
-            raise errors.ArgumentError(
-                errors.cannot_write(f"--{option}", str(path), f"there is no folder {path.parent}")
-            )
-    if args.plot is not None:
-        plot.check(args.plot)
+    if args.out is not None:
+        check_folder("--out", args.out)
     if args.budget is not None:
         read_budget(args.budget)
 
 
-def write(path: Path, plan: Plan) -> None:
-    """Write a plan to a file, for `Plan.from_json` to read."""
-    try:
-        path.write_text(plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise errors.ArgumentError(
-            errors.cannot_write("--out", str(path), (error.strerror or str(error)).lower())
-        ) from error
+def _view() -> Any:
+    from . import view
+
+    return view

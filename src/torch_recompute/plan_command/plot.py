@@ -1,33 +1,17 @@
 """The curve of budget against seconds as a picture.
 
-Drawn without pyplot, so no window system and no global state is touched. matplotlib is imported late; `check` says
-what to install before anything is computed.
+Drawn without pyplot, so no window system and no global state is touched. matplotlib is imported late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from .. import errors
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 
-SUFFIXES = (".png", ".svg", ".pdf")
 GIB = 2**30
-
-
-def check(path: Path) -> None:
-    """Refuse what cannot be drawn.
-
-    Raises:
-        ArgumentError: The name ends in something else than `SUFFIXES`, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise errors.ArgumentError(errors.not_a_picture(str(path), SUFFIXES))
-    if find_spec("matplotlib") is None:
-        raise errors.ArgumentError(errors.needs_matplotlib(str(path)))
 
 
 def draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import errors
-from .._models import batch_for, load
+from .._models import OPTIMIZERS, asked
 from ..plan.plan import Plan
 from ..plan.planned import planned
 from ..plan.profile import Profile
@@ -20,13 +17,6 @@ from ..plan.solve import frontier
 from ..planning.planner import Planner
 
 POINTS = 10
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-)
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = MappingProxyType(
-    {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
-)
 
 
 @dataclass(frozen=True)
@@ -39,6 +29,7 @@ class Task:
         batch: A tuple of positional or a dictionary of keyword arguments.
         optimizer: Its word.
         device: What the seconds are of; None for where the model is.
+        offload: Whether, or how much, host memory may be used.
     """
 
     word: str
@@ -46,6 +37,7 @@ class Task:
     batch: tuple[Any, ...] | dict[str, Any]
     optimizer: str
     device: str | None
+    offload: bool | str = False
 
     @staticmethod
     def of(args: argparse.Namespace) -> Task:
@@ -54,24 +46,16 @@ class Task:
         Raises:
             ArgumentError: The model cannot be had, or is not one that the options describe.
         """
-        for option in ("batch", "sequence"):
-            value = getattr(args, option)
-            if value is not None and value < 1:
-                raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
-        model, batch = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
-        if batch is None:
-            batch = batch_for(model, args.model, args.batch, args.sequence)
-        else:
-            for option in ("batch", "sequence"):
-                if getattr(args, option) is not None:
-                    raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
+        (model, batch), _ = asked(args)
+        assert batch is not None
         meta = all(parameter.is_meta for parameter in model.parameters())
-        return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None))
+        return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None), args.offload)
 
     def planner(self) -> Planner:
         """Knows what the step costs."""
         args, kwargs = (self.batch, None) if isinstance(self.batch, tuple) else ((), self.batch)
-        return Planner(self.model, args, kwargs, optimizer=OPTIMIZERS[self.optimizer], device=self.device)
+        optimizer = OPTIMIZERS[self.optimizer]
+        return Planner(self.model, args, kwargs, optimizer=optimizer, device=self.device, offload=self.offload)
 
     @property
     def parameters(self) -> int:
@@ -105,6 +89,7 @@ class Task:
             "dtypes": self.dtypes,
             "inputs": self.inputs,
             "optimizer": self.optimizer,
+            "offload": self.offload,
         }
 
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .._face import new_console
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from .task import Task
@@ -20,7 +21,7 @@ GIB = 2**30
 
 def show(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) -> None:
     """Print the plan, or the curve."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console(highlight=False, soft_wrap=True)
     console.print(str(task), style="bold")
     if curve:
         _curve(console, profile, plans)

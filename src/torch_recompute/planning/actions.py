@@ -126,7 +126,7 @@ class Actions:
         self._own: dict[tuple[str, bool], int] = {}
         self._end = 0
 
-    def _told(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _told(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._read.update(id(storage) for _, storage in storages((args, kwargs)) if id(storage) in self._storages)
         op = op_of(func, args, kwargs, out)
         if op is not None:

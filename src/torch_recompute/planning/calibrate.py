@@ -14,6 +14,7 @@ that such a model is planned with too little rather than too much room.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from ..plan.anatomy import inside
@@ -28,6 +29,7 @@ def calibrate(
     options: Sequence[Option],
     ways: Mapping[str, Kind],
     step_seconds: float,
+    known: Costs | None = None,
 ) -> Costs:
     """The costs of a step, taken from a simulation of it.
 
@@ -35,44 +37,62 @@ def calibrate(
         simulation: The step, with some option chosen for each segment.
         paths: The segments, in the order of their forwards.
         kinds: The kind of each.
-        options: The option that each had.
+        options: The option that each had; those after the first of a span repeat the span's.
         ways: The kinds.
         step_seconds: Of the step with no region.
+        known: Costs from another simulation. Segments that were recomputed together are seen only as one; what lives
+            besides, from one to the next, and between them, is taken from there.
     """
     saved = [0]
-    for option in options:
-        saved.append(saved[-1] + option.saved_bytes)
-    spans = _spans(simulation.timeline, paths)
-    segments: list[Segment] = []
+    first: list[int] = []
+    for index, option in enumerate(options):
+        begins = not first or index == first[-1] + options[first[-1]].span
+        first.append(index if begins else first[-1])
+        saved.append(saved[-1] + begins * option.saved_bytes)
+    forward, backward = [0] * len(paths), [0] * len(paths)
     points: list[Point] = []
     after, turned = 0, False
-    for segment, backward, moments in spans:
+    for segment, back, moments in _spans(simulation.timeline, paths, first):
         highest = max(moment.live_bytes for moment in moments)
         if segment is None:
             points.append(Point(after, max(0, highest - saved[after]), _where(moments, highest)))
             continue
-        turned = turned or backward
-        after = segment if turned else segment + 1
-        own = options[segment].backward_bytes if backward else options[segment].forward_bytes
+        option = options[segment]
+        stop = segment + option.span
+        turned = turned or back
+        after = segment if turned else stop
+        own = option.backward_bytes if back else option.forward_bytes
         base = max(0, highest - saved[segment] - own)
-        if backward:
-            segments[segment] = Segment(paths[segment], kinds[segment], segments[segment].forward_bytes, base)
-        else:
-            segments.append(Segment(paths[segment], kinds[segment], base, 0))
+        rise = _rise(known, segment, stop, back)
+        for index in range(segment, stop):
+            (backward if back else forward)[index] = max(0, base + rise[index - segment])
+    within = [index for index in range(len(paths)) if first[index] != index]
+    points += [point for point in known.points if point.after in within] if known is not None else []
+    segments = tuple(map(Segment, paths, kinds, forward, backward))
     turn = _turn(simulation.timeline)
-    return Costs(ways, tuple(segments), _merged(points), step_seconds, max(0, turn - saved[-1]))
+    return Costs(ways, segments, _merged(points), step_seconds, max(0, turn - saved[-1]))
+
+
+def _rise(known: Costs | None, start: int, stop: int, back: bool) -> list[int]:
+    """How much more lives beside each of some segments than beside the one where an option over them stands."""
+    if known is None:
+        return [0] * (stop - start)
+    levels = [segment.backward_bytes if back else segment.forward_bytes for segment in known.segments[start:stop]]
+    return [level - levels[-1 if back else 0] for level in levels]
 
 
 Stretch = tuple[int | None, bool, list[Moment]]
 
 
-def _spans(timeline: Sequence[Moment], paths: Sequence[str]) -> list[Stretch]:
+def _spans(timeline: Sequence[Moment], paths: Sequence[str], first: Sequence[int]) -> list[Stretch]:
     """The timeline cut where segments begin and end: of each stretch its segment, whether it is backward, its moments.
+
+    Segments that were recomputed together are one: each goes by the `first` of them.
 
     Forward takes the segments in order, backward in the opposite order. What lies between the first and the last moment
     of a segment is its own; an optimizer's step is of no segment.
     """
-    number = {path: i for i, path in enumerate(paths)}
+    number = dict(zip(paths, first, strict=True))
     tops = sorted(number, key=len, reverse=True)
     memo: dict[str, int | None] = {}
 
@@ -105,8 +125,8 @@ def _spans(timeline: Sequence[Moment], paths: Sequence[str]) -> list[Stretch]:
 
 def _turn(timeline: Sequence[Moment]) -> int:
     """Bytes alive when backward begins."""
-    forward = [moment for moment in timeline if moment.phase in ("forward", "loss")]
-    return forward[-1].live_bytes if forward else 0
+    before = itertools.takewhile(lambda moment: moment.phase in ("forward", "loss"), timeline)
+    return max((moment.live_bytes for moment in list(before)[-1:]), default=0)
 
 
 def _where(moments: Sequence[Moment], highest: int) -> str:

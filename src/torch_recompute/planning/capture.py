@@ -45,6 +45,7 @@ class Captured:
         paths: The segments, in the order of their calls.
         calls: How each is called.
         kinds: The kind of each: segments with the same number are alike.
+        chained: Of each, whether its first argument is the result of the one before, as it was returned.
         left_out: Modules that could have been segments, and why they are none.
         pretend: The mode under which they run.
     """
@@ -54,6 +55,7 @@ class Captured:
     paths: list[str] = field(default_factory=list[str])
     calls: list[Call] = field(default_factory=list[Call])
     kinds: list[int] = field(default_factory=list[int])
+    chained: list[bool] = field(default_factory=list[bool])
     left_out: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -106,6 +108,7 @@ def capture(
         found.paths.append(path)
         found.calls.append(call)
         found.kinds.append(numbers.setdefault(key, len(numbers)))
+        found.chained.append(path in seen.chained)
     if not found.paths:
         raise errors.ArgumentError(errors.nothing_to_plan(type(model).__name__, found.left_out))
     return found
@@ -123,13 +126,15 @@ class _Seen:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
         self.calls: list[tuple[str, Call, list[Op]]] = []
+        self.chained: set[str] = set()
+        self._result: Any = None
         self._open: list[list[Op]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> _Seen:
         for path, module in self._modules.items():
             enter = module.register_forward_pre_hook(self._entering(path), prepend=False, with_kwargs=True)
-            leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            leave = module.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
             self._stack.callback(enter.remove)
             self._stack.callback(leave.remove)
         self._stack.enter_context(Log(self._ran))
@@ -142,12 +147,15 @@ class _Seen:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, spec = _compat.tree_flatten((args, kwargs))
             self._open.append([])
+            if leaves and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor):
+                self.chained.add(path)
             self.calls.append((path, Call((module,), (tuple(leaves),), (spec,)), self._open[-1]))
 
         return enter
 
-    def _leave(self) -> None:
+    def _leave(self, result: Any) -> None:
         self._open.pop()
+        self._result = result[0] if isinstance(result, tuple) and result else result
 
     def _ran(self, op: Op, arguments: Any, result: Any) -> None:
         if self._open:

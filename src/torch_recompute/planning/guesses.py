@@ -1,9 +1,9 @@
 """Which choices for a segment are worth a trial: guessed from its graph, without running anything.
 
-A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP) and, in each, the
-calls that are kept. There are hundreds. What each stores and runs again follows from the graph by three rules: a region
-stores its inputs and what its kept calls made, as far as something asks for it; what backward needs of the rest is made
-again, from that; and a replay runs everything up to the last tensor that is needed.
+A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
+with its norm) and, in each, the calls that are kept. There are hundreds. What each stores and runs again follows from
+the graph by three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what
+backward needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed.
 
 The guess is close, but it is only used to leave out choices: those that are worse than another in everything, and those
 far from the convex hull of seconds over bytes. A mixture of two layers on the hull is as good as any choice above it.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan.anatomy import inside, relative
+from ..plan.cost import paths_of
 from ..plan.plan import kind_in
 from .ops import Op
 from .trace import Trace
@@ -80,6 +81,9 @@ def _choices(found: Trace) -> Iterator[Regions]:
     for part in found.parts:
         own = [n for n in numbers if all(inside(word.removesuffix(kind_in(word)), part) for word in found.calls[n])]
         ways.append([{}, *({part: kept} for kept in _subsets(own))])
+        if part in found.feeders:
+            together = f"{found.feeders[part]} {part}"
+            ways[-1] += [{together: kept} for kept in _by_kind(found, own)]
     for chosen in itertools.product(*ways):
         regions = {part: kept for way in chosen for part, kept in way.items()}
         if regions:
@@ -91,9 +95,17 @@ def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
         yield from map(frozenset, itertools.combinations(numbers, size))
 
 
+def _by_kind(found: Trace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All sets of kinds of calls, as the calls: what can be kept of several modules."""
+    kinds = {number: kind_in(found.calls[number][0]) for number in numbers}
+    names = sorted(set(kinds.values()))
+    for chosen in _subsets(range(len(names))):
+        yield frozenset(number for number, kind in kinds.items() if kind in {names[i] for i in chosen})
+
+
 def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
     """Follows what backward needs back to what is stored."""
-    at = [next((path for path in regions if inside(made.module, path)), None) for made in found.made]
+    at = [next((path for path in regions if _covers(path, made.module)), None) for made in found.made]
     stored: set[int] = set()
     again: set[int] = set()
     open_ = [(i, at[i]) for i, made in enumerate(found.made) if made.needed]
@@ -124,9 +136,15 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
     return Guess(words, saved, rebuilt, total)
 
 
+def _covers(region: str, module: str) -> bool:
+    return any(inside(module, path) for path in paths_of(region))
+
+
 def _words(found: Trace, path: str, kept: frozenset[int]) -> tuple[str, ...]:
     """The words of kept calls as seen from a region."""
     words = [word for number in sorted(kept) for word in found.calls[number]]
+    if len(paths_of(path)) > 1:
+        return tuple(sorted({kind_in(word) for word in words}))
     return tuple(
         relative(module, path) + kind_in(word)
         if (module := word.removesuffix(kind_in(word))) != path

@@ -1,4 +1,4 @@
-"""`profile` and `make_plan`: from a model and a batch to costs, and from a budget to a plan that keeps its promise.
+"""From a model and a batch to costs, and from a budget to a plan that keeps its promise.
 
 Problem. A planner predicts from a model of memory; the step runs in memory as it is. Predictions that are good on the
 average are of no use to somebody whose step dies of the one that was not.
@@ -20,37 +20,37 @@ Rejected: a margin on the budget. It is too small for one model and wasteful for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from .. import errors
+from .. import _compat, errors
 from ..plan.apply import apply
-from ..plan.cost import Costs, Kind, Option, Solution
+from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
-from ..plan.solve import choose, smallest
+from ..plan.solve import choose, frontier, smallest
 from ..plan.solvers.problem import simplicity
-from ..plan.stages import StagePlans, Stages
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .calibrate import calibrate
 from .capture import Captured, capture
+from .clock import Scale, clock, obstacle
 from .free import free_bytes
+from .grouping import groups
 from .guesses import guesses
+from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .pieces import Pieces
-from .pipeline import Schedule
-from .prices import Roofline, prices_for, where
-from .sizes import calls_of, plan_sizes
-from .stages import plan_stages
+from .prices import Measured, Roofline, prices_for, where
 from .trace import trace
-from .trials import Tried, attempt
+from .trials import Call, Tried, attempt
 
 ROUNDS = 8
 TRIED = 20  # choices per kind of segment
@@ -61,6 +61,15 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer |
 
 class Planner:
     """A model, the step that it is trained with, and what is known of both.
+
+    Args:
+        model: See `profile`, as the next five.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar.
+        optimizer: From a list of parameters to an optimizer, or an optimizer.
+        device: What the seconds are of.
+        ran: Gets the operations of the step with no region, and how often each ran.
 
     Attributes:
         costs: Taken from the step with no region.
@@ -76,14 +85,20 @@ class Planner:
         loss: Loss = None,
         optimizer: MakeOptimizer = None,
         device: torch.device | str | Roofline | None = None,
+        offload: bool | int | str = False,
+        ran: Counter[tuple[str, Op]] | None = None,
     ) -> None:
         self._model = model
         self._call = args, kwargs
         roofline, device = where(device)
+        limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
-        ran: Counter[Op] = Counter()
+        ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
+        self._timing = "" if roofline else self._price.timing
+        self._link = link_of(roofline, self.plain.device) if offload is not False else None
+        self._host = None if self._link is None else Host(limit, self._link.to_host)
         captured = capture(model, args, kwargs or {}, self.plain.device)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
@@ -91,12 +106,20 @@ class Planner:
         self._routers = captured.routers
         self._ways = self._tried(captured)
         options = [self._ways[kind].options[0] for kind in self._kinds]
-        seconds = sum(self._price(op) * count for op, count in ran.items())
-        self.costs = self._calibrated(self.plain, options, seconds)
+        prices = [(phase, self._price(op) * count) for (phase, op), count in ran.items()]
+        self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
+        self.costs = self._calibrated(self.plain, options, sum(seconds for _, seconds in prices))
+        if isinstance(self._price, Measured):
+            self._price.keep()
 
     @cached_property
     def profile(self) -> Profile:
-        """What is known, as data."""
+        """What is known, as data, in seconds of whole steps where one can be run."""
+        return self._clocked(None)[0]
+
+    @cached_property
+    def _priced(self) -> Profile:
+        """What is known, in prices of single operations."""
         return Profile(
             type(self._model).__name__,
             self._price.name,
@@ -106,6 +129,7 @@ class Planner:
             self._routers,
             tuple(self._left_out.items()),
             self.plain.advice,
+            self._timing,
         )
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
@@ -130,11 +154,21 @@ class Planner:
                 break
             costs = self._calibrated(simulation, solution.options, costs.step_seconds)
         solution, simulation = best or self.least
-        plan = planned(self.profile, costs, solution, wanted, simulation.peak_bytes)
-        if simulation.peak_bytes > wanted:
+        fits = simulation.peak_bytes <= wanted
+        profile, scale = self._clocked((solution, simulation)) if fits else (self._priced, None)
+        if scale is not None:
+            costs, solution = scale(costs), scale.solution(solution)
+        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes)
+        if not fits:
             text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, self.plain.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         return plan
+
+    def curve(self, budget: int, most: int) -> list[Plan]:
+        """Plans whose predicted peaks lie above a budget, from the one next to it to that without regions."""
+        found = [solution for solution in frontier(self.costs) if solution.peak_bytes > budget]
+        step = max(1, -(-len(found) // most))
+        return [*(self._plan_of(solution) for solution in found[:-1:step]), Plan()]
 
     @cached_property
     def least(self) -> tuple[Solution, Simulation]:
@@ -152,6 +186,11 @@ class Planner:
         assert best is not None
         return best
 
+    def simulated(self, options: Sequence[Option]) -> tuple[Simulation, Costs]:
+        """The step with one option per segment, and the costs taken anew from it."""
+        simulation = self._simulated(self._plan_of(Solution(tuple(options), 0, 0.0)))
+        return simulation, self._calibrated(simulation, options, self.costs.step_seconds)
+
     def price(self, op: Op) -> float:
         """Seconds of an operation."""
         return self._price(op)
@@ -165,21 +204,54 @@ class Planner:
             self._model, args, kwargs, loss=loss, device=plain.device, rounding=rounding, paths=paths, stages=stages
         )
 
-    def _plan_of(self, solution: Solution) -> Plan:
-        return Plan(choices_of(self.profile, solution))
+    def _clocked(self, chosen: tuple[Solution, Simulation] | None) -> tuple[Profile, Scale | None]:
+        """The profile in seconds of whole steps: the one of a choice, or without one that with the smallest peak.
 
-    def _simulated(self, plan: Plan, ran: Counter[Op] | None = None) -> Simulation:
+        With a choice the step with no region is not run, since its peak may be above what was asked for.
+        """
+        if not isinstance(self._price, Measured):
+            return self._priced, None
+        scale = self._scale(chosen)
+        if isinstance(scale, str):
+            return replace(self._priced, timing=f"{self._timing}, not scaled to a whole step: {scale}"), None
+        return replace(self._priced, costs=scale(self.costs), timing=f"{self._timing}, {scale}"), scale
+
+    def _scale(self, chosen: tuple[Solution, Simulation] | None) -> Scale | str:
+        """The scale of prices by steps that are run here; or why none is, in words."""
+        device, (args, kwargs) = self.plain.device, self._call
+        why = obstacle(self._model, args, kwargs or {}, device)
+        if why:
+            return why
+        given = [x for x in _compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in (*self._model.buffers(), *given))
+        solution, simulation = chosen or self.least
+        if simulation.peak_bytes > room:
+            return "there is no memory for one"
+        plan = self._plan_of(solution)
+        run = partial(clock, self._model, args, kwargs or {}, self._step["loss"] or loss_of, device=device)
+        alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
+        try:
+            regions = run(plan) if plan.choices else None
+            return Scale.of(regions, run(Plan()) if alone else None, solution.seconds, self._optimizer_seconds)
+        except Exception as error:  # whatever a model may raise: it is said in the plan
+            return f"one raised {type(error).__name__}"
+
+    def _plan_of(self, solution: Solution) -> Plan:
+        return Plan(choices_of(self._priced, solution))
+
+    def _simulated(self, plan: Plan, ran: Counter[tuple[str, Op]] | None = None) -> Simulation:
         """The step with a plan; adds what ran to a count, if there is one."""
 
-        def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        def count(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             op = op_of(func, args, kwargs, out)
             if ran is not None and op is not None:
-                ran[op] += 1
+                ran[phase, op] += 1
 
         args, kwargs = self._call
         watch = None if ran is None else count
+        stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         return simulate_step(
-            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step
+            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch, **self._step
         )
 
     def _tried(self, captured: Captured) -> dict[str, Kind]:
@@ -200,27 +272,64 @@ class Planner:
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
                     options.append(_option(guess.regions, tried, plain, self._price))
-            ways[kind] = Kind(undominated(options), found.graph(self._price))
+                graph = found.graph(self._price)
+                if self._link is not None:
+                    forward = sum(node.seconds for node in graph.nodes)
+                    options += self._offloaded(captured, path, call, undominated(options), plain, forward)
+                options += self._grouped(captured, int(kind), plain, [word for words in found.calls for word in words])
+            ways[kind] = Kind(undominated(options), graph)
         return ways
+
+    def _offloaded(
+        self, captured: Captured, path: str, call: Call, options: Sequence[Option], plain: Tried, forward: float
+    ) -> Iterator[Option]:
+        """The options of one segment with the inputs of their regions in host memory."""
+        assert self._link is not None
+        step = sum(self._price(op) * count for op, count in plain.ops.items())
+        for option in options[1:]:
+            choices = [replace(self._choice(path, *region), store="host") for region in option.regions]
+            tried = attempt(call, choices, captured.pretend)
+            if tried.saved_bytes < option.saved_bytes:
+                here = _option(option.regions, tried, plain, self._price)
+                seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+                yield replace(here, seconds=seconds, store="host", host_bytes=tried.host_bytes)
+
+    def _grouped(self, captured: Captured, kind: int, plain: Tried, words: Sequence[str]) -> Iterator[Option]:
+        """The options that take several segments of a kind at once."""
+        for group in groups(captured, self._kinds.index(str(kind)), words):
+            choice = replace(group.choice, carry=decides(group.paths, self._routers))
+            try:
+                tried = attempt(group.call, [choice], captured.pretend)
+            except errors.RecomputeError:  # as above
+                continue
+            option = _option((("", choice.keep),), tried, plain, self._price, group.span)
+            yield replace(option, span=group.span, nested=choice.nested)
 
     def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
         """A region in a segment that is tried alone."""
-        carry = decides([f"{path}.{below}".strip(".")], self._routers)
-        return Choice((f"0.{below}".strip("."),), keep, carry)
+        parts = paths_of(below)
+        carry = decides([f"{path}.{part}".strip(".") for part in parts], self._routers)
+        return Choice(tuple(f"0.{part}".strip(".") for part in parts), keep, carry)
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
-        return calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds)
+        known = getattr(self, "costs", None)
+        costs = calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds, known)
+        return replace(costs, host=self._host)
 
 
 def _option(
-    regions: tuple[tuple[str, tuple[str, ...]], ...], tried: Tried, plain: Tried, price: Callable[[Op], float]
+    regions: tuple[tuple[str, tuple[str, ...]], ...],
+    tried: Tried,
+    plain: Tried,
+    price: Callable[[Op], float],
+    times: int = 1,
 ) -> Option:
-    seconds, flops = tried.extra(plain, price)
+    seconds, flops = tried.extra(plain, price, times)
     return Option(regions, tried.saved_bytes, tried.forward_bytes, tried.backward_bytes, seconds, flops)
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """The options of which none other is at least as good in everything; the first one stays."""
+    """The options of which no other of as many segments is at least as good in everything; the first one stays."""
 
     def figures(option: Option) -> tuple[float, ...]:
         return option.saved_bytes, option.forward_bytes, option.backward_bytes, option.seconds
@@ -228,140 +337,7 @@ def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
     kept = [options[0]]
     rest = sorted(options[1:], key=lambda option: (*figures(option)[::-1], simplicity(option)))
     for option in rest:
-        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in kept):
+        rivals = [other for other in kept if other.span == option.span]
+        if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in rivals):
             kept.append(option)
     return tuple(kept)
-
-
-def profile(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-) -> Profile:
-    """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
-
-    Nothing is run but single operations, to time them, and nothing is changed; see `simulate` for what the step is.
-
-    Args:
-        model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
-        loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
-            "b200" or "rtx4090". By default where the model is.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ArgumentError: See `simulate`; or the model has no part that could be recomputed.
-    """
-    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
-
-
-@overload
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    budget: int | float | str,
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
-    stages: None = None,
-) -> Plan: ...
-
-
-@overload
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    budget: int | float | str | Sequence[int | float | str],
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
-    stages: Stages | Schedule,
-) -> StagePlans: ...
-
-
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    budget: int | float | str | Sequence[int | float | str],
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any]] = (),
-    stages: Stages | Schedule | None = None,
-) -> Plan | StagePlans:
-    """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
-
-        plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
-        apply(model, plan)
-
-    The plan that is returned has been simulated: its step fits into the budget.
-
-    Where batches differ in length, give an example of each size, the largest that may come last:
-
-        plan = make_plan(model, budget="24GiB", sizes=[(batch[:, :length],) for length in (512, 2048, 8192)])
-
-    Args:
-        model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments; with `sizes`, those of every call.
-        budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
-            of the step with no region; or "fit": what is free on the device now.
-        loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: See `profile`.
-        solver: "auto", or the name of one of the solvers.
-        sizes: Examples of calls of several sizes, from small to large, instead of `args`: tuples of positional
-            arguments or dictionaries of keyword arguments. The size of a call is the shape of its first tensor.
-            Each is planned for the same budget, and a call of the model goes by the choices of the first that it
-            exceeds in no dimension.
-        stages: The pipeline that the model is split into: a `Stages`, or a schedule of
-            `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
-            the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
-            one of a list of parameters.
-
-    Returns:
-        The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
-        those of a data sheet.
-
-    Raises:
-        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
-            those of the size that does not fit.
-        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with them.
-    """
-
-    def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
-        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device)
-
-    if stages is not None:
-        if sizes:
-            raise errors.ArgumentError(errors.stages_and_sizes())
-        whole = planner(args, kwargs)
-        return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
-    if not isinstance(budget, (int, float, str)):
-        raise errors.ArgumentError(errors.bad_budget(budget))
-    if not sizes:
-        return planner(args, kwargs).plan(budget, solver)
-    if args:
-        raise errors.ArgumentError(errors.args_and_sizes(len(args)))
-    return plan_sizes(model, calls_of(sizes, kwargs or {}), planner, budget, solver)

@@ -1,14 +1,16 @@
 """What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
 
 A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
-launch besides. The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
+launch besides. A collective takes that of the bytes that a ring sends and receives over the links between the devices.
+The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
 that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with.
 
 Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
 fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
-roofline, scaled by what the measured ones took of theirs.
+roofline, scaled by what the measured ones took of theirs. What was measured is kept in a file (`kept.py`).
 
-Prices decide between plans, so what counts is how they compare.
+Prices decide between plans, so what counts is how they compare. What a step takes as a whole is measured in its turn
+(`clock.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import errors
 from .._compat.fakes import without_modes
-from .ops import Meta, Op
+from .kept import Kept, full_name, key_of
+from .ops import Meta, Op, metas
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 LONGEST = 0.5  # seconds
@@ -39,36 +42,97 @@ class Roofline:
         flops: FLOPs per second of matrix products, by bytes of an element; the widest not above an operation's counts.
         bytes_per_second: Of its memory.
         launch: Seconds that any operation takes at least.
+        link: Bytes per second from a device to the next one of its group; None for as many as its memory.
     """
 
     name: str
     flops: Mapping[int, float]
     bytes_per_second: float
     launch: float
+    link: float | None = None
+
+    @property
+    def timing(self) -> str:
+        """Where its seconds are from, in words."""
+        return f"operations by the speeds of {self.name}"
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
-        return max(op.flops / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
+        sent = sent_bytes(op)
+        if sent is not None:
+            return sent / (self.link or self.bytes_per_second) + self.launch
+        return max(flops_of(op) / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
 
     def _speed(self, op: Op) -> float:
         size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
 
-def _data_sheet(name: str, half: float, single: float, gigabytes: float) -> Roofline:
-    """A device by the figures of its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s."""
+def flops_of(op: Op) -> int:
+    """The FLOPs of an operation, those of the CPU's fused attention too, which PyTorch does not count.
+
+    A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
+    """
+    times = _ATTENTION.get(op.func.name())
+    if op.flops or times is None:
+        return op.flops
+    query, key, value = list(metas(op.args))[times.first : times.first + 3]
+    batch, heads, tokens, width = query.shape
+    return batch * heads * tokens * key.shape[-2] * 2 * (times.keys * width + times.values * value.shape[-1])
+
+
+class _Products(NamedTuple):
+    """Where queries stand among an operation's tensors, and how many products there are over each width."""
+
+    first: int
+    keys: int
+    values: int
+
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Products(0, 1, 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Products(1, 3, 2),
+}
+
+
+def sent_bytes(op: Op) -> int | None:
+    """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for another operation.
+
+    In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an all-reduce
+    is one of each. The group says its size in its name, as in "tensor-4"; one that does not is taken to be large.
+    """
+    name = op.func.name().partition("::")
+    kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
+    if kind is None:
+        return None
+    times, side = kind
+    moved = max((meta.bytes for meta in metas(op.args if side == "in" else op.results)), default=0)
+    size = str(op.args[-1]).rpartition("-")[2]
+    return times * (moved - moved // int(size) if size.isdigit() else moved)
+
+
+_RINGS = {
+    "all_gather_into_tensor": (1, "out"),
+    "reduce_scatter_tensor": (1, "in"),
+    "all_reduce": (2, "in"),
+    "all_reduce_": (2, "in"),
+}
+
+
+def _data_sheet(name: str, half: float, single: float, gigabytes: float, link: float) -> Roofline:
+    """A device by its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s of its memory and to one neighbour."""
     speeds = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
-    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6)
+    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6, link * 1e9 * REACHED_BYTES)
 
 
 DEVICES = {
     roofline.name: roofline
     for roofline in (
-        _data_sheet("a100", 312, 156, 2039),
-        _data_sheet("h100", 989, 495, 3350),
-        _data_sheet("h200", 989, 495, 4800),
-        _data_sheet("b200", 2250, 1125, 8000),
-        _data_sheet("rtx4090", 165, 83, 1008),
+        _data_sheet("a100", 312, 156, 2039, 300),
+        _data_sheet("h100", 989, 495, 3350, 450),
+        _data_sheet("h200", 989, 495, 4800, 450),
+        _data_sheet("b200", 2250, 1125, 8000, 900),
+        _data_sheet("rtx4090", 165, 83, 1008, 32),
     )
 }
 
@@ -77,15 +141,19 @@ _processor: list[Roofline] = []
 
 
 def processor() -> Roofline:
-    """The roofline of this machine's processor, measured once by a product and a copy."""
+    """The roofline of this machine's processor, measured once by a product and a copy, and kept."""
     if not _processor:
-        with without_modes(), torch.no_grad():
-            a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
-            product = min(_seconds(lambda: a @ a, 5))
-            copy = min(_seconds(big.clone, 5))
-            launch = statistics.median(_seconds(lambda: small + small, 50))
-        speed = 2 * 512**3 / product
-        _processor.append(Roofline("cpu", {2: speed, 4: speed}, 2 * big.nbytes / copy, launch))
+        kept = Kept(full_name(torch.device("cpu")))
+        if not {"product", "copy", "launch"} <= kept.seconds.keys():
+            with without_modes(), torch.no_grad():
+                a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
+                kept.seconds["product"] = min(_seconds(lambda: a @ a, 5))
+                kept.seconds["copy"] = min(_seconds(big.clone, 5))
+                kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50))
+            kept.save()
+        speed = 2 * 512**3 / kept.seconds["product"]
+        moved = 2 * 4 * (1 << 22)
+        _processor.append(Roofline("cpu", {2: speed, 4: speed}, moved / kept.seconds["copy"], kept.seconds["launch"]))
     return _processor[0]
 
 
@@ -100,15 +168,18 @@ def _seconds(call: Any, times: int) -> list[float]:
 
 
 class Measured:
-    """Prices by running each operation on a device, once in the life of the process.
+    """Prices by running each operation on a device, once; what was measured before is read from a file.
 
     Args:
         device: The device.
     """
 
     _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
+    """What this process has asked for, by what the prices depend on; None for what cannot be measured."""
 
     def __init__(self, device: torch.device) -> None:
+        self._full_name = full_name(device)
+        self._kept = Kept(self._full_name)
         self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._device = device
         self._roofline = roofline_of(device)
@@ -116,15 +187,33 @@ class Measured:
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
-        key = (self.name, op)
+        key = (self._full_name, op)
         expected = self._roofline(op)
         if key not in self._known:
-            self._known[key] = self._run(op) if expected < LONGEST else None
+            self._known[key] = self._measured(op) if expected < LONGEST else None
         seconds = self._known[key]
         if seconds is not None:
             self._scales.append(seconds / expected)
             return seconds
         return expected * (statistics.median(self._scales) if self._scales else 1.0)
+
+    @property
+    def timing(self) -> str:
+        """Where its seconds are from, in words."""
+        return f"single operations timed on {self.name}"
+
+    def keep(self) -> None:
+        """Writes what was measured to a file."""
+        self._kept.save()
+
+    def _measured(self, op: Op) -> float | None:
+        name = key_of(op)
+        if name not in self._kept.seconds:
+            seconds = self._run(op)
+            if not seconds:
+                return seconds
+            self._kept.seconds[name] = seconds
+        return self._kept.seconds[name]
 
     def _run(self, op: Op) -> float | None:
         try:

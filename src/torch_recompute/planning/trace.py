@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .. import _compat
 from ..memory.ledger import storages
 from ..plan.anatomy import inside
 from ..plan.calls import attention_in_parts, kind_of
@@ -63,6 +64,7 @@ class Trace:
         made: The storages it makes, in order.
         calls: The words of each candidate.
         parts: Modules below the segment that hold several of its calls and that it calls itself.
+        feeders: For a part the module, without calls of a kind, whose result it is given: its norm.
         output: Index of the storage of its result.
         input_bytes: Of its input.
         input_needed: Whether backward needs its input itself.
@@ -71,6 +73,7 @@ class Trace:
     made: list[Made] = field(default_factory=list["Made"])
     calls: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     parts: list[str] = field(default_factory=list[str])
+    feeders: dict[str, str] = field(default_factory=dict[str, str])
     output: int = -1
     input_bytes: int = 0
     input_needed: bool = False
@@ -131,6 +134,7 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     found.output = max(places, default=-1)
     found.calls = calls.words()
     found.parts = calls.parts()
+    found.feeders = calls.feeders(found.parts)
     numbers = calls.numbers()
     for made in found.made:
         made.call = numbers[made.call] if made.call >= 0 else -1
@@ -154,16 +158,26 @@ class _Calls(TorchFunctionMode):
         self._handles: list[Any] = []
         self._found: dict[tuple[str, str], int] = {}
         self._module = module
+        self._left: dict[int, tuple[str, Any]] = {}
+        self._given: dict[str, set[str]] = {}
         self.current = -1
 
     def __enter__(self) -> Any:
         for path, child in self._module.named_modules():
-            self._handles.append(child.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path)))
-            self._handles.append(child.register_forward_hook(lambda *_: self._leave(), always_call=True))
+            enter = child.register_forward_pre_hook(lambda *seen, path=path: self._enter(path, seen), with_kwargs=True)
+            leave = child.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
+            self._handles += [enter, leave]
         return super().__enter__()
 
-    def _leave(self) -> None:
-        self._stack.pop()
+    def _enter(self, path: str, seen: tuple[Any, ...]) -> None:
+        self._stack.append(path)
+        tensors = [leaf for leaf in _compat.tree_leaves(seen[1:]) if isinstance(leaf, torch.Tensor)]
+        self._given.setdefault(path, set()).update(self._left[id(x)][0] for x in tensors if id(x) in self._left)
+
+    def _leave(self, result: Any) -> None:
+        path = self._stack.pop()
+        if isinstance(result, torch.Tensor):
+            self._left[id(result)] = path, result  # held, so that its identity stays its own
 
     @property
     def module(self) -> str:
@@ -208,11 +222,31 @@ class _Calls(TorchFunctionMode):
         return ".".join(parts)
 
     def parts(self) -> list[str]:
-        """The outermost modules below the segment that are called and are more than one call."""
+        """The outermost modules below the segment that are called and are more than one call.
+
+        The calls of a list (`nn.Sequential`) go by its own name, so a module of that name may be more than one, too.
+        """
         below = [path for path in self._called if path and any(inside(where, path) for where, _ in self._found)]
         outermost = [path for path in below if not any(inside(path, other) and path != other for other in below)]
         bare = {where for where, _ in self._found}
-        return [path for path in outermost if path not in bare or any(inside(w, path) and w != path for w in bare)]
+        return [
+            path
+            for path in outermost
+            if path not in bare
+            or any(inside(w, path) and w != path for w in bare)
+            or (path not in self._products and any(self._module.get_submodule(path).children()))
+        ]
+
+    def feeders(self, parts: Sequence[str]) -> dict[str, str]:
+        """For each part the one module whose result it is given, if that holds no call of a kind."""
+        found: dict[str, str] = {}
+        for part in parts:
+            given = self._given.get(part, set()) - {""}
+            if len(given) == 1:
+                (feeder,) = given
+                if not any(inside(where, feeder) for where, _ in self._found) and not inside(feeder, part):
+                    found[part] = feeder
+        return {part: feeder for part, feeder in found.items() if list(found.values()).count(feeder) == 1}
 
     def words(self) -> list[tuple[str, ...]]:
         """The words of each candidate, in the order in which they ran."""

@@ -27,6 +27,7 @@ from ..memory.measurement import Measurement
 from ..plan.apply import apply
 from ..plan.plan import Choice, Plan
 from ..simulation.pretending import Pretend
+from .hosts import HostApart
 from .ops import Op, op_of
 
 
@@ -73,16 +74,18 @@ class Tried:
         forward_bytes: See `Option`.
         backward_bytes: See `Option`.
         ops: Everything that ran, forward and backward.
+        host_bytes: What lay in host memory between forward and backward.
     """
 
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
     ops: Counter[Op]
+    host_bytes: int = 0
 
-    def extra(self, plain: Tried, price: Callable[[Op], float]) -> tuple[float, int]:
-        """Seconds and FLOPs beyond those of the plain segment."""
-        counts = {op: self.ops[op] - plain.ops[op] for op in (*self.ops, *plain.ops)}
+    def extra(self, plain: Tried, price: Callable[[Op], float], times: int = 1) -> tuple[float, int]:
+        """Seconds and FLOPs beyond those of so many plain segments."""
+        counts = {op: self.ops[op] - times * plain.ops[op] for op in (*self.ops, *plain.ops)}
         seconds = sum(price(op) * count for op, count in counts.items())
         return max(0.0, seconds), sum(op.flops * count for op, count in counts.items())
 
@@ -134,21 +137,23 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
     holder = nn.ModuleList(call.modules)
     parameters = list(holder.parameters())
     gradients = [parameter.grad for parameter in parameters]
-    handle = apply(holder, Plan(tuple(choices)))
+    host = HostApart()
+    stores = {"host": host} if any(choice.store for choice in choices) else {}
+    handle = apply(holder, Plan(tuple(choices)), stores=stores)
     try:
-        return _run(call, holder, _Books(pretend))
+        return _run(call, holder, _Books(pretend), host)
     finally:
         handle.remove()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
 
-def _run(call: Call, holder: nn.Module, m: _Books) -> Tried:
+def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
     with m.track(holder):
-        level = m.live_bytes
         token = torch.empty((), device=like[0].device, requires_grad=grads) if like else None
+        level = m.live_bytes
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         start = len(m.timeline)
         result = call.run(inputs)
@@ -158,10 +163,11 @@ def _run(call: Call, holder: nn.Module, m: _Books) -> Tried:
         edges = [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
         shapes = [(x.shape, x.dtype, x.device) for x in outputs]
         del result, outputs
-        saved = m.live_bytes
+        host.settle()
+        saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
         torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
-    return Tried(saved - level, forward - level, backward - level, m.ran)
+    return Tried(saved - level, forward - level, backward - level, m.ran, host_bytes)

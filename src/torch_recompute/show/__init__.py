@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import Any, cast
 
+from .._face import OK, Face, add_options, document
 from .._models import PRESETS, load
 from ..plan.anatomy import Units
 from ..plan.labels import LABELS, choices, matching
@@ -39,20 +38,16 @@ def add_command(commands: Any) -> None:
         help="pkg.module:name of a module or of a function that makes one, or the config.json (or its folder) of a "
         f"Hugging Face model, which is built without weights, or one of {', '.join(PRESETS)}",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tree")
-    parser.set_defaults(command=command)
+    add_options(parser, command)
 
 
 def command(args: argparse.Namespace) -> int:
     """Run `torch-recompute show`; 0 when there was something to show."""
-    units = find_units(load(args.model).model)
-    if args.json:
-        sys.stdout.write(to_json(units) + "\n")
-        return 0
-    from . import view
-
-    view.show(units, labels_at(units), matching(units))
-    return 0
+    face = Face.of(args)
+    with face.at_work(f"building {args.model}"):
+        units = find_units(load(args.model).model)
+    face.give(lambda: to_json(units), lambda: _view().show(units, labels_at(units), matching(units)))
+    return OK
 
 
 def labels_at(units: Units) -> dict[str, tuple[str, ...]]:
@@ -68,9 +63,7 @@ def labels_at(units: Units) -> dict[str, tuple[str, ...]]:
 def to_json(units: Units) -> str:
     """The units and their labels as a JSON document."""
     here = labels_at(units)
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "command": "show",
+    data = {
         "model": units.model,
         "stacks": [
             {"path": stack, "layers": sum(layer.stack == stack for layer in units.layers)} for stack in units.stacks
@@ -78,4 +71,10 @@ def to_json(units: Units) -> str:
         "labels": matching(units),
         "units": [{**dataclasses.asdict(unit), "labels": here.get(unit.path, ())} for unit in units],
     }
-    return json.dumps(document, indent=1)
+    return document("show", SCHEMA_VERSION, data)
+
+
+def _view() -> Any:
+    from . import view
+
+    return view

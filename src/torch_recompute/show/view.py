@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.console import Console
 from rich.text import Text
 
+from .._face import new_console
 from ..plan.anatomy import Units
 
 
 def show(units: Units, labels: Mapping[str, tuple[str, ...]], counts: Mapping[str, int]) -> None:
     """Print the tree, and how many regions each label makes."""
-    console = Console()
+    console = new_console()
     stacks = ", ".join(
         f"{stack or 'the model'} {sum(u.stack == stack for u in units.layers)}" for stack in units.stacks
     )

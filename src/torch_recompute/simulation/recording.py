@@ -18,7 +18,7 @@ from ..memory.measurement import Measurement
 from .places import PHASES, Places
 from .pretending import Pretend
 
-Watch = Callable[[Any, Any, Any, Any], None]
+Watch = Callable[[str, Any, Any, Any, Any], None]
 
 
 class Recording(Measurement):
@@ -29,7 +29,7 @@ class Recording(Measurement):
         places: Knows where the step is.
         device: The device whose figures are wanted.
         rounding: Sizes are rounded up to multiples of this many bytes.
-        watch: Called with each operation: its overload, arguments, keyword arguments and result.
+        watch: Called with each operation: its phase, overload, arguments, keyword arguments and result.
 
     Attributes:
         flops: FLOPs by phase.
@@ -69,7 +69,7 @@ class Recording(Measurement):
         super().record(func, inputs, outputs)
         if self._told is not None:
             args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
-            self._told(func, args, kwargs or {}, outputs)
+            self._told(phase, func, args, kwargs or {}, outputs)
         formula: Any = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)

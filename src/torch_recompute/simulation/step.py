@@ -48,7 +48,7 @@ def simulate_step(
         args: The positional arguments of one call.
         kwargs: Its keyword arguments.
         prepare: Called with the copy before the step.
-        watch: Called with each operation of the step: its overload, arguments, keyword arguments and result.
+        watch: Called with each operation of the step: its phase, overload, arguments, keyword arguments and result.
         loss: From the model's output to a scalar.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: Where the step is to run.
@@ -199,11 +199,11 @@ class _Step:
     ) -> Simulation:
         device = self._device
         parts = [books.on(device)] + ([second.on(device)] if second is not None else [])
-        timeline = [_moment(sample, books.at, state) for sample in parts[0].timeline]
+        timeline = [_moment(sample, books.at, state, "forward") for sample in parts[0].timeline]
         ledger, peak_of = books.books(device), parts[0]
         extra = state
         if second is not None:
-            timeline += [_moment(sample, second.at, 0) for sample in parts[1].timeline]
+            timeline += [_moment(sample, second.at, 0, "optimizer") for sample in parts[1].timeline]
             if parts[1].peak_bytes > parts[0].peak_bytes + state:
                 ledger, peak_of, extra = second.books(device), parts[1], 0
         categories = dict(peak_of.by_category)
@@ -239,9 +239,10 @@ def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = not group.get("differentiable", False)
 
 
-def _moment(sample: Any, places: dict[int, Any], more: int) -> Moment:
+def _moment(sample: Any, places: dict[int, Any], more: int, first: str) -> Moment:
+    """A sample as it is shown; what no operation has made, as the level at the start, is of the phase `first`."""
     place = places.get(sample.event)
-    phase, module = (place.phase, place.module) if place is not None else ("forward", "")
+    phase, module = (place.phase, place.module) if place is not None else (first, "")
     return Moment(sample.event, sample.op, sample.live_bytes + more, phase, module)
 
 

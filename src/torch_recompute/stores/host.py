@@ -175,14 +175,14 @@ class OnHost:
             names, context = take_apart()
             parts = {name: self._put(getattr(tensor, name)) for name in names}
             return _Parts(type(tensor), parts, context, tensor.shape, tensor.stride())
-        _say_once()
         if tensor.layout is not torch.strided or tensor.is_nested:
+            _say_once()
             return _Copy(tensor.to("cpu", copy=True), tensor.device)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         if tensor.numel() == 0:
             return _Here(tensor, tensor._version)
-        depot, piece = depot_of(tensor), cut(tensor)
+        depot, piece = self._depot(tensor), cut(tensor)
         with depot.lock:
             parcel = depot.find(tensor, piece)
             if parcel is None:
@@ -196,6 +196,11 @@ class OnHost:
                     self._freed(copied)
                     raise
             return _Away(depot, parcel, depot.join(parcel, self.ahead), tensor.shape, piece)
+
+    def _depot(self, tensor: torch.Tensor) -> Depot:
+        """Where a tensor is sent."""
+        _say_once()
+        return depot_of(tensor)
 
     def _goes(self, size: int, copied: int) -> bool:
         """Whether a tensor is sent; if so its bytes are counted."""

@@ -263,14 +263,24 @@ class Depot:
                 mine.groups = [ref for ref in groups if ref() is not None]
                 mine.enough = max(64, 2 * len(mine.groups))
             while len(mine.leaving) > ahead:
-                for ref in mine.leaving.popleft():
-                    leaving = ref()
-                    if leaving is not None:
-                        leaving.depart()
+                self._leave(mine.leaving.popleft())
             mine.leaving.append([])
         mine.leaving[-1].append(weakref.ref(parcel))
         group.parcels.append(weakref.ref(parcel))
         return group
+
+    def settle(self) -> None:
+        """Waits for all that this thread has sent, as when further groups begin."""
+        leaving = self._puts.leaving
+        while leaving:
+            self._leave(leaving.popleft())
+
+    @staticmethod
+    def _leave(refs: list[weakref.ref[Parcel]]) -> None:
+        for ref in refs:
+            leaving = ref()
+            if leaving is not None:
+                leaving.depart()
 
     def open(self, parcel: Parcel, group: Group | None, ahead: int) -> torch.Tensor:
         """The parcel's memory on the device; calls what will be wanted next."""

@@ -15,18 +15,15 @@ can be piped; `--plot` draws the peaks as well (`plot.py`).
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import sys
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from ... import __version__
-from ..._progress import progress_shown
+from ..._face import FAILED, OK, Face, add_options, document
 from ...errors import ArgumentError
 from .._command import carried_out
 from . import parity, plot, result
@@ -74,10 +71,7 @@ def add_command(benchmarks: Any) -> None:
         help=f"without CUDA, time a copy whose d_model, d_ff and seq are N times smaller (default {SCALE})",
     )
     parser.add_argument("--check", action="store_true", help="compare outputs and gradients with the plain stack's")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the peaks: a .png, .svg or .pdf file")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    parser.set_defaults(command=command)
+    add_options(parser, command, plot="the peaks")
 
 
 def _view() -> Any:
@@ -100,7 +94,7 @@ def command(args: argparse.Namespace) -> int:
         return _check(given, args)
     config = Config(**given)
     carried_out(args, config, plot=plot, view=_view, ticks=result.ticks, run=run)
-    return 0
+    return OK
 
 
 def _check(given: dict[str, Any], args: argparse.Namespace) -> int:
@@ -110,26 +104,23 @@ def _check(given: dict[str, Any], args: argparse.Namespace) -> int:
     small = dict(zip((name for name, _ in SIZES), parity.SIZE, strict=True))
     config = Config(**cast("dict[str, Any]", {"iters": parity.ITERS, **small, **given}))
     config.check()
-    view = None
-    if not args.json:
-        from . import view
-    with nullcontext() if args.quiet else progress_shown(parity.ticks(config)) as progress:
+    face = Face.of(args)
+    with face.progress(parity.ticks(config)) as progress:
         comparisons = compare(config, progress)
     passed = all(entry.passed for entry in comparisons)
-    if view is None:
-        document = {
-            "schema_version": result.SCHEMA_VERSION,
-            "command": "bench discard --check",
-            "torch_recompute": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "device": str(config.on),
-            "config": asdict(config),
-            "passed": passed,
-            "comparisons": [asdict(entry) for entry in comparisons],
-        }
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
-    else:
-        view.show_parity(comparisons)
-    return 0 if passed else 1
+    face.give(lambda: _checked(config, comparisons, passed), lambda: _view().show_parity(comparisons))
+    return OK if passed else FAILED
+
+
+def _checked(config: Config, comparisons: Sequence[Comparison], passed: bool) -> str:
+    data = {
+        "torch_recompute": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": str(config.on),
+        "config": asdict(config),
+        "passed": passed,
+        "comparisons": [asdict(entry) for entry in comparisons],
+    }
+    return document("bench discard --check", result.SCHEMA_VERSION, data)

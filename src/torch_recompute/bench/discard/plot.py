@@ -1,18 +1,16 @@
 """The comparison as a picture: for each number of layers and dtype one panel of bars, the peak of each block and form.
 
 Solid bars were obtained here, hatched ones are published. The figure is drawn without pyplot, so no window system and
-no global state is touched. matplotlib is imported late; `check` says what to install before anything is computed.
+no global state is touched. matplotlib is imported late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import ArgumentError
 from .blocks import layers
 from .forms import FORMS
 from .published import ODC_TITLES
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Rectangle
 
-SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = {
     "baseline": "#9a9a9a",
     "torch": "#d98c3f",
@@ -34,22 +31,6 @@ COLOURS = {
     "tiled": "#1f8a70",
 }
 ORDER = ("baseline", "torch", *ODC_TITLES, *(form.name for form in FORMS[2:]))
-
-
-def check(path: Path) -> None:
-    """Refuse what cannot be drawn, and say what would."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ArgumentError(
-            f"--plot is {path}; expected a file name that ends in {', '.join(SUFFIXES)}. Write for example "
-            f"--plot {path.with_suffix('.png')}"
-        )
-    if not path.parent.is_dir():
-        raise ArgumentError(f"--plot is {path}, but there is no folder {path.parent}. Write: mkdir -p {path.parent}")
-    if find_spec("matplotlib") is None:
-        raise ArgumentError(
-            f"--plot is {path}, but the package matplotlib, which draws it, is not installed. Write: "
-            "pip install torch-recompute[plot]"
-        )
 
 
 def draw(result: Result, path: Path) -> None:

@@ -7,7 +7,6 @@ against the baseline of the same stack; on CUDA the peak that counts is the meas
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,13 +15,14 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ..._face import document
 from .blocks import DTYPES, Stack, layers
 from .config import Config
 from .forms import FORMS
 from .measuring import Computed, Times, clock, compute, rounds
 from .published import ODC_TITLES, SOURCE, Published, published
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MIB = 2**20
 
 
@@ -42,10 +42,10 @@ class Row:
         saved_percent: The same in percent of the baseline's.
         flops: Of a step's matrix products, at the full size.
         extra_flops_percent: What of these the baseline does not do, in percent of the baseline's.
-        forward_ms: Median time of a forward with the loss.
-        backward_ms: Median time of a backward.
-        total_ms: Median time of both.
-        time_delta_percent: `total_ms` against the baseline's.
+        forward_seconds: Median time of a forward with the loss.
+        backward_seconds: Median time of a backward.
+        total_seconds: Median time of both.
+        time_delta_percent: `total_seconds` against the baseline's.
         published: What was published of it, at this very configuration.
     """
 
@@ -60,9 +60,9 @@ class Row:
     saved_percent: float | None = None
     flops: int | None = None
     extra_flops_percent: float | None = None
-    forward_ms: float | None = None
-    backward_ms: float | None = None
-    total_ms: float | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    total_seconds: float | None = None
     time_delta_percent: float | None = None
     published: Published | None = None
 
@@ -100,9 +100,7 @@ class Result:
     def to_json(self) -> str:
         """One JSON document; bytes and FLOPs are integers."""
         config = self.config
-        document: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "command": "bench discard",
+        data: dict[str, Any] = {
             "torch_recompute": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -113,7 +111,7 @@ class Result:
             "how": self.how,
             "rows": [asdict(row) for row in self.rows],
         }
-        return json.dumps(document, indent=1)
+        return document("bench discard", SCHEMA_VERSION, data)
 
 
 def run(config: Config, progress: Callable[[str], None] | None = None) -> Result:
@@ -176,9 +174,9 @@ def _figures(computed: Computed, times: Times, plain: Computed, plain_times: Tim
         "saved_percent": 100 * (plain_peak - peak) / plain_peak,
         "flops": computed.flops,
         "extra_flops_percent": 100 * (computed.flops - plain.flops) / plain.flops,
-        "forward_ms": 1000 * times.forward,
-        "backward_ms": 1000 * times.backward,
-        "total_ms": 1000 * times.total,
+        "forward_seconds": times.forward,
+        "backward_seconds": times.backward,
+        "total_seconds": times.total,
         "time_delta_percent": 100 * (times.total - plain_times.total) / plain_times.total,
     }
 

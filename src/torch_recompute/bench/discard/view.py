@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import groupby
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..._face import new_console
 from .blocks import layers
 from .parity import Comparison
 from .result import MIB, Result, Row
@@ -22,7 +22,7 @@ NOTHING = "–"
 
 def show(result: Result) -> None:
     """Print the tables."""
-    console = Console()
+    console = new_console()
     how = result.how
     for (dtype, n_layers), group in groupby(result.rows, key=lambda row: (row.dtype, row.n_layers)):
         console.print(f"\nDiscarding outputs: {layers(n_layers)}, {dtype}", style="bold", highlight=False)
@@ -63,7 +63,7 @@ def _cells(row: Row, least: int) -> list[str | Text]:
         NOTHING if known is None else "~" * known.by_arithmetic + f"{known.peak_mib:.1f}",
         _number(row.saved_percent),
         _number(row.extra_flops_percent),
-        *(_number(value) for value in (row.forward_ms, row.backward_ms, row.total_ms)),
+        *(_milliseconds(value) for value in (row.forward_seconds, row.backward_seconds, row.total_seconds)),
         _number(row.time_delta_percent, "+"),
         _number(None if known is None else known.time_delta_percent, "+"),
     ]
@@ -75,9 +75,13 @@ def _number(value: float | None, sign: str = "") -> str:
     return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value if abs(value) >= 0.05 else 0.0:{sign}.1f}"
 
 
+def _milliseconds(seconds: float | None) -> str:
+    return _number(None if seconds is None else 1000 * seconds)
+
+
 def show_parity(comparisons: list[Comparison]) -> None:
     """Print one line per stack and form, and loudly what differs."""
-    console = Console()
+    console = new_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for heading in ("block", "layers", "dtype", "form", "tensors", "difference", "allowed", ""):
         right = heading in ("layers", "tensors", "difference", "allowed")

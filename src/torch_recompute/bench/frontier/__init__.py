@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, cast
 
+from ..._face import FAILED, OK, add_options
 from .._command import carried_out
 from . import plot
 from .comparing import run, ticks
@@ -56,10 +56,7 @@ def add_command(benchmarks: Any) -> None:
         "--price", metavar="WHAT", help=f"what our plans spare: {' or '.join(PRICES)} (default {Config.price})"
     )
     parser.add_argument("--check", action="store_true", help="end with 1 if a plan of ours breaks its promise")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the points: a .png, .svg or .pdf file")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    parser.set_defaults(command=command)
+    add_options(parser, command, plot="the points")
 
 
 def _view() -> Any:
@@ -73,4 +70,4 @@ def command(args: argparse.Namespace) -> int:
     given = {field.name: getattr(args, field.name) for field in fields(Config)}
     config = Config(**{name: value for name, value in given.items() if value is not None})
     seen = carried_out(args, config, plot=plot, view=_view, ticks=ticks, run=run)
-    return 1 if args.check and not seen.passed else 0
+    return FAILED if args.check and not seen.passed else OK

@@ -1,14 +1,13 @@
 """The comparison as a picture: measured peak against what is replayed, a colour per family, our points joined.
 
 A setting whose gradients are other than the plain step's is hollow. The figure is drawn without pyplot, so no window
-system and no global state is touched. matplotlib is imported late; `check` says what to install before anything runs.
+system and no global state is touched. matplotlib is imported late.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ..discard.plot import check as check
 from .result import Result
 
 MIB = 2**20

@@ -9,7 +9,6 @@ counts as no longer if the median over rounds of the ratio of both is within twi
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ..._face import document
 from .config import Config
 
 SCHEMA_VERSION = 1
@@ -232,9 +232,7 @@ class Result:
 
     def to_json(self) -> str:
         """One JSON document; bytes and FLOPs are integers."""
-        document: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "command": "bench frontier",
+        data: dict[str, Any] = {
             "torch_recompute": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -264,7 +262,7 @@ class Result:
                 for match in self.matches
             ],
         }
-        return json.dumps(document, indent=1)
+        return document("bench frontier", SCHEMA_VERSION, data)
 
 
 def _kept(point: Point) -> bool:

@@ -7,10 +7,10 @@ else works without rich.
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..._face import new_console
 from .result import Between, Match, Point, Result
 
 MIB = 2**20
@@ -19,7 +19,7 @@ NOTHING = "–"
 
 def show(result: Result) -> None:
     """Print the tables."""
-    console = Console()
+    console = new_console()
     config = result.config
     console.print(
         f"\n{config.model}: {config.layers} layers, width {config.width}, {config.batch} x {config.tokens} tokens",

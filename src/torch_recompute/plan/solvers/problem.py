@@ -245,7 +245,7 @@ class Problem:
 def simplicity(option: Option) -> tuple[object, ...]:
     """Sorts options: few regions first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
     kept = sum(len(keep) for _, keep in option.regions)
-    return len(option.regions), bool(option.store), kept, option.span, option.regions, option.store
+    return len(option.regions), bool(option.store), kept, option.span, option.nested, option.regions, option.store
 
 
 def _exponent(total: float) -> int:

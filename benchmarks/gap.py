@@ -1,0 +1,95 @@
+"""Claim: a plan is within 2 % of the best step of equal layers, at budgets from 10 % to 90 % of the activation memory.
+
+A GPT and a Llama (the models of `bench frontier`, at training sizes, in bf16 on meta, with AdamW) by the data sheet of
+an h100. For each budget what the plan adds to the step, and the gap to the bound on every schedule, as a share of the
+step. Beside it the gap that plans would have without two of the options, from the same profile: no part together with
+its norm, and no groups of layers.
+
+    python benchmarks/gap.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from _measure import arguments, finish
+
+from torch_recompute.bench.frontier.models import Model
+from torch_recompute.plan.bound import bound
+from torch_recompute.plan.cost import Costs, Option
+from torch_recompute.plan.solve import choose, smallest
+from torch_recompute.planning.planner import Planner
+
+GOAL = 2.0
+# Layers, width, tokens, whether it is a Llama, batch.
+MODELS = {"gpt": (12, 768, 1024, False, 8), "llama": (16, 2048, 4096, True, 2)}
+
+
+def planner(name: str) -> Planner:
+    """What the step of a model costs."""
+    layers, width, tokens, llama, batch = MODELS[name]
+    with torch.device("meta"):
+        model = Model(layers, width, tokens, llama=llama).to(torch.bfloat16)
+    text = torch.zeros(batch, tokens + 1, dtype=torch.long, device="meta")
+    return Planner(model, (text,), None, optimizer=torch.optim.AdamW, device="h100")
+
+
+def only(costs: Costs, wanted: Callable[[Option], bool]) -> Costs:
+    """The costs with some options only."""
+    kinds = {
+        name: replace(kind, options=tuple(option for option in kind.options if wanted(option)))
+        for name, kind in costs.kinds.items()
+    }
+    return replace(costs, kinds=kinds)
+
+
+def gap(costs: Costs, budget: int, floor: float) -> tuple[float, float]:
+    """What the plan adds to the step, and how far from the bound it is, both in percent."""
+    seconds = choose(costs, budget).seconds
+    return 100 * seconds / costs.step_seconds, 100 * (seconds - floor) / (costs.step_seconds + seconds)
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    """One model at nine budgets."""
+    known = planner(name)
+    costs = known.costs
+    plain = only(costs, lambda option: option.span == 1 and not any(" " in path for path, _ in option.regions))
+    least, most = smallest(plain).peak_bytes, known.plain.peak_bytes
+    rows: list[dict[str, Any]] = []
+    for tenth in range(1, 10):
+        budget = least + (most - least) * tenth // 10
+        floor = bound(costs, budget)
+        more, distance = gap(costs, budget, floor)
+        rows.append(
+            {
+                "model": name,
+                "budget_percent": 10 * tenth,
+                "more_percent": round(more, 2),
+                "gap_percent": round(distance, 2),
+                "gap_without_percent": round(gap(plain, budget, floor)[1], 2),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measures and prints all models."""
+    options = arguments("How far plans are from the bound on every schedule.")
+    figures: list[dict[str, Any]] = []
+    print("model  budget | more %  gap % | gap % without norms with parts and groups")
+    for name in MODELS:
+        for row in measured(name):
+            figures.append(row)
+            print(
+                f"{name:6} {row['budget_percent']:4} % | {row['more_percent']:6.2f} {row['gap_percent']:6.2f} | "
+                f"{row['gap_without_percent']:6.2f}"
+            )
+    print(f"goal: a gap of at most {GOAL} %")
+    finish(options, figures, all(row["gap_percent"] <= GOAL for row in figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Watches real steps of a model: hooks on its modules and parameters, and counters that are there anyway.
+
+What is written down is plain data (`Seen`). Modules are counted by whether they are called in forward or in backward,
+which shows work that is done a third time whoever checkpoints it. Buffers are copied when a forward ends and compared
+when the backward has ended: what a backward has changed was changed by a replay, for a backward has no other reason to.
+Parameters are counted when autograd hands them a gradient. Only the first steps are looked at so closely; afterwards
+one hook is left, that takes the time.
+
+Invariants. Nothing of the step is changed: no hook returns anything. No tensor of the graph is kept. `end` leaves no
+hook behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _compat
+from .._compat.compiling import fallbacks
+from ..memory import allocator
+from ..plan.apply import Region
+from ..plan.placed import placed_on
+
+if TYPE_CHECKING:
+    from ..distributed import Reentrant
+
+CLOSELY = 3  # steps that are looked at with all hooks
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """The books of the CUDA allocator.
+
+    Attributes:
+        device: The device.
+        allocated_bytes: The most that tensors held at once while it was watched.
+        reserved_bytes: The most that the allocator held at once.
+        retries: How often it had to give everything unused back and ask again, since the process began.
+        total_bytes: What the device has.
+    """
+
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    retries: int
+    total_bytes: int
+
+
+@dataclass
+class Seen:
+    """What was seen of a model's steps.
+
+    Attributes:
+        steps: Calls of the model, with gradients.
+        seconds: From one call to the next, on the average; 0 where there were too few.
+        replay_seconds: Seconds that replays took of each, by the region's name; those of a plan in the model.
+        calls: How often each module was called in forward, by path.
+        calls_in_backward: The same in backward.
+        backwards: How many backwards have ended.
+        changed_buffers: Buffers that a backward has changed, and in how many.
+        reentrant: Checkpoints that call backward inside backward.
+        without_grad: Modules with trainable parameters that ran without grad although the model ran with it.
+        gradients: How often each trainable parameter was handed a gradient, by name.
+        owners: The path of the module of each trainable parameter, by name.
+        trained_plainly: Parameters that are handed a gradient when torch's reentrant checkpoints are plain calls; None
+            where that was not tried.
+        parallel: Whether `DistributedDataParallel` is around the model or in it.
+        fallbacks: What `torch.compile` did not compile meanwhile, and how often.
+        allocator: What the allocator says; None without CUDA.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    replay_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    calls: Counter[str] = field(default_factory=Counter[str])
+    calls_in_backward: Counter[str] = field(default_factory=Counter[str])
+    backwards: int = 0
+    changed_buffers: Counter[str] = field(default_factory=Counter[str])
+    reentrant: tuple[Reentrant, ...] = ()
+    without_grad: tuple[str, ...] = ()
+    gradients: Counter[str] = field(default_factory=Counter[str])
+    owners: dict[str, str] = field(default_factory=dict[str, str])
+    trained_plainly: frozenset[str] | None = None
+    parallel: bool = False
+    fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])
+    allocator: Allocator | None = None
+
+    @property
+    def untrained(self) -> list[str]:
+        """Trainable parameters without a gradient, of modules that ran without grad."""
+        return [n for n, owner in self.owners.items() if not self.gradients[n] and owner in self.without_grad]
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+class Observer:
+    """Watches a model's steps from now until `end`.
+
+    Args:
+        model: The model as the training calls it: with its wrappers.
+        closely: How many steps are looked at with all hooks.
+    """
+
+    def __init__(self, model: nn.Module, closely: int = CLOSELY) -> None:
+        self._model = model
+        self._seen = Seen(parallel=any(isinstance(module, DistributedDataParallel) for module in model.modules()))
+        self._closely = closely
+        self._grad, self._task = False, -1
+        self._stamps: list[float] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._without_grad: dict[str, None] = {}
+        self._reentrant: dict[Reentrant, None] = {}
+        self._before = fallbacks()
+        self._peaks: dict[int, allocator.Peak] = {}
+        self._ended = False
+        allocator.begin(self._peaks)
+        self._root: list[_Handle] = [
+            model.register_forward_pre_hook(self._begins, prepend=True),
+            model.register_forward_hook(self._has_run),
+        ]
+        self._close: list[_Handle] = []
+        for path, module in model.named_modules():
+            trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+            self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
+            for name in trainable:
+                full = f"{path}.{name}".removeprefix(".")
+                self._seen.owners[full] = path
+                parameter = getattr(module, name)
+                self._close.append(parameter.register_post_accumulate_grad_hook(self._given(full)))
+
+    @property
+    def seen(self) -> Seen:
+        """What has been seen so far."""
+        seen, stamps = self._seen, self._stamps
+        rest = stamps[1:] if len(stamps) > 2 else stamps  # the first step warms caches
+        seen.seconds = (rest[-1] - rest[0]) / (len(rest) - 1) if len(rest) > 1 else 0.0
+        seen.replay_seconds = self._replays()
+        seen.without_grad, seen.reentrant = tuple(self._without_grad), tuple(self._reentrant)
+        more = {what: count - self._before.get(what, 0) for what, count in fallbacks().items()}
+        seen.fallbacks = {what: count for what, count in more.items() if count > 0}
+        if not self._ended:
+            seen.allocator = _allocator(self._model)
+        return seen
+
+    def end(self) -> Seen:
+        """Takes all hooks away; calling it again does nothing."""
+        seen = self.seen
+        if not self._ended:
+            self._ended = True
+            allocator.end(self._peaks)
+            self._loosen()
+            for handle in self._root:
+                handle.remove()
+            self._buffers.clear()
+        return seen
+
+    def _loosen(self) -> None:
+        for handle in self._close:
+            handle.remove()
+        self._close.clear()
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _begins(self, _module: nn.Module, _args: Any) -> None:
+        self._grad = torch.is_grad_enabled()
+        if not self._grad or _compat.in_backward():
+            return
+        self._stamps.append(time.perf_counter())
+        if self._seen.steps >= self._closely:
+            self._loosen()
+        self._seen.steps += 1
+
+    def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not self._grad or not self._close or _compat.in_backward():
+            return
+        self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        leaves = [leaf for leaf in _compat.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not leaves:
+            return
+        from ..distributed import find_reentrant  # takes two seconds to import
+
+        self._reentrant.update(dict.fromkeys(find_reentrant(leaves, self._model)))
+        for leaf in leaves:
+            leaf.register_hook(self._in_backward)
+
+    def _in_backward(self, _gradient: torch.Tensor) -> None:
+        task = _compat.graph_task_id()
+        if task != self._task:  # an output of several tensors has a hook on each
+            self._task = task
+            _compat.after_backward(self._backward_over)
+
+    def _backward_over(self) -> None:
+        self._seen.backwards += 1
+        for name, buffer in self._model.named_buffers():
+            then = self._buffers.get(name)
+            if then is not None and (then.shape != buffer.shape or not torch.equal(then, buffer.detach())):
+                self._seen.changed_buffers[name] += 1
+
+    def _counter(self, path: str, trainable: bool) -> Any:
+        seen = self._seen
+
+        def count(_module: nn.Module, _args: Any) -> None:
+            if _compat.in_backward():
+                seen.calls_in_backward[path] += 1
+                return
+            seen.calls[path] += 1
+            if trainable and self._grad and not torch.is_grad_enabled():
+                self._without_grad[path] = None
+
+        return count
+
+    def _given(self, name: str) -> Any:
+        def given(_parameter: torch.Tensor) -> None:
+            self._seen.gradients[name] += 1
+
+        return given
+
+    def _replays(self) -> dict[str, float]:
+        """Seconds of replays in a step, by region."""
+        found: dict[str, float] = {}
+        for module in self._model.modules():
+            for placed in placed_on(module):
+                seconds = placed.figures.seconds if isinstance(placed, Region) else None
+                if seconds is not None:
+                    found[placed.path] = seconds
+        return found
+
+
+def _cuda_device(model: nn.Module) -> torch.device | None:
+    return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+
+
+def _allocator(model: nn.Module) -> Allocator | None:
+    """The CUDA allocator's books for the device that a model is on."""
+    device = _cuda_device(model)
+    if device is None:
+        return None
+    stats = torch.cuda.memory_stats(device)
+    return Allocator(
+        str(device),
+        int(stats.get("allocated_bytes.all.peak", 0)),
+        int(stats.get("reserved_bytes.all.peak", 0)),
+        int(stats.get("num_alloc_retries", 0)),
+        int(torch.cuda.mem_get_info(device)[1]),
+    )

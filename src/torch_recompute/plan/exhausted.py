@@ -1,0 +1,126 @@
+"""What is known of memory and plans when it runs out in a region; `_exhausted.py` asks, and adds it to the error.
+
+Of what was alive the best witness is a measurement that runs. Without one, the model that a plan is in says its
+parameters and gradients, and the CUDA allocator the sum, so that what is left has a size at least.
+
+The nearest plan that fits is solved for on the spot, from the costs that a plan made for a budget carries along: plain
+data, milliseconds, and no device memory. What it may take is what this process can have, or, where the plan's own
+promise was smaller than that and still broken, as much less than promised as the allocation that failed asked for. A
+plan that was read from a file has no costs; then the line to write is said, with the capacity filled in.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+import torch
+from torch import nn
+
+from .. import _exhausted, errors
+from .._compat.fakes import FakeTensor
+from ..errors import exhaustion
+from ..memory import measurement
+from ..memory.ledger import storages
+from .plan import Plan
+from .planned import solve
+
+RESERVE = 0.05  # of the device: what `budget="fit"` leaves as well, for workspaces and fragments
+
+planned_models: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+"""The models that a plan is in; `apply` writes it."""
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def look(region: str, text: str) -> str:
+    """The lines for an error: what was alive, what the allocator holds, and the nearest plan that fits.
+
+    Args:
+        region: The region's name, which is a path where a plan made it.
+        text: The error's own.
+    """
+    model, plan = _planned(region)
+    device = _device(model)
+    lines = [_alive(model, device)]
+    if device is not None:
+        held, total = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1]
+        lines.append(exhaustion.allocator_holds(str(device), torch.cuda.memory_allocated(device), held, total))
+    lines += _advice(plan, None if device is None else _capacity(device), asked_for(text))
+    return "\n".join(lines)
+
+
+def asked_for(text: str) -> int:
+    """The bytes that an error says could not be had; 0 where it does not say."""
+    found = _ASKED.search(text)
+    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+def _planned(region: str) -> tuple[nn.Module | None, Plan | None]:
+    """The model whose plan made a region of this name; of several, the one that has had its plan for the least time."""
+    for model, plan in reversed(list(planned_models.items())):
+        simulated = any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+        paths = [path for choice in plan.all_choices for path in choice.paths]
+        if region in paths and not simulated:
+            return model, plan
+    return None, None
+
+
+def _device(model: nn.Module | None) -> torch.device | None:
+    """The CUDA device that memory ran out on; None where it was the CPU's."""
+    if not torch.cuda.is_initialized():
+        return None
+    parameter = None if model is None else next(model.parameters(), None)
+    device = torch.device("cuda", torch.cuda.current_device()) if parameter is None else parameter.device
+    return device if device.type == "cuda" else None
+
+
+def _capacity(device: torch.device) -> int:
+    """What a step of this process can have on a device."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - round(RESERVE * total)
+
+
+def _alive(model: nn.Module | None, device: torch.device | None) -> str:
+    running = measurement.running()
+    if running is not None:
+        reading = running.on(device)
+        return exhaustion.alive_by_category(str(reading.device), reading.live_by_category)
+    allocated = None if device is None else torch.cuda.memory_allocated(device)
+    if model is None:
+        return exhaustion.alive_unknown(allocated)
+    held = _bytes([*model.parameters(), *model.buffers()])
+    gradients = _bytes([parameter.grad for parameter in model.parameters()])
+    return exhaustion.alive_of_model(type(model).__name__, held, gradients, allocated)
+
+
+def _bytes(tensors: list[torch.Tensor | None]) -> int:
+    return sum({id(storage): int(storage.nbytes()) for _, storage in storages(tensors)}.values())
+
+
+def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
+    promise = None if plan is None else plan.prediction
+    if plan is None or promise is None:
+        return [exhaustion.make_one(capacity)]
+    lines: list[str] = []
+    target = capacity
+    if capacity is None or promise.peak_bytes <= capacity:
+        lines.append(exhaustion.broken_promise(promise.peak_bytes, capacity))
+        target = promise.peak_bytes - max(asked, 1)
+    if plan.profile is None:
+        return [*lines, exhaustion.make_one(target)]
+    assert target is not None
+    try:
+        leaner = solve(plan.profile, budget=max(1, target)).prediction
+    except errors.BudgetError as error:
+        return [*lines, exhaustion.no_nearer_plan(error.smallest)]
+    except errors.ArgumentError:  # numpy, which solves, is not installed
+        return [*lines, exhaustion.make_one(target)]
+    assert leaner is not None
+    more = leaner.step_seconds / promise.step_seconds - 1 if promise.step_seconds else 0.0
+    freed = promise.peak_bytes - leaner.peak_bytes
+    return [*lines, exhaustion.nearest_plan(max(1, target), leaner.peak_bytes, freed, more)]
+
+
+_exhausted.witness[:] = [look]

@@ -1,0 +1,186 @@
+"""`profile` and `make_plan`: what a person asks a `Planner` for.
+
+One planner knows one call of a model. Several sizes of calls are several planners under one plan (`sizes.py`); a
+pipeline is one planner of the whole model, cut into stages (`stages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from .. import errors
+from ..plan.apply import apply
+from ..plan.plan import Plan
+from ..plan.profile import Profile
+from ..plan.stages import StagePlans, Stages
+from ..simulation import simulate_step
+from .pipeline import Schedule
+from .planner import Loss, MakeOptimizer, Planner
+from .prices import where
+from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
+from .stages import plan_stages
+
+
+def profile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    offload: bool | int | str = False,
+) -> Profile:
+    """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
+
+    Where the model's weights are on the device, single operations are run, to time them, and then the forward and the
+    backward of a copy over the same weights, so that the seconds are those of whole steps: with the regions that need
+    the least memory and, if there is room, without. Nothing is changed, and the optimizer's step is not run.
+    `Profile.timing` says what was run, or why nothing was. See `simulate` for what the step is.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
+            "b200" or "rtx4090". By default where the model is.
+        offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
+            of it, as a number or text as "64GiB".
+
+    Returns:
+        The profile.
+
+    Raises:
+        ArgumentError: See `simulate`; or the model has no part that could be recomputed.
+    """
+    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, offload=offload).profile
+
+
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    stages: None = None,
+    offload: bool | int | str = False,
+) -> Plan: ...
+
+
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str | Sequence[int | float | str],
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    stages: Stages | Schedule,
+) -> StagePlans: ...
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str | Sequence[int | float | str],
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    stages: Stages | Schedule | None = None,
+    offload: bool | int | str = False,
+) -> Plan | StagePlans:
+    """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
+
+        plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
+        apply(model, plan)
+
+    The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
+    device, the forward and the backward of a copy over the same weights are then run with it, some four times, so that
+    the predicted seconds are those of whole steps (`Prediction.timing`); the step without it is not run unless the plan
+    has no region. With a device by name (`device="h100"`) nothing is run.
+
+    Where batches differ in length, name the lengths, the largest that may come last; or have them found, up to that of
+    the batch:
+
+        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])
+        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments; with `sizes`, those of every call.
+        budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
+            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
+            of the step with no region; or "fit": what is free on the device now.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: See `profile`.
+        solver: "auto", or the name of one of the solvers.
+        sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
+            [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
+            Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
+            of the call pays for no more replays than its own bytes ask for, or nearly. Or examples of calls, instead of
+            `args`: tuples of positional arguments or dictionaries of keyword arguments. The size of a call is the shape
+            of its first tensor. Each is planned for the same budget, and a call of the model goes by the choices of the
+            first that it exceeds in no dimension.
+        stages: The pipeline that the model is split into: a `Stages`, or a schedule of
+            `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
+            the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
+            one of a list of parameters.
+        offload: Whether inputs of regions may be kept in host memory, see `profile`. Not with `stages`.
+
+    Returns:
+        The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
+        those of a data sheet.
+
+    Raises:
+        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
+            those of the size that does not fit.
+        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
+            examples, or it cannot be told where the sequence of a call is.
+    """
+
+    def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
+        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, offload=offload)
+
+    if stages is not None:
+        if sizes:
+            raise errors.ArgumentError(errors.stages_and_sizes())
+        if offload is not False:
+            raise errors.ArgumentError(errors.stages_and_offload())
+        whole = planner(args, kwargs)
+        return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
+    if not isinstance(budget, (int, float, str)):
+        raise errors.ArgumentError(errors.bad_budget(budget))
+
+    def peak(plan: Plan, call: Call) -> int:
+        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": where(device)[1]}
+        return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
+
+    if isinstance(sizes, str):
+        if sizes != "all":
+            raise errors.ArgumentError(errors.bad_sizes(sizes))
+        return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
+    if not sizes:
+        return planner(args, kwargs).plan(budget, solver)
+    return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)

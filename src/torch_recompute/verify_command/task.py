@@ -1,0 +1,93 @@
+"""What a command line asks to be verified: a model with weights on a device, its batch, and the plan."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from .._models import DTYPES, asked, filled, load
+from ..plan import Plan, simulate
+from ..planning.free import free_bytes
+from ..verifying import Verification
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step to verify.
+
+    Attributes:
+        word: What the user called the model.
+        model: The model.
+        args: Positional arguments of the call.
+        kwargs: Its keyword arguments.
+    """
+
+    word: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Task:
+        """The task of a command line.
+
+        Raises:
+            ArgumentError: The model cannot be had, or is not one that the options describe.
+            BudgetError: It is too large to run here.
+        """
+        (model, batch), built_here = asked(args)
+        if built_here:
+            device = _device(args.device)
+            _check_size(args.model, model, batch, device)
+            batch = filled(batch, model, device)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = load(args.model, None if args.dtype is None else DTYPES[args.dtype], device).model
+        elif args.device is not None:
+            raise errors.ArgumentError(errors.made_by_a_function("--device", args.model))
+        elif any(parameter.is_meta for parameter in model.parameters()):
+            raise errors.ArgumentError(errors.nothing_to_run(args.model))
+        return Task(args.model, model, *((batch, {}) if isinstance(batch, tuple) else ((), batch or {})))
+
+    def verified(self, plan: Plan, verify: Callable[..., Verification]) -> Verification:
+        """What `verify` finds.
+
+        Raises:
+            ArgumentError: The plan does not fit the model, or the model does not run by itself.
+        """
+        try:
+            return verify(self.model, self.args, self.kwargs, plan=plan)
+        except errors.RecomputeError:
+            raise
+        except Exception as error:
+            raise errors.ArgumentError(errors.does_not_run(self.word, error)) from error
+
+
+def _device(word: str | None) -> str:
+    if word is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(word)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
+        raise errors.ArgumentError(errors.no_device_to_run(word, torch.cuda.is_available()))
+    return word
+
+
+def _check_size(word: str, model: nn.Module, batch: Any, device: str) -> None:
+    """Refuses what does not fit, by arithmetic first, because a simulation of a large model takes its time."""
+    free = free_bytes(model, torch.device(device))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    needed, at_least = 3 * weights, True
+    if needed <= free:
+        needed, at_least = simulate(model, (), batch, device=device).peak_bytes + weights, False
+    if needed > free:
+        text = errors.too_large_to_run(word, device, needed, free, at_least)
+        raise errors.BudgetError(text, needed, None)

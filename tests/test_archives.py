@@ -1,0 +1,114 @@
+"""The wheel and the source archive: what is in them, what is not, and what they say of themselves."""
+
+import email
+import importlib.util
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "torch_recompute"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both archives lie, built as `make wheel` builds them, less its own environment."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling, which builds the archives, is not installed")
+    if not PACKAGE.is_dir():
+        pytest.skip("the sources are not here")
+    out = tmp_path_factory.mktemp("dist")
+    argv = [sys.executable, "-m", "hatchling", "build", "--directory", str(out)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(folder: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel, opened."""
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def sdist(folder: Path) -> set[str]:
+    """The names in the source archive, from its own folder."""
+    (path,) = folder.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        return {name.partition("/")[2] for name in archive.getnames()}
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(wheel.read(name))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    """Every source file is in the wheel, with `py.typed` and the plugin; tests, tools and documentation are not."""
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    here = {f"torch_recompute/{p.relative_to(PACKAGE).as_posix()}" for p in PACKAGE.rglob("*.py")}
+    assert found == {*here, "torch_recompute/py.typed", "torch_recompute_pytest.py"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_the_source_archive_can_be_built_and_tested(sdist: set[str]) -> None:
+    """All that `make test` needs is in the source archive, and nothing that git ignores."""
+    wanted = {
+        "pyproject.toml",
+        "constraints.txt",
+        "Makefile",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+    }
+    wanted |= {"src/torch_recompute/py.typed", "src/torch_recompute_pytest.py", "tests/public_api.txt"}
+    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert wanted <= sdist
+    assert not [name for name in sdist if "__pycache__" in name or name.startswith((".venv", "dist"))]
+
+
+def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
+    """An index can show it: a readme in Markdown, a licence, versions, extras, and commands that are there."""
+    said = metadata(wheel)
+    assert (said["Name"], said["License-Expression"]) == ("torch-recompute", "Apache-2.0")
+    assert said["Requires-Python"] == ">=3.10"
+    assert said["Description-Content-Type"] == "text/markdown"
+    readme = str(said.get_payload())
+    assert readme.startswith("# torch-recompute")
+    required = said.get_all("Requires-Dist") or []
+    assert [one for one in required if "extra ==" not in one] == ["torch>=2.11"]
+    extras = said.get_all("Provides-Extra") or []
+    assert {"cli", "plot", "plan", "config", "hf", "dev"} <= set(extras)
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    entries = wheel.read(name).decode()
+    assert "torch-recompute = torch_recompute.cli:main" in entries
+    assert "[pytest11]\ntorch_recompute_pytest = torch_recompute_pytest" in entries
+
+
+def test_the_tools_are_pinned_once() -> None:
+    """Hooks before a commit call the tools that `make` has installed and runs, each of which has one pin."""
+    yaml = pytest.importorskip("yaml")
+    if not (ROOT / ".pre-commit-config.yaml").is_file():
+        pytest.skip("the settings of the hooks are not here")
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in settings["repos"] for hook in repository["hooks"]]
+    makefile, project, pins = ((ROOT / name).read_text() for name in ("Makefile", "pyproject.toml", "constraints.txt"))
+    tools = {f".venv/bin/{tool}" for tool in ("ruff", "codespell", "pyright")}
+    assert {hook["entry"].split()[0] for hook in hooks} == tools
+    for hook in hooks:
+        assert hook["language"] == "system"
+        tool = hook["entry"].split()[0].rpartition("/")[2]
+        assert f"$(BIN)/{tool}" in makefile
+        (pin,) = (line for line in pins.splitlines() if line.startswith(f"{tool}=="))
+        assert pin.partition("==")[2] in project.partition("dev = [")[2]
+        assert f'"{pin}"' in project or f'"{tool}[nodejs]=={pin.partition("==")[2]}"' in project

@@ -1,0 +1,644 @@
+"""`torch-recompute bench run`: each verdict provoked in one sweep, exact and golden figures, going on, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_recompute import Choice, Plan, RecomputeConfig, cli
+from torch_recompute._models import batch_for, load
+from torch_recompute.bench.run import capacity, golden, journal, launching, models, result, run, settings, sweep
+from torch_recompute.bench.run.record import DONE, FAILED, MISMATCH, NO_PLAN, OUT, REFUSED, STOPPED, Record
+from torch_recompute.bench.run.result import OK
+from torch_recompute.bench.run.settings import CONTROL, Config, Setting, Workload
+
+ROWS, WIDTH, INNER = 256, 32, 128
+MODULE = f"""
+import os, signal, torch
+from torch import nn
+from torch_recompute import doing_recompute
+
+class Layer(nn.Module):
+    def __init__(self, twist=None):
+        super().__init__()
+        self.twist, self.up, self.down = twist, nn.Linear({WIDTH}, {INNER}), nn.Linear({INNER}, {WIDTH})
+
+    def forward(self, x):
+        hidden = self.up(x)
+        if self.twist and doing_recompute():
+            hidden = self.twist(hidden)
+        return x + self.down(torch.relu(hidden))
+
+def dies(x):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fails(x):
+    raise KeyError("lost")
+
+def widens(x):
+    return torch.cat([x, x], 1).sin()[:, : x.shape[1]]
+
+def hungers(x):
+    return x + torch.empty(2**30)[0]  # 4 GiB
+
+TWISTS = {{"doubles": lambda x: x * 2, "widens": widens, "hungers": hungers, "dies": dies, "fails": fails}}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        for name, twist in TWISTS.items():
+            self.add_module(name, Layer(twist))
+
+    def forward(self, x):
+        for layer in (*self.layers, *(self.get_submodule(name) for name in TWISTS)):
+            x = layer(x)
+        return x
+
+def pair():
+    print("whatever a model prints")
+    return Net(), (torch.randn({ROWS}, {WIDTH}),)
+"""
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERIMENTS = [
+    {"name": "every layer", **FULL},
+    *({"name": name, **SELECTIVE, "recompute_modules": [name]} for name in ("doubles", "widens", "hungers", "dies")),
+    {"name": "fails", **SELECTIVE, "recompute_modules": ["fails"]},
+    {"name": "no such label", **SELECTIVE, "recompute_modules": ["experts"]},
+    {"name": "too small", "budget": "1KiB"},
+    {"name": "half", "budget": "50%"},
+    {"name": "by hand", "plan": "plan.json"},
+]
+VERDICTS = {
+    "control": (OK, ""),
+    "every layer": (OK, ""),
+    "doubles": (MISMATCH, "round 1, rank 0, step 2: the loss is "),
+    "widens": (MISMATCH, "step 1 of 3: MismatchError: the replay of widens saved"),
+    "hungers": (OUT, "step 1 of 3: RuntimeError: "),
+    "dies": (OUT, "killed by SIGKILL"),
+    "fails": (FAILED, "exit code 1: KeyError: 'lost'"),
+    "no such label": (REFUSED, "recompute_modules: 'experts' matches nothing"),
+    "too small": (NO_PLAN, "budget=1.00 KiB is too small"),
+    "half": (OK, ""),
+    "by hand": (OK, ""),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in, the output is plain, and there is one rank."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the sweep has left behind."""
+
+    folder: Path
+    code: int
+    document: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.document["rows"] if row["name"] == name)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """One sweep of everything that can happen to a setting, two rounds, in a folder with the model."""
+    if sys.platform != "linux":
+        pytest.skip("a limit of memory for one process is Linux's")
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "twisted.py").write_text(MODULE)
+    (folder / "plan.json").write_text(Plan((Choice(("layers.0",)), Choice(("layers.1",)))).to_json())
+    options = {"model": "twisted:pair", "steps": 2, "warmup": 1, "rounds": 2, "capacity": "1GiB"}
+    (folder / "sweep.json").write_text(json.dumps({**options, "device": "cpu", "experiments": EXPERIMENTS}))
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(said):
+        monkeypatch.chdir(folder)
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        code = cli.main(["bench", "run", "--sweep", "sweep.json", "--save-golden", "golden.json", "--json", "--quiet"])
+    lines = [json.loads(line) for line in (folder / "sweep.results.jsonl").read_text().splitlines()]
+    return Seen(folder, code, json.loads(said.getvalue()), lines)
+
+
+class FakeLauncher:
+    """Answers tasks without a process, and remembers them."""
+
+    def __init__(self, answer: Callable[[Any], Record]) -> None:
+        self.answer = answer
+        self.tasks: list[Any] = []
+
+    def __call__(self) -> FakeLauncher:
+        return self
+
+    def __enter__(self) -> FakeLauncher:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, task: Any) -> Record:
+        self.tasks.append(task)
+        return self.answer(task)
+
+
+def good(seconds: float = 1.0, **changes: Any) -> Record:
+    """The record of a trial in which all went well."""
+    record = Record(DONE, "", ["0x1.0p+0", "0x1.8p-1"], [seconds] * 3, 2**20, 2**21, flops=10**12, replay_flops=10**11)
+    return replace(record, items=100, device="a device", parameters=7, **changes)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Record]], FakeLauncher]:
+    """Puts a launcher without processes into the command."""
+
+    def put(answer: Callable[[Any], Record]) -> FakeLauncher:
+        launcher = FakeLauncher(answer)
+        monkeypatch.setattr(run, "Launcher", launcher)
+        return launcher
+
+    return put
+
+
+def bench(*argv: str) -> int:
+    return cli.main(["bench", "run", *argv, "--quiet"])
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_each_end_of_a_trial_is_understood(seen: Seen, name: str) -> None:
+    """Equal and other losses, a named mismatch, short memory, signals, errors, labels and budgets are told apart."""
+    wanted, why = VERDICTS[name]
+    row = seen.row(name)
+    assert row["result"] == wanted
+    assert row["detail"].startswith(why) if why else not row["detail"]
+
+
+def test_the_sweep_as_a_whole(seen: Seen) -> None:
+    """All settings took turns, bad ones were not run again, a budget was planned once, and the exit code is 2."""
+    assert [row["name"] for row in seen.document["rows"]] == list(VERDICTS)
+    first = [name if name != "half" else ("half", "half") for name in VERDICTS]
+    again = [name for name, (result, why) in VERDICTS.items() if result == OK or why.startswith("round")]
+    wanted = [*(name for entry in first for name in ([entry] if isinstance(entry, str) else entry)), *again]
+    assert [line["name"] for line in seen.lines] == wanted
+    assert [line["round"] for line in seen.lines if line["name"] == "half"] == [run.PLANNING, 0, 1]
+    assert seen.code == seen.document["exit_code"] == 2
+    assert seen.document["taken_from_results"] == 0
+    assert seen.document["command"] == "bench run"
+
+
+def test_figures_are_exact(seen: Seen) -> None:
+    """FLOPs of the model and of replays are those of its products, and a plan's promise of bytes is kept."""
+    product = 2 * ROWS * WIDTH * INNER
+    control, full, half = (seen.row(name) for name in ("control", "every layer", "half"))
+    assert control["flops"] == full["flops"] == (8 * 2 * 3 - 1) * product  # no gradient of the input is made
+    assert (control["replay_flops"], control["regions"]) == (0, 0)
+    assert (full["replay_flops"], full["regions"]) == (3 * product, 3)  # what comes after the last saved tensor is not
+    assert full["allocated_bytes"] < control["allocated_bytes"]
+    assert half["allocated_bytes"] == half["predicted_peak_bytes"] < control["allocated_bytes"]
+    assert seen.row("by hand")["replay_flops"] == 2 * product
+    for row in (control, full, half):
+        (rank,) = row["ranks"]
+        assert row["tflops"] == rank["tflops"] == row["flops"] / row["step_seconds"] / 1e12
+        assert (row["unit"], row["per_second"]) == ("samples", ROWS / row["step_seconds"])
+        assert row["reserved_bytes"] >= 0
+    assert full["control_memory_percent"] == pytest.approx(
+        100 * full["allocated_bytes"] / control["allocated_bytes"] - 100
+    )
+    losses = {tuple(line["ranks"][0]["losses"]) for line in seen.lines if line["name"] in ("control", "every layer")}
+    assert len(losses) == 1
+    assert len(next(iter(losses))) == 3
+
+
+def test_memory_that_is_asked_for_is_in_the_record(seen: Seen) -> None:
+    """A trial that ran out of memory says at which step and what was asked for, and has no figures of time."""
+    row = seen.row("hungers")
+    assert "you tried to allocate 4294967296 bytes" in row["detail"]
+    assert row["tflops"] is row["step_seconds"] is row["allocated_bytes"] is None
+    assert row["reserved_bytes"] < 2**30
+
+
+def test_golden_figures_of_what_ran_are_saved(seen: Seen) -> None:
+    """The file holds a figure for each setting that is OK, found by what it says, and for no other."""
+    figures = golden.read(seen.folder / "golden.json")
+    assert sorted(figure.name for figure in figures.figures.values()) == ["by hand", "control", "every layer", "half"]
+    assert figures.of(Setting("of another name", FULL)).name == "every layer"
+    assert figures.of(Setting("unknown", {**FULL, "recompute_num_layers": 2})).name == "control"
+    assert (figures.workload, figures.ranks) == (Workload("twisted:pair", device="cpu"), 1)
+
+
+def test_a_sweep_goes_on(seen: Seen, monkeypatch: pytest.MonkeyPatch, launched: Any, capsys: Any) -> None:
+    """What is in the file is not run again but what failed; a line that is cut off is; with --fresh everything is."""
+    monkeypatch.chdir(seen.folder)
+    path = seen.folder / "sweep.results.jsonl"
+    text = path.read_text()
+    try:
+        path.write_text(text[:-30])  # the second round of the last setting
+        launcher = launched(lambda task: good(plan=Plan().to_json()))
+        bench("--sweep", "sweep.json", "--json")
+        again = [task.setting.name for task in launcher.tasks]
+        assert again == ["fails", "no such label", "fails", "no such label", "by hand"]
+        assert json.loads(capsys.readouterr().out)["taken_from_results"] == len(seen.lines) - 3
+        bench("--sweep", "sweep.json", "--json", "--steps", "3")
+        assert launcher.tasks[-1].steps == 3
+        assert json.loads(capsys.readouterr().out)["taken_from_results"] == 0
+        launcher.tasks.clear()
+        path.write_text(text)
+        bench("--sweep", "sweep.json", "--json", "--fresh")
+        assert launcher.tasks[0].setting == CONTROL
+    finally:
+        path.write_text(text)
+
+
+def test_a_regression(launched: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Below the golden figure by more than the threshold is a regression, and ends with 1; by less is none."""
+    path = str(tmp_path / "golden.json")
+    launched(lambda task: good(1.0))
+    assert bench("gpt-tiny", "--device", "cpu", "--save-golden", path) == cli.OK
+    assert "Golden figures of control written to" in capsys.readouterr().out
+    launched(lambda task: good(1.04))
+    assert bench("gpt-tiny", "--device", "cpu", "--golden", path) == cli.OK
+    launched(lambda task: good(1.06))
+    assert bench("gpt-tiny", "--device", "cpu", "--golden", path) == cli.FAILED
+    out = capsys.readouterr().out
+    assert "PERF REGRESSION: control: 5.7 % below the golden figure of control; allowed are 5 %" in out
+    assert "-5.7%" in out
+    assert bench("gpt-tiny", "--device", "cpu", "--golden", path, "--threshold", "6") == cli.OK
+
+
+def test_golden_figures_of_something_else(launched: Any, tmp_path: Path, capsys: Any) -> None:
+    """Figures of another model, batch, device or size are refused in words, before the first round is over."""
+    path = str(tmp_path / "golden.json")
+    launcher = launched(lambda task: good())
+    assert bench("gpt-tiny", "--device", "cpu", "--save-golden", path) == cli.OK
+    launcher.tasks.clear()
+    for argv, what in (
+        (["llama-tiny"], "another model: gpt-tiny, here llama-tiny"),
+        (["gpt-tiny", "--batch", "2"], "another batch: None, here 2"),
+    ):
+        assert bench(*argv, "--device", "cpu", "--golden", path) == cli.USAGE
+        assert what in capsys.readouterr().err
+    assert launcher.tasks == []
+    for changes, what in (({"device": "H200"}, "another device: a device, here H200"), ({"parameters": 8}, "here 8.")):
+        launcher = launched(lambda task, changes=changes: replace(good(), **changes))
+        assert bench("gpt-tiny", "--device", "cpu", "--golden", path) == cli.USAGE
+        assert what in capsys.readouterr().err
+        assert len(launcher.tasks) == 1
+
+
+def test_the_published_way(launched: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting without a figure of its own is compared with the control's, as was published, and that is said."""
+    path = str(tmp_path / "golden.json")
+    launched(lambda task: good(1.0))
+    assert bench("gpt-tiny", "--device", "cpu", "--save-golden", path) == cli.OK
+    launched(lambda task: good(1.0 if task.setting == CONTROL else 1.196))
+    argv = ["--recompute-activations", "--recompute_modules", "mlp", "--golden", path]
+    assert bench("gpt-tiny", "--device", "cpu", *argv) == cli.FAILED
+    out = " ".join(capsys.readouterr().out.split())
+    assert "PERF REGRESSION: setting: 16.4 % below the golden figure of control" in out
+    assert "Compared with a golden figure of another name: setting." in out
+
+
+def test_the_table(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table fits into 80 columns, has no escape codes, and shows what the control costs less."""
+    pytest.importorskip("rich")
+
+    def answer(task: Any) -> Record:
+        return good() if task.setting == CONTROL else good(2.0, allocated_bytes=2**19)
+
+    launched(lambda task: replace(answer(task), plan=Plan().to_json()))
+    assert cli.main(["bench", "run", "gpt-tiny", "--device", "cpu", "--budget", "0.5"]) == cli.OK
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out
+    assert "…" not in output.out
+    rows = [line.split() for line in output.out.splitlines()]
+    assert ["control", "1.0000", "100", "1.0", "2.0", "–", "–", "10.0%", "OK"] in rows
+    assert ["setting", "0.5000", "50", "0.5", "2.0", "-50.0%", "+100.0%", "10.0%", "OK"] in rows
+    assert "Noise: rounds of one setting lie up to 0.0 % apart." in output.out
+    assert output.err.splitlines()[-1] == "100%  setting: round 3 of 3: done"
+
+
+def rows_of(*records: Record, device: str = "cpu", rounds: int = 1, dtype: str | None = None) -> result.Result:
+    """The result of a control and other settings that each end as a record says."""
+    names = ["control", *(f"setting {number}" for number in range(1, len(records)))]
+    asked = Config(Workload("gpt-tiny", device=device, dtype=dtype), tuple(map(Setting, names)), rounds=rounds)
+    trials = {name: [[record]] * rounds for name, record in zip(names, records, strict=True)}
+    return result.judged(asked, trials, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ((DONE,), 0),
+        ((OUT,), 1),
+        ((OUT, DONE), 0),  # that is what the others are there for
+        ((DONE, OUT), 1),
+        ((FAILED, DONE), 1),
+        ((DONE, NO_PLAN), 3),
+        ((DONE, NO_PLAN, MISMATCH), 1),
+        ((DONE, NO_PLAN, OUT, REFUSED), 2),
+        ((DONE, STOPPED), 1),
+    ],
+)
+def test_exit_codes(ends: tuple[str, ...], code: int) -> None:
+    """2 comes before 1 and 1 before 3; a control that runs out of memory is no failure of the others."""
+    assert rows_of(*(replace(good(), status=end) for end in ends)).exit_code == code
+
+
+def test_losses_and_tolerances() -> None:
+    """On a CPU the last bit counts; on CUDA a loss may differ by the tolerance of its dtype, which is said."""
+    near, far = good(losses=["0x1.0p+0", (0.75 * 1.001).hex()]), good(losses=["0x1.0p+0", (0.75 * 1.1).hex()])
+
+    def verdicts(device: str, dtype: str | None) -> list[str]:
+        return [row.result for row in rows_of(good(), good(), near, far, device=device, dtype=dtype).rows]
+
+    assert verdicts("cpu", "bf16") == [OK, OK, MISMATCH, MISMATCH]
+    assert verdicts("cuda", "fp32") == [OK, OK, MISMATCH, MISMATCH]
+    assert verdicts("cuda", "bf16") == verdicts("cuda", None) == [OK, OK, OK, MISMATCH]
+    assert rows_of(good(), device="cuda", dtype="bf16").how["losses"] == "equal within 0.01 of each"
+    nan = good(losses=["nan", "nan"])
+    assert [row.result for row in rows_of(nan, nan, good()).rows] == [OK, OK, MISMATCH]
+
+
+def test_without_a_control_the_first_that_ran_is_compared_with() -> None:
+    """Where the control runs out of memory, losses are compared with the first setting that finished, by name."""
+    view = pytest.importorskip("torch_recompute.bench.run.view")
+    other = good(losses=["0x1.0p+0", "0x1.0p+0"])
+    rows = rows_of(replace(good(), status=OUT), good(), other).rows
+    assert [row.result for row in rows] == [OUT, OK, MISMATCH]
+    assert rows[2].compared_with == "setting 1"
+    notes = [view.notes(rows_of(replace(good(), status=OUT), *others)) for others in ([good(), other], [good()])]
+    assert notes[0] == ["The control did not finish, so losses are compared with those of setting 1."]
+    assert notes[1] == ["The control did not finish, so no losses could be compared."]
+
+
+def test_figures_of_several_ranks() -> None:
+    """The slowest rank is the job's time, memory is the most of any, and tokens are those of all."""
+    ranks = [good(1.0, allocated_bytes=5), good(2.0, allocated_bytes=4, reserved_bytes=9)]
+    asked = Config(Workload("gpt-tiny"), (CONTROL,), rounds=1)
+    row = result.judged(asked, {"control": [ranks]}, None, 0).rows[0]
+    assert (row.step_seconds, row.tflops, row.per_second) == (2.0, 0.5, 150.0)
+    assert (row.allocated_bytes, row.reserved_bytes) == (5, 2**21)
+    bad = [[replace(good(), status=STOPPED), replace(good(), status=OUT, detail="step 1")]]
+    row = result.judged(asked, {"control": bad}, None, 0).rows[0]
+    assert (row.result, row.detail, [rank.status for rank in row.ranks]) == (OUT, "step 1", [STOPPED, OUT])
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "status", "detail"),
+    [
+        (-signal.SIGKILL, "", OUT, "killed by SIGKILL, as the system does where memory runs out"),
+        (-signal.SIGABRT, "terminate called\nwhat(): std::bad_alloc", OUT, "died of SIGABRT: what(): std::bad_alloc"),
+        (-signal.SIGSEGV, "", FAILED, "died of SIGSEGV: it wrote nothing"),
+        (1, "Traceback\nTypeError: no", FAILED, "exit code 1: TypeError: no"),
+        (0, "", FAILED, "exit code 0: it wrote nothing"),
+    ],
+)
+def test_ends_without_a_record(code: int, text: str, status: str, detail: str) -> None:
+    """A process that could not say what happened is understood by its signal, its exit code, and its last words."""
+    assert launching.ended_badly(code, text) == Record(status, detail)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([], "experiments: []; expected a list"),
+        ([{"name": "a", "recompute_granularty": "full"}], "experiment 1: 'recompute_granularty' is not known"),
+        ([{"name": "a", "recompute_granularty": "full"}], "the nearest is 'recompute_granularity'"),
+        ([{"name": "a", "plann": "p.json"}], "the nearest is 'plan'"),
+        ([{"name": "control", **FULL}], "experiment 1: its name is 'control', the control's own"),
+        ([{"name": "a", **FULL}, {"name": "a", **FULL}], "experiment 2: its name is 'a', that of another experiment"),
+        ([{**FULL}], "experiment 1: it has no name"),
+        ([{"name": 3, **FULL}], "experiment 1: its name is 3"),
+        ([{"name": "a"}], "experiment 1: it says nothing but its name"),
+        ([3], "experiment 1: it is 3"),
+        ([{"name": "a", "budget": "1GiB", **FULL}], "a: budget and recompute_granularity both say what is recomputed"),
+        ([{"name": "a", "budget": "24G"}], "'g' is not a unit of memory"),
+        ([{"name": "a", "plan": "no.json"}], "no such file"),
+        ([{"name": "a", "recompute_granularity": "full"}], 'a: recompute_granularity="full" needs recompute_method'),
+    ],
+)
+def test_sweeps_that_are_refused(fields: list[Any], message: str, tmp_path: Path, capsys: Any) -> None:
+    """A file that says nothing, or something that means nothing, ends with 2 before anything runs."""
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps({"model": "gpt-tiny", "experiments": fields}))
+    assert bench("--sweep", str(path)) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in " ".join(output.err.split())
+    assert not path.with_suffix(".results.jsonl").exists()
+
+
+def test_yaml_and_the_command_line(tmp_path: Path, launched: Any) -> None:
+    """A sweep may be YAML; all recompute fields can be pasted; an option on the command line wins over the file's."""
+    pytest.importorskip("yaml")
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "model: gpt-tiny\nrounds: 1\ndevice: cpu\nbatch: 3\nexperiments:\n"
+        "  - name: a\n    recompute_granularity: full\n    recompute_method: block\n    recompute_num_layers: 2\n"
+        "    cpu_offloading: true\n    cpu_offloading_num_layers: 1\n  - {name: b, budget: 50%}\n"
+    )
+    found = sweep.read(path)
+    config = RecomputeConfig(
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=2,
+        cpu_offloading=True,
+        cpu_offloading_num_layers=1,
+    )
+    assert [dict(found.settings[0].fields), found.settings[1].budget] == [config.to_dict(), "50%"]
+    launcher = launched(lambda task: replace(good(), plan=Plan().to_json()))
+    assert bench("--sweep", str(path), "--batch", "5", "--json") == cli.OK
+    assert {task.workload.batch for task in launcher.tasks} == {5}
+    assert [task.setting.name for task in launcher.tasks] == ["control", "a", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--recompute_granularity", "full", "--recompute_method", "block", "--recompute_num_layers", "2"],
+        ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"],
+        ["-rl", "2"],
+    ],
+)
+def test_flags_in_every_spelling(argv: list[str], launched: Any) -> None:
+    """The fields can be written as Megatron-LM and Megatron-Bridge write them."""
+    launcher = launched(lambda task: good())
+    assert bench("gpt-tiny", "--device", "cpu", *argv, "--json", "--rounds", "1") == cli.OK
+    assert [dict(task.setting.fields) for task in launcher.tasks] == [{}, {**FULL, "recompute_method": "block"} | {
+        "recompute_num_layers": 2
+    }]  # fmt: skip
+
+
+def test_a_workload_that_cannot_be_run(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the control itself is refused, as for a model that does not exist, that is the answer, with 2."""
+    launcher = launched(lambda task: Record(REFUSED, "MODEL is nothing"))
+    assert bench("gpt-tinny", "--device", "cpu", "-rl", "1") == cli.USAGE
+    assert capsys.readouterr().err == "torch-recompute: error: MODEL is nothing\n"
+    assert len(launcher.tasks) == 1
+
+
+def test_small_models_are_there() -> None:
+    """The models that need nothing installed have the size asked for, a batch for each rank, and the same weights."""
+    cpu = torch.device("cpu")
+    workload = Workload("gpt-tiny", batch=2, sequence=8, dtype="bf16")
+    one, other = (models.ready(workload, rank, cpu) for rank in (0, 1))
+    assert [tuple(one.args[0].shape), one.items, one.model.training] == [(2, 9), ("tokens", 18), True]
+    assert {p.dtype for p in one.model.parameters()} == {torch.bfloat16}
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+    assert not torch.equal(one.args[0], other.args[0])
+    assert torch.equal(models.ready(workload, 1, cpu).args[0], other.args[0])
+    assert one.nbytes == 2 * sum(p.numel() for p in one.model.parameters()) + 8 * 18
+
+
+def test_models_of_transformers_run(tmp_path: Path) -> None:
+    """A configuration becomes a model with weights, and random tokens that are their own labels."""
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_head": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**fields, "vocab_size": 50, "n_positions": 16}))
+    made = models.ready(Workload(str(path), batch=2), 0, torch.device("cpu"))
+    ids = made.kwargs["input_ids"]
+    assert (tuple(ids.shape), made.kwargs["labels"] is ids, made.items) == ((2, 16), True, ("tokens", 32))
+    assert len(ids.unique()) > 1
+    assert 0 < made.model(**made.kwargs).loss.item() < 10
+    assert batch_for(load(str(path)).model, "it")["input_ids"].unique().tolist() == [1]
+
+
+def test_a_file_of_results_that_is_none(tmp_path: Path) -> None:
+    """A line that is no result is an error that names it, unless it is one of ours that was cut off."""
+    path = tmp_path / "results.jsonl"
+    kept = journal.Journal(path)
+    kept.add("key", "name", 0, [good()])
+    path.write_text(path.read_text() + '{"schema_version": 1, "key": "oth')
+    again = journal.Journal(path)
+    again.add("other", "name", 0, [replace(good(), status=FAILED)])
+    last = journal.Journal(path)
+    assert last.get("key", 0) == [good()]
+    assert last.get("key", 1) is last.get("other", 0) is None
+    path.write_text("hello\n" + path.read_text())
+    with pytest.raises(Exception, match="whose line 1 is no result of bench run"):
+        journal.Journal(path)
+
+
+def test_the_limit_is_beyond_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is limited is what the step takes: libraries are outside of it, the model that is there is inside."""
+    if sys.platform != "linux":
+        pytest.skip("the limit is Linux's")
+    import resource
+
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda what, values: limits.append(values))
+    before = capacity.status("VmData")
+    capacity.limit(2**30, torch.device("cpu"), held=2**20)
+    assert before is not None
+    assert abs(limits[0][0] - (before + 2**30 - 2**20)) < 2**26
+    assert [capacity.is_out_of_memory(error) for error in (MemoryError(), RuntimeError("CUDA out of memory"))] == [
+        True,
+        True,
+    ]
+    assert not capacity.is_out_of_memory(ValueError("out of memory"))
+
+
+def test_settings_are_found_by_what_they_say() -> None:
+    """A key depends on the fields, the budget and the plan's choices, and not on the name or on a plan's source."""
+    plans = [Plan((Choice(("a",)),), source).to_json() for source in ("one", "two")]
+    assert Setting("a", plan=plans[0]).key == Setting("b", plan=plans[1]).key != Setting("b").key
+    assert Setting("a", FULL).key != Setting("a", {**FULL, "recompute_num_layers": 2}).key
+    config = Config(Workload("gpt-tiny"))
+    keys = [config.key(CONTROL, 1), config.key(CONTROL, 2), replace(config, steps=6).key(CONTROL, 1)]
+    keys.append(replace(config, rounds=9).key(CONTROL, 1))
+    assert len(set(keys)) == 3
+    assert keys[3] == keys[0]
+    assert settings.CONTROL.words == "nothing recomputed"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "bench run needs a MODEL"),
+        (["gpt-tiny", "--steps", "0"], "--steps is 0; expected a whole number of at least 1"),
+        (["gpt-tiny", "--warmup", "-1"], "--warmup is -1; expected a whole number of at least 0"),
+        (["gpt-tiny", "--threshold", "5"], "--threshold goes with --golden"),
+        (["gpt-tiny", "--fresh"], "--fresh goes with --results"),
+        (["gpt-tiny", "--capacity", "50%"], "--capacity is 50%; expected the bytes that there are"),
+        (["gpt-tiny", "--golden", "no.json"], "--golden is no.json: no such file or directory"),
+        (["gpt-tiny", "--save-golden", "no/folder/a.json"], "there is no folder no/folder"),
+        (["gpt-tiny", "--plan", "a.json", "--budget", "1GiB"], "budget and plan both say what is recomputed"),
+        (
+            ["gpt-tiny", "--sweep", "a.yaml", "--budget", "1GiB"],
+            "--budget says what is recomputed, and so does the file",
+        ),
+        (["gpt-tiny", "--sweep", "a.yaml", "-rl", "1"], "--recompute_granularity says what is recomputed, and so"),
+        (["gpt-tiny", "--recompute_method", "block"], "recompute_method='block' would have no effect"),
+    ],
+)
+def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command line that cannot be answered ends with 2, nothing on stdout, and what to write."""
+    assert bench(*argv) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in output.err
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
+    """Puts another program in place of the process that trials come from; its processes are in the list."""
+    real = launching.subprocess.Popen
+
+    def put(program: str) -> list[Any]:
+        processes: list[Any] = []
+
+        def start(argv: list[str], **options: Any) -> Any:
+            processes.append(real([sys.executable, "-S", "-c", program], **options))
+            return processes[-1]
+
+        monkeypatch.setattr(launching.subprocess, "Popen", start)
+        return processes
+
+    return put
+
+
+ANSWERS = """
+import json, sys
+for line in sys.stdin:
+    given, to = line.rstrip().split("\\t")
+    open(to, "w").write(json.dumps({"status": "done", "detail": json.load(open(given))["setting"]["name"]}))
+    print(0, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("device", "processes"), [("cpu", 1), ("cuda", 3)])
+def test_processes_that_trials_come_from(started: Callable[[str], list[Any]], device: str, processes: int) -> None:
+    """On a CPU one process forks for all trials; on CUDA each trial has a process that has never been used."""
+    seen = started(ANSWERS)
+    with launching.Launcher() as launcher:
+        for name in ("a", "b", "c"):
+            assert launcher.run(run.Task(Workload("gpt-tiny", device=device), Setting(name), 1, 0)) == Record(
+                DONE, name
+            )
+    assert len(seen) == processes
+    assert all(process.returncode is not None for process in seen)
+
+
+def test_a_trial_that_is_given_up(started: Callable[[str], list[Any]]) -> None:
+    """A trial that is given up, because another rank has ended, is killed, and the next one runs."""
+    seen = started("import time; time.sleep(600)")
+    task = run.Task(Workload("gpt-tiny"), CONTROL, 1, 0)
+    with launching.Launcher() as launcher:
+        assert launcher.run(task, lambda: True).status == STOPPED
+        assert launcher.run(task, lambda: True).status == STOPPED
+    assert [process.returncode for process in seen] == [-signal.SIGKILL] * 2

@@ -1,0 +1,141 @@
+"""Prices scaled to whole steps: what is run, what it may need, and that nothing of the model is changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from test_sizes import Gpt, at
+from torch_recompute import Plan, Profile, make_plan, measure, profile
+from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
+from torch_recompute.planning import planner
+from torch_recompute.planning.clock import Clocked, Scale, clock, obstacle
+from torch_recompute.planning.planner import Planner
+from torch_recompute.simulation.step import loss_of
+
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    """A block with a norm that keeps statistics, dropout, a count of its calls, and weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.again = nn.Linear(8, 32)
+        self.again.weight = self.up.weight
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x.add_(1)  # the caller's own tensor
+        return self.down(torch.dropout(self.up(self.norm(x)).relu() + self.again(x), 0.1, True)).square().mean()
+
+
+def test_a_step_is_run_and_nothing_is_changed() -> None:
+    """After it, weights, gradients, buffers, attributes, arguments and random states are what they were."""
+    model, x = Counting(), torch.randn(4, 8)
+    model(x.clone()).backward()
+    seen: list[object] = []
+    model.up.weight.register_hook(lambda grad: seen.append(grad))
+    model.up.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight))
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    given, state = x.clone(), torch.get_rng_state()
+    grads = [p.grad for p in model.parameters()]
+    found = clock(model, (x,), {}, loss_of, Plan(), CPU)
+    assert found.plain > 0
+    assert found.forward > 0
+    assert found.backward > 0
+    assert found.replays == 0
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(x, given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.calls == 1
+    assert seen == []
+
+
+def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for a budget is timed by its own step: what is alive meanwhile stays under the budget."""
+    torch.manual_seed(0)
+    model, ids = Gpt(2), at(32)
+    peaks: list[int] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Clocked:
+        with measure(model) as m:
+            found = clock(*args, **kwargs)
+        peaks.append(m.peak_bytes)
+        return found
+
+    monkeypatch.setattr(planner, "clock", watched)
+    made = Planner(model, (ids,), None)
+    plan = made.plan(0.2)
+    assert plan.prediction is not None
+    assert len(peaks) == 1
+    assert peaks[0] <= plan.prediction.budget_bytes + ids.nbytes < made.plain.peak_bytes  # and a copy of the batch
+    assert "scaled to a step that was run with these regions" in plan.prediction.timing
+    assert plan.prediction.timing in str(plan)
+    assert plan.prediction.step_seconds > plan.prediction.plain_step_seconds > 0
+    assert Plan.from_json(plan.to_json()) == plan
+
+    found = made.profile
+    assert len(peaks) == 3  # the smallest, and with room for it the plain one
+    assert "without regions and with those of the smallest peak" in found.timing
+    assert max(peaks) <= made.plain.peak_bytes + ids.nbytes
+    assert Profile.from_json(found.to_json()) == found
+
+    monkeypatch.setattr(planner, "free_bytes", lambda *_: 1)
+    assert "not scaled to a whole step: there is no memory for one" in Planner(model, (ids,), None).profile.timing
+    assert len(peaks) == 3
+
+
+def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data sheet, weights elsewhere, other ranks, a step that raises: no run, and the profile says why."""
+    model, ids = Gpt(1), at(8)
+
+    def refuse(*_: object, **__: object) -> Clocked:
+        raise ValueError("a step was run")
+
+    monkeypatch.setattr(planner, "clock", refuse)
+    assert profile(model, (ids,), device="h100").timing == ""
+    assert "not scaled to a whole step: one raised ValueError" in profile(model, (ids,)).timing
+    assert obstacle(model, (ids,), {}, CPU) == ""
+    assert obstacle(model, (ids.to("meta"),), {}, CPU) == "a tensor is on meta and not on cpu"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert obstacle(model, (ids,), {}, CPU) == "other ranks could be waited for"
+
+
+def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
+    """Seconds of replays, of the bound and of the step follow the run; the optimizer's price is added to the step."""
+    plain, regions = Clocked(2.0, 2.5, 4.0, 0.0), Clocked(2.0, 3.0, 6.0, 1.5)
+    assert Scale.of(None, plain, 0.0, 0.5).step_seconds == 7.0
+    assert Scale.of(None, plain, 0.0, 0.5).replays == 1.0
+    both = Scale.of(regions, plain, 0.5, 0.5)
+    assert (both.replays, both.step_seconds) == (5.0, 7.0)  # 9 s against 6.5 s
+    alone = Scale.of(regions, None, 0.5, 0.0)
+    assert (alone.replays, alone.step_seconds) == (5.0, 6.5)  # put together: 2 s forward, 4.5 s backward
+    noisy = Scale.of(Clocked(2.0, 2.0, 3.0, 1.5), plain, 0.5, 0.0)
+    assert noisy.replays == 3.0  # never less than the replays themselves
+    option = Option((("", ()),), 1, 1, 1, 0.2, 7)
+    costs = Costs({"a": Kind((option,), Graph((Node(0.1, 4, (-1,)),), 0, 4))}, (Segment("x", "a", 0, 0),), (), 1.0)
+    scaled = both(costs)
+    assert scaled.step_seconds == 7.0
+    assert scaled.kinds["a"].options[0].seconds == 1.0
+    assert scaled.kinds["a"].graph == Graph((Node(0.5, 4, (-1,)),), 0, 4)
+    assert both.solution(Solution((option,), 9, 0.2)) == Solution(scaled.kinds["a"].options, 9, 1.0)
+
+
+def test_a_plan_without_regions_is_timed_as_it_is() -> None:
+    """Where all fits, the step with no region is the one that is run, and the optimizer's price is added."""
+    model, ids = Gpt(1), at(8)
+    plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW)
+    assert plan.prediction is not None
+    assert "a step that was run without regions" in plan.prediction.timing
+    assert plan.prediction.step_seconds == plan.prediction.plain_step_seconds
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,566 @@
+"""The doctor: each kind of finding is provoked by a model that has it, and a model that has nothing gets none."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from torch_recompute import Choice, Plan, apply, cli, doctor, make_plan, recompute
+from torch_recompute.doctor import observing
+from torch_recompute.doctor.checks.fragmentation import Fragmentation
+from torch_recompute.doctor.checks.replay_share import ReplayShare
+from torch_recompute.doctor.observing import Allocator, Seen
+from torch_recompute.doctor.regions import Accounts
+from torch_recompute.simulation import simulate_step
+
+SIZE = 32
+
+
+class Core(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Layer(nn.Module):
+    """Attention and an MLP with a softmax in the place of its activation function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.core = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3 * SIZE), Core()
+        self.proj, self.up = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 4 * SIZE)
+        self.soft, self.down = nn.Softmax(-1), nn.Linear(4 * SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(len(x), -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(self.core(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.soft(self.up(x)))
+
+
+def stack(layer: Callable[[], nn.Module] = Layer, count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for _ in range(count)))
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 2 * 32 * SIZE).view(2, 32, SIZE)
+
+
+def each(*parts: str, keep: tuple[str, ...] = ()) -> Plan:
+    """A plan with these parts of each layer as regions; "" is the layer itself."""
+    return Plan(tuple(Choice((f"{i}.{part}".strip("."),), keep) for i in range(2) for part in parts))
+
+
+class Wrapped(nn.Module):
+    """A module that is called in some way of its own."""
+
+    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.inner, x)
+
+
+class Waits(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).sin()
+        return y * y.abs().max().item()
+
+
+class Forgets(nn.Linear):
+    """Each run draws numbers from a generator that nobody knows of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) * next(NUMBERS)).sin()
+
+
+class Counts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(SIZE, SIZE)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x).sin()
+
+
+class Remembers(nn.Linear):
+    """An attribute, which is nobody's to put back."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x).sin()
+
+
+class Head(nn.Module):
+    """A tiny layer, and logits that are much wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.gelu(self.layer(x)))
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), torch.zeros(logits[..., 0].numel(), dtype=torch.long))
+
+
+NUMBERS = iter(range(1, 10**6))
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Sigmoid())
+
+
+def region(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return recompute(fn)(x)
+
+
+def reentrant(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch_checkpoint(fn, x, use_reentrant=True)
+
+
+def theirs(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch_checkpoint(fn, x, use_reentrant=False)
+
+
+def twice(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return recompute(lambda x: recompute(fn, name="inner")(x.sin()).sin(), name="outer")(x)
+
+
+def around_theirs(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return recompute(lambda x: theirs(fn, x).sin())(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that has one thing wrong, and words that the finding must say."""
+
+    kind: str
+    model: Callable[[], nn.Module]
+    where: str
+    words: tuple[str, ...]
+    options: Callable[[], dict[str, Any]] = dict
+    x: Callable[[], torch.Tensor] = batch
+    also: tuple[str, ...] = ()
+
+
+def wrapped(call: Callable[[nn.Module, torch.Tensor], torch.Tensor], inner: Callable[[], nn.Module] = linear) -> Any:
+    return lambda: stack(lambda: Wrapped(inner(), call))
+
+
+def with_grad(out: torch.Tensor) -> torch.Tensor:
+    return (out + torch.zeros((), requires_grad=True)).mean()
+
+
+def inner() -> Plan:
+    return Plan(tuple(Choice((f"{i}.inner",)) for i in range(2)))
+
+
+CASES = [
+    Case("saves_nothing", stack, "*.up", ("dropped 0 bytes",), lambda: {"plan": each("up")}),
+    Case(
+        "saves_nothing",
+        wrapped(lambda fn, x: x * 2),
+        "*.inner",
+        ("2 regions of the plan never ran", "0.inner was not called"),
+        lambda: {"plan": inner(), "loss": with_grad},
+    ),
+    Case(
+        "output_pins",
+        wrapped(lambda fn, x: fn(x)),
+        "*.inner",
+        ("are held by",),
+        lambda: {"plan": inner()},
+        also=("replay_share",),
+    ),
+    Case("made_worse", stack, "*.soft", ("65,536 bytes more than the plain",), lambda: {"plan": each("soft")}),
+    Case("double_recompute", stack, "*.core", ("fused attention", "AddmmBackward0"), lambda: {"plan": each("core")}),
+    Case("double_recompute", wrapped(twice), "inner", ("which is a region as well",), also=("replay_share",)),
+    Case("double_recompute", wrapped(around_theirs), "*.inner", ("called once in forward",), also=("replay_share",)),
+    Case("replay_share", stack, "*", ("of the step's FLOPs", "100% of them"), lambda: {"plan": each("")}),
+    Case(
+        "host_syncs", wrapped(region, lambda: Waits(SIZE, SIZE)), "*.inner", ("waits", "item()"), also=("replay_share",)
+    ),
+    Case(
+        "not_deterministic", wrapped(region, lambda: Forgets(SIZE, SIZE)), "*.inner", ("aten",), also=("replay_share",)
+    ),
+    Case("updated_twice", wrapped(theirs, Counts), "*.inner.count", ("again in once of 1",)),
+    Case(
+        "updated_twice", wrapped(region, lambda: Remembers(SIZE, SIZE)), "Remembers", ("calls",), also=("replay_share",)
+    ),
+    Case("reentrant", wrapped(reentrant), "*.inner", ("marks its parameters",), x=lambda: batch().requires_grad_()),
+    Case("frozen_input", wrapped(reentrant), "*.inner.*", ("got no gradient",)),
+    Case("over_budget", stack, "Sequential", ("more than the budget",), lambda: {"budget": "300KiB"}),
+    Case(
+        "optimizer_state",
+        stack,
+        "Sequential",
+        ("optimizer state",),
+        lambda: {"plan": each("", keep=("@product",)), "optimizer": torch.optim.AdamW, "budget": "400KiB"},
+        also=("over_budget",),
+    ),
+    Case(
+        "loss_head",
+        lambda: nn.Sequential(Head()),
+        "Sequential",
+        ("as wide as the logits",),
+        lambda: {"loss": entropy, "plan": Plan((Choice(("0.layer",)),))},
+        x=lambda: torch.ones(64, 8),
+        also=("saves_nothing",),
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.where}")
+def test_provoked(case: Case) -> None:
+    """The model gets the finding, at the place, with the figures, and no other but what goes with it."""
+    report = doctor.examine(case.model(), (case.x(),), **{"device": "h100", **case.options()})
+    found = [finding for finding in report.findings if finding.kind == case.kind]
+    assert [finding.where for finding in found] == [case.where], report
+    assert all(word in found[0].seen for word in case.words), report
+    assert found[0].confirmed
+    assert found[0].write
+    assert {finding.kind for finding in report.findings} == {case.kind, *case.also}, report
+    assert not report
+
+
+def test_every_kind_is_provoked() -> None:
+    """Each kind of finding has a model that provokes it, here or, for those that need a device or real steps, below."""
+    elsewhere = {"fragmentation", "fallbacks"}
+    assert {case.kind for case in CASES} | elsewhere == set(doctor.KINDS)
+    assert len(doctor.KINDS) == len(doctor.CHECKS)
+
+
+HEALTHY: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]]]] = [
+    ("plain", stack, lambda model: {}),
+    ("products kept", stack, lambda model: {"plan": each("", keep=("@product", "@attention"))}),
+    ("planned", stack, lambda model: planned(model)),
+    ("counting buffers", wrapped(region, Counts), lambda model: {"run": True, "plan": None}),
+    ("theirs, not reentrant", wrapped(theirs), lambda model: {}),
+]
+
+
+def planned(model: nn.Module) -> dict[str, Any]:
+    plan = make_plan(model, (batch(),), budget=0.5, optimizer=torch.optim.AdamW, device="h100")
+    return {"plan": plan, "budget": plan.predicted_peak_bytes, "optimizer": torch.optim.AdamW}
+
+
+@pytest.mark.parametrize(("name", "model", "options"), HEALTHY, ids=[name for name, _, _ in HEALTHY])
+def test_healthy(name: str, model: Any, options: Any) -> None:
+    """A model with nothing wrong gets no finding."""
+    made = model()
+    report = doctor.examine(made, (batch(),), **{"device": "h100", **options(made)})
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds <= ({"replay_share"} if name == "counting buffers" else set()), report
+
+
+PLANS = [*(each(part) for part in ("", "core", "soft", "up", "norm")), each("", "core"), each("", keep=("@product",))]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join(map(str, plan.choices[:2])))
+def test_the_books_are_what_the_step_keeps(plan: Plan) -> None:
+    """What regions free by the books is, to the byte, what a simulated step keeps less with them than without."""
+    model, books = stack(), Accounts()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        value = output.mean()
+        books.close(value)
+        return value
+
+    plain = simulate_step(model, (batch(),))
+    step = simulate_step(model, (batch(),), prepare=lambda copy: apply(copy, plan), watch=books.watch, loss=loss)
+    assert sum(account.freed_bytes for account in books.by_name.values()) == plain.saved_bytes - step.saved_bytes
+
+
+def test_everything_is_as_before() -> None:
+    """An examination changes no weight, gradient, buffer, random state or forward, and leaves no hook."""
+    model = stack(lambda: Wrapped(nn.Sequential(Counts(), nn.Dropout()), theirs))
+    model(batch()).sum().backward()
+    tensors = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
+    before, random = {name: tensor.clone() for name, tensor in tensors.items()}, torch.get_rng_state()
+    doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100")
+    after = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(random, torch.get_rng_state())
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    assert not any(getattr(module, hook) for module in model.modules() for hook in hooks)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_nothing_is_kept_alive() -> None:
+    """After an examination and a watch the model dies by reference counting."""
+    model = stack()
+    with doctor.watch(model) as watching:
+        model(batch()).sum().backward()
+    report = doctor.examine(model, (batch(),), plan=each("soft"), device="h100")
+    assert watching.report()
+    assert not report
+    del watching
+    gone = weakref.ref(model)
+    gc.collect()
+    del model
+    assert gone() is None
+
+
+# --- on meta, and what was not looked for ---------------------------------------------------------------------------
+
+
+def test_a_model_on_meta_is_simulated() -> None:
+    """On meta the findings of the simulation come out, and the report says which kinds were not looked for, and why."""
+    with torch.device("meta"):
+        model = stack()
+    report = doctor.examine(model, (batch().to("meta"),), plan=each("soft"), device="h100")
+    assert [finding.kind for finding in report.findings] == ["made_worse"]
+    assert dict(report.not_looked_for)["host_syncs"] == "no step was run (the model is on meta)"
+    assert set(report.looked_for) | {kind for kind, _ in report.not_looked_for} == set(doctor.KINDS)
+    assert "not looked for, because no step was run (the model is on meta): frozen_input" in str(report)
+
+
+def test_a_step_that_cannot_be_simulated_is_run() -> None:
+    """A model that no copy can be made of is run all the same, and the report says what is missing for it."""
+    outside = linear()
+    report = doctor.examine(nn.Sequential(Wrapped(outside, lambda fn, x: outside(x))), (batch(),))
+    assert report
+    assert dict(report.not_looked_for)["made_worse"].startswith("the step cannot be simulated (")
+
+
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, steps: int = 2, x: torch.Tensor | None = None) -> None:
+    for _ in range(steps):
+        out = model(batch() if x is None else x)
+        out.mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize(
+    ("kind", "model", "x"),
+    [
+        ("updated_twice", wrapped(theirs, Counts), batch),
+        ("reentrant", wrapped(reentrant), lambda: batch().requires_grad_()),
+        ("frozen_input", lambda: nn.Sequential(*wrapped(reentrant)(), nn.Linear(SIZE, SIZE)), batch),
+        ("double_recompute", wrapped(around_theirs), batch),
+    ],
+)
+def test_watched(kind: str, model: Callable[[], nn.Module], x: Callable[[], torch.Tensor]) -> None:
+    """Real steps show what an examination's one step shows, and the hooks are gone afterwards."""
+    made = model()
+    with doctor.watch(made) as watching:
+        train(made, 2, x())
+    assert [finding.kind for finding in watching.report().findings] == [kind]
+    assert not any(module._forward_pre_hooks for module in made.modules())
+
+
+def test_a_healthy_training_is_watched() -> None:
+    """A training with a plan, buffers and two backwards gets no finding, and learns what it learns unwatched."""
+
+    def trained(watched: bool) -> tuple[list[torch.Tensor], Any]:
+        model = stack(lambda: nn.Sequential(Counts(), nn.Dropout(0.1), nn.BatchNorm1d(32)))
+        handle = apply(model, Plan((Choice(("1.0",)),)))
+        watching = doctor.watch(model, closely=1) if watched else None
+        for _ in range(3):
+            out = model(batch())
+            out.mean().backward(retain_graph=True)
+            out.square().mean().backward()
+        handle.remove()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [*gradients, *model.buffers()], watching
+
+    plain, _ = trained(False)
+    watched, watching = trained(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert watching.report(), watching.report()
+    watching.remove()
+    watching.remove()
+
+
+def test_after_the_close_look_one_hook_is_left() -> None:
+    """From the step after the last close one there are no hooks on inner modules and parameters."""
+    model = stack(linear)
+    watching = doctor.watch(model, closely=2)
+    train(model, 2)
+    assert any(module._forward_pre_hooks for module in model[0].modules())
+    train(model, 1)
+    assert not any(module._forward_pre_hooks for module in model[0].modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert model._forward_pre_hooks
+    watching.remove()
+    assert not model._forward_pre_hooks
+
+
+def test_under_ddp() -> None:
+    """Around DDP the finding says that it is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(wrapped(reentrant)())
+        with doctor.watch(model) as watching:
+            model(batch().requires_grad_())  # a backward is what DDP refuses
+        (found,) = watching.report().findings
+        del model, watching
+    finally:
+        dist.destroy_process_group()
+    assert (found.kind, found.where, found.figures) == ("reentrant", "module.*.inner", {"calls": 2, "under_ddp": 1.0})
+    assert "That is around this model." in found.seen
+
+
+def test_fallbacks() -> None:
+    """A graph break in a compiled region is found by its reason, and one before the watching is not."""
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    model = nn.Linear(SIZE, SIZE)
+    compiled = torch.compile(breaks, backend="eager")
+    compiled(batch())
+    with doctor.watch(model) as watching:
+        train(model, 1)
+    assert watching.report()
+    torch._dynamo.reset()
+    with doctor.watch(model) as watching:
+        train(model, 1)
+        compiled(batch())
+    (found,) = watching.report().findings
+    assert found.kind == "fallbacks"
+    assert found.seen.startswith("graph break: ")
+
+
+# --- checks on evidence that cannot be had here ---------------------------------------------------------------------
+
+GIB = 2**30
+BOOKS = Allocator("cuda:0", 40 * GIB, 70 * GIB, 3, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("books", "found"),
+    [
+        (BOOKS, True),
+        (replace(BOOKS, allocated_bytes=65 * GIB), False),
+        (replace(BOOKS, retries=0, reserved_bytes=60 * GIB), False),
+        (replace(BOOKS, retries=0), True),
+    ],
+    ids=["pieces", "full", "room enough", "nearly full"],
+)
+def test_fragmentation(books: Allocator, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Much that is reserved and not allocated is found where memory is short, and only there."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    evidence = doctor.Evidence("Model", seen=Seen(allocator=books))
+    findings = list(Fragmentation().look(evidence))
+    assert [f.figures["reserved_bytes"] for f in findings] == [books.reserved_bytes] * found
+    for finding in findings:
+        assert "30,720.00 MiB lay unused in pieces" in finding.seen
+        assert finding.write.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert all("is on already" in finding.write for finding in Fragmentation().look(evidence))
+
+
+def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks are those of `torch.cuda.memory_stats`; where there is no CUDA, the report says so."""
+    model = nn.Linear(SIZE, SIZE)
+    with doctor.watch(model) as watching:
+        train(model, 1)
+        assert "whose allocator it is about" in dict(watching.report().not_looked_for)["fragmentation"]
+        stats = {"allocated_bytes.all.peak": 40 * GIB, "reserved_bytes.all.peak": 70 * GIB, "num_alloc_retries": 3}
+        monkeypatch.setattr(observing, "_cuda_device", lambda model: torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
+        (found,) = watching.report().findings
+    assert (found.kind, found.where) == ("fragmentation", "cuda:0")
+    assert found.figures == {"allocated_bytes": 40 * GIB, "reserved_bytes": 70 * GIB, "retries": 3}
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0.1, False), (0.2, True)])
+def test_replay_seconds(seconds: float, found: bool) -> None:
+    """Of a watched training it is seconds that are compared, and the heaviest unit is named."""
+    seen = Seen(
+        steps=4,
+        seconds=1.0,
+        replay_seconds={"layers.0": seconds * 0.4, "layers.1": seconds * 0.4, "head": seconds * 0.2},
+    )
+    findings = list(ReplayShare().look(doctor.Evidence("Model", seen=seen)))
+    assert [finding.where for finding in findings] == ["layers.*"] * found
+    assert (
+        not found or "replays take 20% of the step (200.0 of 1,000.0 ms), 80% of that in layers.*" in findings[0].seen
+    )
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def bad_pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return wrapped(reentrant)(), (batch().requires_grad_(),)
+
+
+def good_pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return stack(), (batch(),)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is plain, and this file can be imported by its name."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
+
+
+@pytest.mark.usefixtures("command")
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
+    pytest.importorskip("rich")
+    arguments = ["--optimizer", "none", "--device", "h100"]
+    assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.OK
+    assert "nothing found; 11 kinds looked for" in capsys.readouterr().out
+    path = tmp_path / "plan.json"
+    path.write_text(each("soft").to_json())
+    arguments += ["--plan", str(path), "--no-run"]
+    assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.FAILED
+    output = capsys.readouterr()
+    assert "made_worse  *.soft" in output.out
+    assert "write  a plan without *.soft" in output.out
+    assert [line.split()[0] for line in output.err.splitlines()] == ["building", "examining"]
+    assert cli.main(["doctor", "this_test:good_pair", *arguments, "--json"]) == cli.FAILED
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["command"], document["ok"]) == (1, "doctor", False)
+    (finding,) = document["findings"]
+    assert set(finding) == {"kind", "where", "seen", "confirmed", "write", "figures"}
+    assert finding["figures"] == {"regions": 2, "held_bytes": 65536, "freed_bytes": -65536}
+    assert set(document["looked_for"]) | set(document["not_looked_for"]) == set(doctor.KINDS)
+    assert cli.main(["doctor", "this_test:good_pair", *arguments, "--quiet"]) == cli.FAILED
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("command")
+@pytest.mark.parametrize("argv", [["--plan", "nowhere.json"], ["--budget", "much"], ["--batch", "2"]], ids=str)
+def test_command_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be asked is answered with exit code 2, before any work, and nothing on stdout."""
+    assert cli.main(["doctor", "this_test:good_pair", *argv]) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "torch-recompute: error: " in output.err

@@ -1,0 +1,142 @@
+"""Prices in a file: measured once by device, read by the next process, and measured anew where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_recompute.planning import kept, prices
+from torch_recompute.planning.kept import Kept, folder, full_name, key_of
+from torch_recompute.planning.ops import Meta, Op
+from torch_recompute.planning.prices import Measured, processor
+
+CPU = torch.device("cpu")
+SIXTEEN = Meta((16,), (1,), torch.float32)
+EXP = Op(torch.ops.aten.exp.default, (SIXTEEN,), (), (SIXTEEN,), 0)
+TOPK = Op(torch.ops.aten.exp.default, ("no tensor",), (), (), 0)  # cannot be run
+
+
+@pytest.fixture(autouse=True)
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is empty, and a process that has asked for nothing."""
+    monkeypatch.setenv("TORCH_RECOMPUTE_CACHE", str(tmp_path / "prices"))
+    monkeypatch.setattr(Measured, "_known", {})
+    monkeypatch.setattr(prices, "_processor", [])
+    monkeypatch.setattr(kept, "_said", set())
+    return tmp_path / "prices"
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the next process."""
+    monkeypatch.setattr(Measured, "_known", {})
+    monkeypatch.setattr(prices, "_processor", [])
+
+
+def test_measured_once_and_kept(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process reads what was measured and runs nothing; without the file it measures again."""
+    ran: list[Op] = []
+    run = Measured._run
+    monkeypatch.setattr(Measured, "_run", lambda self, op: ran.append(op) or run(self, op))
+    first = Measured(CPU)
+    seconds = first(EXP)
+    assert first(TOPK) > 0
+    first.keep()
+    assert ran == [EXP, TOPK]
+    (path,) = at.iterdir()
+    assert json.loads(path.read_text())["seconds"][key_of(EXP)] == seconds
+    assert key_of(TOPK) not in path.read_text()
+
+    forget(monkeypatch)
+    again = Measured(CPU)
+    assert again(EXP) == seconds
+    assert ran == [EXP, TOPK]
+    stamp = path.stat().st_mtime_ns
+    again.keep()
+    assert path.stat().st_mtime_ns == stamp
+
+    path.unlink()
+    forget(monkeypatch)
+    Measured(CPU)(EXP)
+    assert ran == [EXP, TOPK, EXP]
+
+
+def test_the_processor_s_speeds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roofline of the CPU is measured once for all processes."""
+    first = processor()
+    forget(monkeypatch)
+    monkeypatch.setattr(prices, "_seconds", lambda *_: pytest.fail("it is measured again"))
+    assert processor() == first
+
+
+def test_names_keep_devices_and_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch, another number of threads and another device have files of their own."""
+    names = {full_name(CPU)}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    names.add(full_name(CPU))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    names.add(full_name(CPU))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    names.add(full_name(torch.device("cuda")))
+    assert len(names) == len({Kept(name).path for name in names}) == 4
+    assert all(re.fullmatch(r"prices-[A-Za-z0-9.-]+\.json", Kept(name).path.name) for name in names)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        '{"version": 1}',
+        '{"version": 1, "device": "DEVICE", "seconds": {"a": "fast"}}',
+        '{"version": 1, "device": "DEVICE", "seconds": {"a": -1.0}}',
+        '{"version": 0, "device": "DEVICE", "seconds": {}}',
+        '{"version": 1, "device": "another", "seconds": {}}',
+    ],
+)
+def test_a_file_that_cannot_be_read_is_measured_anew(content: str) -> None:
+    """It is said once, and the file is whole again afterwards."""
+    found = Kept("DEVICE")
+    found.path.parent.mkdir()
+    found.path.write_text(content)
+    with pytest.warns(RuntimeWarning, match=r"cannot be read \(.*\); prices are measured anew and written there"):
+        found = Kept("DEVICE")
+    assert found.seconds == {}
+    found.seconds["a"] = 0.5
+    found.save()
+    assert Kept("DEVICE").seconds == {"a": 0.5}
+
+
+def test_processes_do_each_other_no_harm() -> None:
+    """What another process wrote in between is still there after this one wrote."""
+    one, other = Kept("DEVICE"), Kept("DEVICE")
+    one.seconds["a"], other.seconds["b"] = 0.5, 0.25
+    one.save()
+    other.save()
+    assert Kept("DEVICE").seconds == {"a": 0.5, "b": 0.25}
+    assert [path.suffix for path in folder().iterdir()] == [".json"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(at: Path) -> None:
+    """A file where the folder should be: a warning, and the prices are there all the same."""
+    at.write_text("")
+    found: Any = Kept("DEVICE") if not at.is_file() else None
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        found = Kept("DEVICE")
+    found.seconds["a"] = 0.5
+    with pytest.warns(RuntimeWarning, match="Prices cannot be kept in"):
+        found.save()
+    assert found.seconds == {"a": 0.5}
+
+
+def test_the_usual_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a name of its own the folder lies where caches do."""
+    monkeypatch.delenv("TORCH_RECOMPUTE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert folder() == tmp_path / "torch-recompute"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert folder() == Path.home() / ".cache" / "torch-recompute"
