@@ -38,7 +38,7 @@ def figures_of(name: str) -> dict[str, Any]:
     def step(plan: Plan) -> dict[str, Any]:
         ran: Counter[Op] = Counter()
 
-        def count(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        def count(_phase: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
             op = op_of(func, args, kwargs, out)
             if op is not None:
                 ran[op] += 1
