@@ -10,7 +10,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 GIB, MIB = 2**30, 2**20
 # What the ways of `what_it_saves.py` are called here.
-WAYS = {"every layer": "every_layer", "a plan, that peak": "same_peak", 'a plan, `budget="50%"`': "half"}
+WAYS = {"every layer": "every_layer", "a plan, that peak": "same_peak", "a plan, half way": "half_way"}
 
 
 def _result(name: str) -> dict[str, Any]:
