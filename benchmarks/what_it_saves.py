@@ -1,8 +1,9 @@
 """What recomputation saves in models of published sizes.
 
-Four ways: no region, every layer a region, a plan for that peak, and a plan for half way between both peaks. Peaks are those of the whole step (weights, gradients, AdamW's state, activations), replays are shares of the step's
-FLOPs in products. Both are computed on tensors without data, and `simulated_peak.py` shows how far from measured ones
-they are. Times are sums over the operations of the same simulated steps, each priced by the data sheet of an H100:
+Four ways: no region, every layer a region, a plan for that peak, and a plan for half way between both peaks. Peaks are
+those of the whole step (weights, gradients, AdamW's state, activations), replays are shares of the step's FLOPs in
+products. Both are computed on tensors without data, and `simulated_peak.py` shows how far from measured ones they are.
+Times are sums over the operations of the same simulated steps, each priced by the data sheet of an H100:
 predictions, there to compare. Dropout is off: with it the CPU build of torch has no fused attention.
 """
 

@@ -81,6 +81,12 @@ COMMANDS = (
         "--device tpu",
         otherwise=("--plan other.json", cli.FAILED),
     ),
+    Command(
+        "report plan.json --model this_test:pair --device h100 --points 2",
+        "title source device layers chosen plain names steps notes",
+        "--points 1",
+        plots="",
+    ),
     Command(BLOCKS, f"{MADE_BY} device config timed_size how rows", "--only gelu", plots=""),
     Command(f"{BLOCKS} --check", f"{MADE_BY} device config passed comparisons", "--scale 4"),
     Command(

@@ -6,6 +6,7 @@ function without a row fails the test below the table, so a new text cannot go u
 
 import contextlib
 import inspect
+import json
 import pickle
 import sys
 import types
@@ -375,6 +376,19 @@ def described(takes: str, **config: int) -> nn.Module:
     model.main_input_name, model.config = takes, types.SimpleNamespace(**config)  # type: ignore[assignment]
     model.forward = lambda input_ids=None: None
     return model
+
+
+def reports(*argv: str) -> None:
+    """Runs `torch-recompute report` without what turns errors into exit codes."""
+    args = cli.build_parser().parse_args(["report", *argv])
+    args.command(args)
+
+
+def reports_on(more: dict[str, Any]) -> None:
+    """Runs it on a plan's file with something more in it."""
+    text = json.dumps({**json.loads(Plan().to_json()), **more})
+    with unittest.mock.patch.object(Path, "read_text", return_value=text):
+        reports("plan.json")
 
 
 def plans(*argv: str) -> None:
@@ -2533,7 +2547,7 @@ CASES = [
     Case(
         "cannot_write",
         ArgumentError,
-        lambda: plan_command.write(Path("/"), Plan()),
+        lambda: plan_command.write(Path("/"), Plan(), {}),
         "--out is /: is a directory. Write the path of a file in a folder that is there, and that may be written.",
     ),
     Case(
@@ -2541,6 +2555,26 @@ CASES = [
         ArgumentError,
         lambda: plans("math:sin", "--frontier", "--plot", "plan.bmp"),
         "--plot is plan.bmp; expected a file name that ends in .png, .svg, .pdf. Write for example --plot plan.png",
+    ),
+    Case(
+        "no_step_in_plan",
+        ArgumentError,
+        lambda: reports_on({}),
+        "plan.json holds a plan and does not say for which model and batch; a file that torch-recompute plan --out "
+        "wrote does. Add --model MODEL, and what else torch-recompute plan takes to describe a step.",
+    ),
+    Case(
+        "bad_step_in_plan",
+        ArgumentError,
+        lambda: reports_on({"task": {"model": "gpt2-xl", "dtype": "fp8"}}),
+        "plan.json says dtype='fp8' of its step, which no command line of torch-recompute plan says. Make the plan "
+        "again, or add --model MODEL: then the command line alone says which step is meant.",
+    ),
+    Case(
+        "too_few_points",
+        ArgumentError,
+        lambda: reports("plan.json", "--points", "1"),
+        "--points is 1; expected 0, for no curve, or at least 2. Write for example --points 10.",
     ),
     Case(
         "needs_matplotlib",

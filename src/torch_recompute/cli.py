@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, bench, demo, doctor, plan_command, show, verify_command
+from . import __version__, bench, demo, doctor, plan_command, report, show, verify_command
 from ._face import FAILED as FAILED
 from ._face import INTERRUPTED, TOO_SMALL, USAGE
 from ._face import OK as OK
@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan_command.add_command(commands)
     verify_command.add_command(commands)
     doctor.add_command(commands)
+    report.add_command(commands)
     return parser
 
 

@@ -11,7 +11,7 @@ unless it is to be run. Whoever has another model writes a function that returns
 Rejected: guessing a batch from the signature of a forward. A wrong guess gives figures that look right.
 """
 
-from .asked import add_model_options, asked, check_sizes
+from .asked import add_batch_options, add_model_options, asked, check_sizes, model_help
 from .batches import batch_for, filled
 from .loading import Loaded, load
 from .presets import PRESETS
@@ -22,10 +22,12 @@ __all__ = [
     "OPTIMIZERS",
     "PRESETS",
     "Loaded",
+    "add_batch_options",
     "add_model_options",
     "asked",
     "batch_for",
     "check_sizes",
     "filled",
     "load",
+    "model_help",
 ]

@@ -11,25 +11,33 @@ from .presets import PRESETS
 from .words import DTYPES
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
-    """Gives a command MODEL, and what says of which size its batch is.
-
-    Args:
-        parser: The command's.
-        weights: How a model from a configuration is built, in words.
-    """
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is "
-        f"built {weights}; or pkg.module:name of a function that returns (model, batch), where batch is a tuple "
-        "of arguments or a dict of keyword arguments",
+def model_help(weights: str) -> str:
+    """What MODEL may be, and how one from a configuration is built."""
+    return (
+        f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
+        f"{weights}; or pkg.module:name of a function that returns (model, batch), where batch is a tuple of arguments "
+        "or a dict of keyword arguments"
     )
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a command what says of which size a model's batch is, and its weights."""
     parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
+    """Gives a command MODEL, and the options of its batch.
+
+    Args:
+        parser: The command's.
+        weights: How a model from a configuration is built, in words.
+    """
+    parser.add_argument("model", metavar="MODEL", help=model_help(weights))
+    add_batch_options(parser)
 
 
 def check_sizes(args: argparse.Namespace) -> None:

@@ -205,6 +205,7 @@ from .replays import (
     other_values,
     store_returned,
 )
+from .reports import bad_step_in_plan, no_step_in_plan, too_few_points
 from .sharding import (
     no_rank,
     no_ranks,
@@ -273,6 +274,9 @@ __all__ = [
     "not_one_of",
     "two_settings",
     "unknown_key",
+    "bad_step_in_plan",
+    "no_step_in_plan",
+    "too_few_points",
     "args_and_sizes",
     "bad_example",
     "bad_length",

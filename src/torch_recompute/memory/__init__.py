@@ -22,14 +22,17 @@ Rejected: the profiler's allocation events, which know addresses but not purpose
 tests), and patching `UntypedStorage.resize_` for the whole process to hear of sizes that change.
 """
 
-from .ledger import CATEGORIES, Sample
+from .blocks import Block
+from .ledger import CATEGORIES, Place, Sample
 from .listing import Row, SavedActivations
 from .measurement import Measurement, Reading, measure
 from .saved import saved_activations
 
 __all__ = [
     "CATEGORIES",
+    "Block",
     "Measurement",
+    "Place",
     "Reading",
     "Row",
     "Sample",

@@ -14,6 +14,9 @@ it matters: of storages an operation touches, of storages that were empty, and o
 believed. A silent shrink can therefore not fake a peak; only a silent growth of a non-empty storage that also ends
 before any operation touches it goes unseen.
 
+With `history` every change of a size is written down as well, under the event of the next sample, so that what was
+alive can be told for any moment (`blocks.py`).
+
 Invariants. One storage, one entry. `live` is the sum of the entries' bytes. The peak keeps its list of entries, not
 of categories, so that bytes which turn out to be a gradient later are called a gradient at the peak too.
 """
@@ -75,16 +78,21 @@ class Ledger:
 
     Args:
         rounding: Sizes are rounded up to multiples of this many bytes.
+        history: Whether changes are kept.
 
     Attributes:
         live: Bytes alive.
         peak: The most of them so far.
         place: Where the work is, for the entries made from now on.
         timeline: The bytes alive after each operation that changed them.
+        changes: With `history`: an event, an entry, and the bytes that it has from then on.
     """
 
-    def __init__(self, rounding: int = 1) -> None:
+    def __init__(self, rounding: int = 1, *, history: bool = False) -> None:
         self._rounding = rounding
+        self._history = history
+        self._pending: list[tuple[Entry, int]] = []
+        self.changes: list[tuple[int, Entry, int]] = []
         self.live = 0
         self.peak = 0
         self.place = Place()
@@ -119,6 +127,7 @@ class Ledger:
         while self._dead:
             entry = self._dead.popleft()
             self.live -= entry.nbytes
+            self._note(entry, 0)
             del self._entries[entry.key]
             self._empty.pop(entry.key, None)
 
@@ -140,6 +149,12 @@ class Ledger:
         """Add a point to the timeline if the bytes alive have changed."""
         if not self.timeline or self.live != self.timeline[-1].live_bytes:
             self.timeline.append(Sample(event, op, self.live))
+        self.stamp(event)
+
+    def stamp(self, event: int) -> None:
+        """Write down the changes since the last event as this event's."""
+        self.changes.extend((event, entry, nbytes) for entry, nbytes in self._pending)
+        self._pending.clear()
 
     def alive(self) -> list[tuple[Entry, int]]:
         """What is in the books, with its bytes."""
@@ -168,7 +183,13 @@ class Ledger:
         else:
             self._empty[entry.key] = entry
         self.live += nbytes - entry.nbytes
+        if nbytes != entry.nbytes:
+            self._note(entry, nbytes)
         entry.nbytes = nbytes
+
+    def _note(self, entry: Entry, nbytes: int) -> None:
+        if self._history:
+            self._pending.append((entry, nbytes))
 
     def _reread_all(self, entries: dict[int, Entry]) -> None:
         rounding = self._rounding

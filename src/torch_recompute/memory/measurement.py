@@ -205,7 +205,7 @@ class Measurement:
                 self._hook_optimizer(optimizer())
             self._look()
             for ledger in self._ledgers.values():
-                ledger.sample(0, "")
+                ledger.sample(self._events, "")
         self._watch.__enter__()
         return self
 

@@ -5,9 +5,10 @@ or a checkpoint.
 
 Idea. MODEL and a few options say the whole step: which model, a batch of which size, which optimizer, which device.
 The model lies on meta, the device is a data sheet, and the plan is that of `make_plan`, with `--out` in the form that
-`Plan.from_json` reads where the training runs. `--frontier` shows the whole curve instead, from one profile: what each
-budget costs, before one is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and
-there is a plan for each rank of the pipeline (`spread.py`).
+`Plan.from_json` reads where the training runs, beside the words of the command line, so that `torch-recompute report`
+can do the step again. `--frontier` shows the whole curve instead, from one profile: what each budget costs, before one
+is chosen. With `--tp`, `--pp` or another of these the step is spread over ranks, and there is a plan for each rank of
+the pipeline (`spread.py`).
 
 The result goes to stdout, as a table or with `--json` as one document; what is being done goes to stderr. Exit codes:
 2 for what cannot be asked, 3 where no plan fits.
@@ -23,13 +24,13 @@ from typing import Any, cast
 
 from .. import errors
 from .._face import OK, Face, add_options, check_folder, document
-from .._models import OPTIMIZERS, add_model_options
+from .._models import add_model_options
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planning.planner import Planner
-from ..planning.prices import DEVICES
 from . import plot, spread
+from .options import add_step_options, words_of
 from .task import Task, curve
 from .writing import write
 
@@ -50,10 +51,8 @@ def add_command(commands: Any) -> None:
         help='the most bytes alive in the step, as 24GiB; or a share of the activation memory, as 0.4 or "40%%"',
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
-    parser.add_argument(
-        "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
-    )
+    add_step_options(parser)
+    parser.set_defaults(optimizer="adamw")
     parser.add_argument(
         "--offload",
         nargs="?",
@@ -62,7 +61,9 @@ def add_command(commands: Any) -> None:
         metavar="BYTES",
         help="allow inputs of regions to be kept in host memory: as much as there is, or at most so much, as 64GiB",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json to read")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json and torch-recompute report"
+    )
     spread.add_options(parser)
     add_options(parser, command, plot="the curve of --frontier")
 
@@ -82,7 +83,7 @@ def command(args: argparse.Namespace) -> int:
     with face.at_work("planning"):
         plans = curve(profile) if args.frontier else [_planned(planner, args)]
     if args.out is not None:
-        write(args.out, plans[0])
+        write(args.out, plans[0], words_of(args))
     if face.plot is not None:
         plot.draw(face.plot, profile, plans, str(task))
     face.give(

@@ -49,7 +49,9 @@ class Task:
         (model, batch), _ = asked(args)
         assert batch is not None
         meta = all(parameter.is_meta for parameter in model.parameters())
-        return Task(args.model, model, batch, args.optimizer, args.device or ("h100" if meta else None), args.offload)
+        return Task(
+            args.model, model, batch, args.optimizer or "adamw", args.device or ("h100" if meta else None), args.offload
+        )
 
     def planner(self) -> Planner:
         """Knows what the step costs."""
@@ -93,7 +95,7 @@ class Task:
         }
 
 
-def curve(profile: Profile) -> list[Plan]:
-    """Plans along the whole curve of budget against seconds, the least budget first."""
-    points = frontier(profile.costs, POINTS)
+def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
+    """So many plans at most along the whole curve of budget against seconds, the least budget first."""
+    points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]

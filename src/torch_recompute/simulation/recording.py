@@ -53,7 +53,7 @@ class Recording(Measurement):
 
     def _ledger(self, device: torch.device) -> Ledger:
         if device not in self._ledgers:
-            self._ledgers[device] = Ledger(self._rounding)
+            self._ledgers[device] = Ledger(self._rounding, history=True)
         return self._ledgers[device]
 
     def record(self, func: object, inputs: object, outputs: object) -> None:
@@ -81,9 +81,13 @@ class Recording(Measurement):
         ledger.book_deaths()
         self.kept = [(entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS]
 
-    def go_on_from(self, other: Recording) -> None:
-        """Takes over what another recording knows of the storages that are alive."""
+    def go_on_from(self, other: Recording, phase: str) -> None:
+        """Takes over what another recording knows of the storages that are alive, as an event that begins a phase."""
+        self._events = other._events + 1
+        self.at[self._events] = Place(self._events, phase)
         for device, books in other._ledgers.items():
+            books.book_deaths()
+            books.stamp(self._events)
             mine = self._ledger(device)
             for entry, _ in books.alive():
                 storage = entry()
@@ -91,7 +95,6 @@ class Recording(Measurement):
                     mine.place = entry.place
                     mine.mark(storage, entry.rank)
             mine.place = Place()
-        self._events = other._events
 
     def width_of(self, output: object, first: Callable[[Any], torch.Tensor | None]) -> tuple[int, int] | None:
         """The operation that made an output's first floating tensor, and how wide that is."""

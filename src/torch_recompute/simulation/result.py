@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from ..memory.blocks import Block
+from ..memory.ledger import Place
+from ..memory.snapshot import write_snapshot
 
 
 class Moment(NamedTuple):
@@ -36,6 +41,9 @@ class Simulation(NamedTuple):
         by_category: `peak_bytes`, split as `measure` splits it; every category is there, and they sum to it.
         live_by_category: `live_bytes`, split in the same way.
         timeline: The bytes alive when the step began, and after each operation that changed them.
+        blocks: What lay in memory: each storage with its category, its bytes, who made it, and from which event to
+            which it was alive; those alive after an event sum to the timeline there.
+        operations: Every operation of the step in order, also those that changed nothing in memory.
         peak: The moment of the peak: its phase, module and operation.
         peak_by_module: The activations alive at the peak, by path of the module that made them.
         saved_bytes: The activations alive when the (last) backward begins.
@@ -52,6 +60,8 @@ class Simulation(NamedTuple):
     by_category: dict[str, int]
     live_by_category: dict[str, int]
     timeline: tuple[Moment, ...]
+    blocks: tuple[Block, ...]
+    operations: tuple[Place, ...]
     peak: Moment
     peak_by_module: dict[str, int]
     saved_bytes: int
@@ -60,6 +70,22 @@ class Simulation(NamedTuple):
     rounding: int
     assumed: tuple[str, ...]
     advice: str
+
+    def to_snapshot(self, path: Path | str) -> None:
+        """Writes the step for the viewer of allocations at https://pytorch.org/memory_viz.
+
+            simulate(model, (batch,)).to_snapshot("step.pickle")
+
+        Bytes are coloured by category, and show which module made them, in which phase. The segments are made up: one
+        for each tensor's memory, as if by an allocator that keeps nothing.
+
+        Args:
+            path: The file, a pickle in the form of `torch.cuda.memory._snapshot()`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        write_snapshot(Path(path), self.blocks, self.device.index or 0)
 
     def __str__(self) -> str:
         where = f" of {self.peak.module}" if self.peak.module else ""

@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
+from ..memory.blocks import blocks_of
 from ..memory.ledger import ACTIVATIONS, Entry
 from ..state import DEFAULT
 from .advising import advise
@@ -186,7 +187,7 @@ class _Step:
             with self._pretend:
                 self._optimizer.step()
             second = Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
-            second.go_on_from(books)
+            second.go_on_from(books, "optimizer")
             second.track(self._model, self._optimizer)
             state = second.on(self._device).live_by_category["optimizer"]
             with self._pretend, second:
@@ -198,7 +199,8 @@ class _Step:
         self, books: Recording, second: Recording | None, state: int, logits: tuple[int, int] | None
     ) -> Simulation:
         device = self._device
-        parts = [books.on(device)] + ([second.on(device)] if second is not None else [])
+        recordings = [books] if second is None else [books, second]
+        parts = [recording.on(device) for recording in recordings]
         timeline = [_moment(sample, books.at, state, "forward") for sample in parts[0].timeline]
         ledger, peak_of = books.books(device), parts[0]
         extra = state
@@ -218,6 +220,8 @@ class _Step:
             by_category=categories,
             live_by_category=parts[-1].live_by_category,
             timeline=tuple(timeline),
+            blocks=blocks_of(*(recording.books(device).changes for recording in recordings)),
+            operations=tuple(place for recording in recordings for place in recording.at.values() if place.op),
             peak=peak,
             peak_by_module=_by_module(activations),
             saved_bytes=sum(nbytes for _, nbytes in books.kept),

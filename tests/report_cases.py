@@ -1,0 +1,40 @@
+"""The step that the tests of reports look at: small, with every layer of the picture, and two kinds of placement."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_recompute import Choice, Plan
+from torch_recompute.report.data import Reported, collect, compared
+from torch_recompute.report.timed import Clock
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Sequential(*(Block() for _ in range(4)), nn.BatchNorm1d(32)), (torch.ones(512, 32),)
+
+
+BY_HAND = Plan(
+    (Choice(("0",), labels=("block",)), Choice(("1",), labels=("block",)), Choice(("2",), keep=("up",))), "a hand"
+)
+
+
+def clock(**changes: Any) -> Clock:
+    model, args = pair()
+    return Clock(model, args, None, **{"optimizer": torch.optim.AdamW, "device": "h100", **changes})
+
+
+def seen(plan: Plan = BY_HAND, points: int = 4, title: str = "") -> Reported:
+    """A report on a plan, on a data sheet's device."""
+    model, args = pair()
+    others = compared(plan, model, args, optimizer=torch.optim.AdamW, device="h100", points=points)
+    return collect(plan, others, clock(), title=title)
