@@ -553,7 +553,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert finding["figures"] == {"regions": 2, "held_bytes": 65536, "freed_bytes": -65536}
     assert set(document["looked_for"]) | set(document["not_looked_for"]) == set(doctor.KINDS)
     assert cli.main(["doctor", "this_test:good_pair", *arguments, "--quiet"]) == cli.FAILED
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("command")

@@ -96,6 +96,12 @@ COMMANDS = (
         plots="",
     ),
     Command(
+        "doctor this_test:pair --device h100 --no-run --optimizer sgd",
+        "model ok findings looked_for not_looked_for",
+        "--budget 24G",
+        otherwise=("--budget 1KiB", cli.FAILED),
+    ),
+    Command(
         "bench run gpt-tiny --steps 1 --warmup 0 --rounds 1 --batch 1 --sequence 16 --device cpu",
         "torch_recompute torch device parameters config how noise_percent golden taken_from_results exit_code rows",
         "--steps 0",

@@ -9,6 +9,7 @@ import torch
 
 from test_sizes import Gpt, at
 from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simulate
+from torch_recompute.bench.frontier.config import PRICES
 from torch_recompute.planning import sizes
 from torch_recompute.planning.lengths import FINENESS, Lengths, longest
 
@@ -75,7 +76,7 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     """Each class fits where it ends, simulated and measured; the first needs no region; one plan would replay more."""
     top = 64
     monkeypatch.setattr(sizes, "MOST", 2)
-    plan = make_plan(Gpt(2), (at(top),), budget=0.25, device="h100", sizes="all")
+    plan = make_plan(Gpt(2), (at(top),), budget=0.25, device=PRICES["flops"], sizes="all")
     assert plan.prediction is not None
     budget = plan.prediction.budget_bytes
     lengths, replayed = [size.shape[1] for size in plan.sizes], list[int]()

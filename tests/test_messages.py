@@ -2068,6 +2068,14 @@ CASES = [
     Case(
         "no_effect",
         ArgumentError,
+        lambda: RecomputeConfig(**FULL, distribute_saved_activations=True, repeat_collectives=True),
+        "repeat_collectives=True would have no effect: with distribute_saved_activations=True nothing is kept whole, "
+        "so collectives are repeated anyway.\n"
+        "  Write one of the two, or leave repeat_collectives out.",
+    ),
+    Case(
+        "no_effect",
+        ArgumentError,
         lambda: RecomputeConfig(
             recompute_granularity="selective", recompute_modules=["0"], repeat_collectives=True
         ).plan(nn.Sequential(nn.Linear(2, 2))),

@@ -76,7 +76,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     control, deadly, first = document["rows"]
     assert [row["result"] for row in document["rows"]] == ["OK", "OOM", "OK"]
     assert deadly["detail"] == "killed by SIGKILL, as the system does where memory runs out"
-    assert [rank["status"] for rank in deadly["ranks"]] == ["stopped", "OOM"]
+    survivor, dead = [rank["status"] for rank in deadly["ranks"]]
+    assert (survivor in ("stopped", "FAILED"), dead) == (True, "OOM")  # it may notice before it is given up
     assert [rank["rank"] for rank in first["ranks"]] == [0, 1]
     assert all(rank["allocated_bytes"] > 0 and rank["tflops"] > 0 for rank in first["ranks"])
     assert first["replay_flops"] == 2 * 32 * 16 * 64

@@ -4,7 +4,8 @@ Under tensor parallelism a layer ends its attention and its MLP with a reduction
 it communicates once more in every backward; its result, kept, is no larger than the layer's input. So the regions that
 settings ask for keep it ("@reduction"), unless `repeat_collectives` is set. All-gathers, which sequence parallelism
 has besides, are repeated: a result is as many times as large as there are ranks, and not to keep it is what sequence
-parallelism is for (docs/design/005-collectives.md has the figures).
+parallelism is for (docs/design/005-collectives.md has the figures). With `distribute_saved_activations` nothing is to
+be kept whole on any rank, so reductions are repeated, too.
 
 That a weight is split is seen by its placements. `fully_shard` splits weights too, once, and gathers them in place,
 which is none of a region's business; a weight that is split more often than that is split for tensor parallelism.
@@ -34,6 +35,8 @@ def reductions_kept(config: RecomputeConfig, model: nn.Module, choices: Sequence
     """The choices, with those of split layers keeping reductions, unless the settings say that they be repeated."""
     weights = split_weights(model)
     splits = [_runs_one(choice, weights) for choice in choices]
+    if config.distribute_saved_activations:
+        return tuple(choices)
     if not config.repeat_collectives:
         pairs = zip(choices, splits, strict=True)
         return tuple(dataclasses.replace(one, keep=(*one.keep, KEPT)) if split else one for one, split in pairs)

@@ -54,7 +54,8 @@ class RecomputeConfig:
         distribute_saved_activations: For "full": the input of each region is kept in parts on the tensor parallel
             ranks, which all hold it whole: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
         repeat_collectives: Not Megatron's. Layers that `parallelize_module` has split keep the results of their
-            reductions, which replays then do not repeat; True repeats them, as Megatron does, and keeps nothing.
+            reductions, which replays then do not repeat; True repeats them, as Megatron does, and keeps nothing. With
+            `distribute_saved_activations` they are repeated anyway.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
         moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
         fine_grained_activation_offloading: Keep the inputs of some recomputed parts in host memory (`OnHost`).

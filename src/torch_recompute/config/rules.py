@@ -76,12 +76,21 @@ def check(config: RecomputeConfig) -> None:
             raise errors.ArgumentError(errors.no_effect("distribute_saved_activations", True, why, write))
         if config.cpu_offloading:
             raise errors.ArgumentError(errors.in_two_places())
-    if config.repeat_collectives and config.recompute_granularity is None:
-        why = "recompute_granularity is None, which recomputes nothing, so nothing is repeated"
-        raise errors.ArgumentError(
-            errors.no_effect("repeat_collectives", True, why, 'Write recompute_granularity="full" with it')
-        )
+    if config.repeat_collectives:
+        _check_repeated(config)
     offloading.check(config)
+
+
+def _check_repeated(config: RecomputeConfig) -> None:
+    if config.recompute_granularity is None:
+        why = "recompute_granularity is None, which recomputes nothing, so nothing is repeated"
+        write = 'Write recompute_granularity="full" with it'
+    elif config.distribute_saved_activations:
+        why = "with distribute_saved_activations=True nothing is kept whole, so collectives are repeated anyway"
+        write = "Write one of the two"
+    else:
+        return
+    raise errors.ArgumentError(errors.no_effect("repeat_collectives", True, why, write))
 
 
 def _check_full(config: RecomputeConfig) -> None:

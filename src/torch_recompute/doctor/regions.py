@@ -99,7 +99,7 @@ class Accounts:
         self._around: dict[str, str] = {}
         self._born: dict[int, weakref.ref[Any]] = {}
 
-    def watch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def watch(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Called with each operation of the step."""
         run, flops = thread.run, flops_of(func, args, kwargs, out)
         given = {id(storage) for _, storage in storages((args, kwargs))}

@@ -20,7 +20,7 @@ from ..plan.stages import StagePlans, Stages
 from ..simulation import simulate_step
 from .pipeline import Schedule
 from .planner import Loss, MakeOptimizer, Planner
-from .prices import where
+from .prices import Roofline, where
 from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
 from .stages import plan_stages
 
@@ -32,7 +32,7 @@ def profile(
     *,
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Roofline | None = None,
     offload: bool | int | str = False,
 ) -> Profile:
     """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
@@ -71,7 +71,7 @@ def make_plan(
     budget: int | float | str,
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Roofline | None = None,
     solver: str = "auto",
     sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
     stages: None = None,
@@ -88,7 +88,7 @@ def make_plan(
     budget: int | float | str | Sequence[int | float | str],
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Roofline | None = None,
     solver: str = "auto",
     sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
     stages: Stages | Schedule,
@@ -103,7 +103,7 @@ def make_plan(
     budget: int | float | str | Sequence[int | float | str],
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Roofline | None = None,
     solver: str = "auto",
     sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
     stages: Stages | Schedule | None = None,

@@ -14,7 +14,7 @@ FAILED = "FAILED"
 MISMATCH = "MISMATCH"
 STOPPED = "stopped"
 """On this rank nothing went wrong, but on another."""
-WORST = (REFUSED, NO_PLAN, FAILED, MISMATCH, OUT, STOPPED, DONE)
+WORST = (REFUSED, NO_PLAN, OUT, FAILED, MISMATCH, STOPPED, DONE)
 
 
 @dataclass(frozen=True)
