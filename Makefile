@@ -19,7 +19,7 @@ SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproje
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
 
-.PHONY: help demo test lint types wheel bench clean
+.PHONY: help demo test lint types wheel bench docs pages clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -46,8 +46,15 @@ wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
 bench: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every file of benchmarks, one after the other
 	@set -e; for file in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file; done
 
+docs: $(VENV)/.stamp-docs  ## the manual, into site (Python 3.11 or newer)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html; the search needs a server: python3 -m http.server -d site"
+
+pages: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what in docs is made from results, error texts and drawings
+	$(BIN)/python tools/pages.py
+
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build site .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -76,4 +83,9 @@ $(VENV)/.stamp-installed: $(VENV)/.stamp-wheel $(VENV)/.stamp-extras
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
 	$(PIP) install -c constraints.txt "$(WHEEL)[cli,dev]"
+	touch $@
+
+$(VENV)/.stamp-docs: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
+	@$(BIN)/python -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "The tools of the manual need Python 3.11: make clean, then make docs PYTHON=/path/to/python3.11")'
+	$(PIP) install -c constraints.txt "$(WHEEL)[docs]"
 	touch $@

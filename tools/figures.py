@@ -1,0 +1,117 @@
+"""The tables of the documentation, made from `benchmarks/results/*.json`; `pages.py` puts them where they belong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+GIB, MIB = 2**30, 2**20
+# What the ways of `what_it_saves.py` are called here.
+WAYS = {"every layer": "every_layer", "a plan, that peak": "same_peak", "a plan, half way": "half_way"}
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _way(plain: dict[str, Any], way: dict[str, Any]) -> str:
+    """A peak, and how much longer the step takes."""
+    return f"{_gib(way['peak_bytes'])} (+{_share(way['seconds'] / plain['seconds'] - 1)})"
+
+
+def saves() -> str:
+    """Whole models: the peak, and the time that it costs."""
+    rows = [
+        (
+            f"{row['model']}, {row['batch']}",
+            _gib(row["plain"]["peak_bytes"]),
+            *(_way(row["plain"], row[way]) for way in WAYS.values()),
+        )
+        for row in _result("what_it_saves-h100-sheet")["figures"]
+    ]
+    return _table(("peak of a step (its time)", "no recomputation", *WAYS), rows)
+
+
+def replays() -> str:
+    """Whole models: the share of the step's FLOPs that is done again."""
+    rows = [
+        (row["model"], *(_share(row[way]["replayed_share"]) for way in WAYS.values()))
+        for row in _result("what_it_saves-h100-sheet")["figures"]
+    ]
+    return _table(("FLOPs done again", *WAYS), rows)
+
+
+# What the forms of `bench discard` are called here; a form that is not named is left out.
+FORMS: Mapping[str, str] = {
+    "baseline": "no recomputation",
+    "torch": "`torch.utils.checkpoint`",
+    "saved_call": "`recompute` and a saved call",
+    "no_extra_gemm": "no product made again",
+    "tiled": "`tiles=16`",
+}
+
+
+def blocks() -> str:
+    """Single blocks of a layer: the peak of a step of eight of them."""
+    found = [row for row in _result("discard-cpu")["rows"] if row["n_layers"] == 8 and row["dtype"] == "fp32"]
+    peaks = {(row["block"], row["form"]): row["computed_peak_bytes"] for row in found}
+
+    def cell(block: str, form: str) -> str:
+        return f"{peaks[block, form] / MIB:,.0f}" if (block, form) in peaks else ""
+
+    names = dict.fromkeys(row["block"] for row in found)
+    rows = [(f"`{block}`", *(cell(block, form) for form in FORMS)) for block in names]
+    return _table(("peak MiB of eight blocks", *FORMS.values()), rows)
+
+
+def costs() -> str:
+    """What the engine costs, beside torch's own."""
+    regions = {(row["saved_tensors"], row["engine"]): row["us"] for row in _result("region_overhead-cpu")["figures"]}
+    added = next(row for row in _result("saved_call_overhead-cpu")["figures"] if row["name"] == "added")
+    idle = {row["engine"]: row for row in _result("idle_costs-cpu")["figures"]}
+    rows = [
+        (f"a region, {saved} saved tensors", *(f"{regions[saved, by]:.0f} us" for by in ("torch-recompute", "torch")))
+        for saved in (2, 5, 20)
+    ]
+    rows.append(("keeping one call of a region", f"{added['ours_us']:.0f} us", f"{added['torch_us']:.0f} us"))
+    rows.append(
+        ("a region under `torch.no_grad()`", *(f"{idle[engine]['no_grad_us']:.1f} us" for engine in ("ours", "torch")))
+    )
+    return _table(("what it adds to a step, on a CPU", "torch-recompute", "torch"), rows)
+
+
+def exact() -> str:
+    """How far simulated peaks are from measured ones."""
+    found = _result("simulated_peak-cpu")["figures"]
+    models, equal = len({row["model"] for row in found}), sum(row["error"] == 0 for row in found)
+    worst = max(abs(row["error"]) for row in found)
+    return (
+        f"Of {len(found)} steps ({models} models, each without and with a plan), the simulated peak of {equal} is the "
+        f"measured one to the byte; the worst is off by {_share(worst)}."
+    )
+
+
+# The name in a page's marker -> what stands below it.
+TABLES: Mapping[str, Callable[[], str]] = {
+    "saves": saves,
+    "replays": replays,
+    "blocks": blocks,
+    "costs": costs,
+    "exact": exact,
+}

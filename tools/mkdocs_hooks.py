@@ -1,0 +1,54 @@
+"""What lets one set of pages be read on a code host and in the manual that mkdocs builds.
+
+Two things differ. A code host makes the anchor of a heading by replacing each blank by a hyphen, and Python's Markdown
+by collapsing them. And a link may leave `docs/` there (to an example, a result of a benchmark), which a site cannot:
+such files are taken into the site, under `repository/`, and the links lead to them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from pymdownx.slugs import slugify
+
+LEAVES = re.compile(r"(\]\()((?:\.\./)+[^)\s#]+)")
+FOLDER = "repository"
+
+
+def on_config(config: Any) -> None:
+    """Makes anchors as code hosts do."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
+
+
+def _outside(page: File, link: str, docs: Path) -> Path | None:
+    """The file that a link of a page names, if it lies in the repository and not in `docs/`."""
+    target = (docs / page.src_uri).parent.joinpath(link).resolve()
+    within = target.is_relative_to(docs.parent) and not target.is_relative_to(docs)
+    return target.relative_to(docs.parent) if within and target.is_file() else None
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Takes the files that pages link to, outside of `docs/`, into the site."""
+    docs = Path(config.docs_dir)
+    for page in list(files.documentation_pages()):
+        for match in LEAVES.finditer(page.content_string):
+            path = _outside(page, match[2], docs)
+            name = None if path is None else f"{FOLDER}/{path.as_posix()}"
+            if name is not None and files.get_file_from_path(name) is None:
+                files.append(File.generated(config, name, abs_src_path=str(docs.parent / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Leads the links that leave `docs/` to where the site has those files."""
+    docs = Path(config.docs_dir)
+
+    def replace(match: re.Match[str]) -> str:
+        path = _outside(page.file, match[2], docs)
+        up = "../" * page.file.src_uri.count("/")
+        return match[0] if path is None else f"{match[1]}{up}{FOLDER}/{path.as_posix()}"
+
+    return LEAVES.sub(replace, markdown)

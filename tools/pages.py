@@ -1,0 +1,70 @@
+"""Writes what the documentation does not leave to hands: tables of figures, the list of error texts, the pictures.
+
+    python tools/pages.py           # writes; `make pages`
+    python tools/pages.py --check   # only says what is stale, and ends with 1 if anything is
+
+Problem. A figure that is typed into a page is wrong after the next run of its benchmark, a list of texts after the next
+new text, and a picture that no one can edit stays as it is.
+
+Idea. Each is a function of something else: of `benchmarks/results/*.json`, of the texts that `tests/test_messages.py`
+pins, of a few lines of drawing. This tool is that function, `tests/test_pages.py` holds the pages to it, and the result
+stands in the repository, so that it can be read there without building anything.
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
+tables, `error_texts.py` the list, `pictures.py` the pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import figures
+import pictures
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def with_figures(text: str) -> str:
+    """A page with its tables made anew."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{figures.TABLES[match[2]]()}\n\n{match[3]}", text)
+
+
+def pages_with_figures() -> dict[Path, str]:
+    """The pages that hold tables, as they should be."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    return {page: with_figures(text) for page, text in texts.items() if MARKED.search(text)}
+
+
+def all_pages() -> dict[Path, str]:
+    """Every file that this tool writes, as it should be."""
+    import error_texts  # it imports torch and every test of a text
+
+    return {
+        **pages_with_figures(),
+        ROOT / "docs" / "errors.md": error_texts.page(),
+        **{ROOT / "docs" / "pictures" / name: picture for name, picture in pictures.PICTURES.items()},
+    }
+
+
+def main() -> int:
+    """Writes the pages, or says which are stale."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page is stale")
+    check = parser.parse_args().check
+    sys.path.append(str(ROOT / "tests"))
+    stale = {path: text for path, text in all_pages().items() if not path.is_file() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}\n")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
