@@ -97,7 +97,7 @@ class Predicted:
             if path in inside:
                 inside[path] += nbytes
         options = [Option((), inside[path], 0, 0, 0.0) for path in paths]
-        return taken(self.simulation, paths, options, sizes, self._rank.received)
+        return taken(self.simulation, paths, options, sizes, self.rank.received)
 
 
 def main() -> None:
@@ -136,7 +136,7 @@ def main() -> None:
         print(f"  {what}: predicted {off:+.0%} from the published figure")
     print(
         f"The published saving is the difference to a run that went out of memory on 80 GB: {WITHOUT} GB is what it "
-        f"had reached, or what another rank had, and no peak of a whole step. Predicted are "
+        f"had reached, or what another rank had. Predicted are "
         f"{first['plain_fused'] / GB:.1f} GB in tensors, and the allocator's fragments come on top. One microbatch in "
         f"flight would save {first['saved_fused'] / first['in_flight'] * LAYOUT.vpp / GB:.1f} GB."
     )

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Po
 from torch_recompute.plan.solve import choose, frontier, smallest
 from torch_recompute.plan.solvers import search
 from torch_recompute.plan.solvers.auto import AutoSolver
+from torch_recompute.plan.solvers.columns import Columns
+from torch_recompute.plan.solvers.labels import Labels, extended, undominated
 from torch_recompute.plan.solvers.problem import Problem
 
 
@@ -236,3 +239,13 @@ def test_costs_that_cannot_be_are_refused(costs: Costs, said: str) -> None:
         choose(costs, 100)
     with pytest.raises(errors.ArgumentError, match=said):
         bound(costs, 100)
+
+
+def test_no_move_may_stand_before_any_label() -> None:
+    """Where the bound rules out every pair of a move and a label, there are no labels, rather than an empty list."""
+    problem = Problem(stack(3))
+    columns = Columns(problem)
+    last = [None, None, None, Labels.last(problem)]
+    none = extended(problem, columns, last, 2, lambda _, column: np.zeros((len(column.moves), 1), dtype=bool))
+    assert undominated(none) is None
+    assert undominated(extended(problem, columns, last, 2)) is not None

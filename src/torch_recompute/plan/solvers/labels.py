@@ -92,7 +92,10 @@ def extended(
                 )
             )
         offset += len(column.moves)
-    return Labels(*(np.concatenate(rows) for rows in zip(*parts, strict=True))) if parts else None
+    # None of the moves may stand before any of the labels, or there are no labels behind.
+    if not any(len(parent) for *_, parent in parts):
+        return None
+    return Labels(*(np.concatenate(rows) for rows in zip(*parts, strict=True)))
 
 
 def undominated(labels: Labels | None) -> Labels | None:
