@@ -135,8 +135,8 @@ def main() -> None:
     for what, off in far.items():
         print(f"  {what}: predicted {off:+.0%} from the published figure")
     print(
-        f"The published saving is the difference to a run that went out of memory on 80 GB: {WITHOUT} GB may be what it "
-        f"had reached, or what another rank had. Predicted are "
+        f"The published saving is the difference to a run that went out of memory on 80 GB: {WITHOUT} GB may be what "
+        f"it had reached, or what another rank had. Predicted are "
         f"{first['plain_fused'] / GB:.1f} GB in tensors, and the allocator's fragments come on top. One microbatch in "
         f"flight would save {first['saved_fused'] / first['in_flight'] * LAYOUT.vpp / GB:.1f} GB."
     )
