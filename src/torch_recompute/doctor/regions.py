@@ -25,21 +25,19 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from .. import _compat
 from .._frame import Frame
 from ..memory.holders import Holders
 from ..memory.ledger import storages
+from ..planning.ops import op_of
+from ..planning.prices import flops_of
 from ..values import thread
-
-_BACKWARD_OF_ATTENTION = 2.5  # products in its backward for each in its forward, the scores made again among them
 
 
 @dataclass
@@ -101,7 +99,8 @@ class Accounts:
 
     def watch(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Called with each operation of the step."""
-        run, flops = thread.run, flops_of(func, args, kwargs, out)
+        run, op = thread.run, op_of(func, args, kwargs, out)
+        flops = 0 if op is None else flops_of(op)
         given = {id(storage) for _, storage in storages((args, kwargs))}
         self._born.update({id(s): weakref.ref(s) for _, s in storages(out) if id(s) not in given})
         if run is None:
@@ -208,17 +207,3 @@ def is_attention(func: Any) -> bool:
     """Whether an operation is fused attention, forward or backward."""
     name = str(func)
     return "scaled_dot_product" in name or "flash_attention" in name or "flex_attention" in name
-
-
-def flops_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """FLOPs of a product, as PyTorch counts them, and of fused attention, which it counts on CUDA only."""
-    formula: Callable[..., Any] | None = flop_registry.get(getattr(func, "overloadpacket", None))
-    if formula is not None:
-        return float(formula(*args, **kwargs, out_val=out))
-    if not is_attention(func):
-        return 0.0
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() >= 3]
-    backward = "backward" in str(func)
-    q, k, v = tensors[1:4] if backward else tensors[:3]
-    once = 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-    return once * _BACKWARD_OF_ATTENTION if backward else once

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from .. import errors
-from .plan import Choice, Plan
+from .anatomy import inside
+from .plan import Plan
 from .prediction import MIB
+from .reading import read
 
 VERSION = 1
 
@@ -142,7 +144,8 @@ class StagePlans:
             if promised is not None:
                 more = f"{promised.step_seconds / promised.plain_step_seconds - 1:+.1%}"
                 peak, budget = f"{promised.peak_bytes / MIB:,.1f}", f"{promised.budget_bytes / MIB:,.1f}"
-            begun = sum(any(_within(path, choice) for choice in stage.plan) for path in stage.layers)
+            chosen = [path for choice in stage.plan for path in choice.paths]
+            begun = sum(any(inside(path, layer) for path in chosen) for layer in stage.layers)
             numbers = (str(stage.stage), str(stage.rank), str(stage.in_flight), str(len(stage.layers)))
             rows.append((*numbers, str(begun), peak, budget, more))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -183,21 +186,12 @@ class StagePlans:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        try:
-            data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise errors.ArgumentError(errors.bad_plan(f"no JSON: {error}")) from None
-        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("version") != VERSION:
-            raise errors.ArgumentError(errors.bad_plan(f"this version of the library reads version {VERSION}"))
-        try:
-            return StagePlans(tuple(_stage(**stage) for stage in data["stages"]), str(data["source"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise errors.ArgumentError(errors.bad_plan(f"a field is missing or unknown: {error}")) from None
+        return read(text, VERSION, _plans, errors.bad_plan)
+
+
+def _plans(data: dict[str, Any]) -> StagePlans:
+    return StagePlans(tuple(_stage(**stage) for stage in data["stages"]), str(data["source"]))
 
 
 def _stage(plan: Any, layers: Any, **rest: Any) -> StagePlan:
     return StagePlan(layers=tuple(layers), plan=Plan.from_json(json.dumps(plan)), **rest)
-
-
-def _within(path: str, choice: Choice) -> bool:
-    return any(chosen == path or chosen.startswith(path + ".") for chosen in choice.paths)
