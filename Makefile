@@ -38,8 +38,9 @@ lint: $(VENV)/.stamp-dev  ## ruff check, ruff format --check, codespell
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 
-types: $(VENV)/.stamp-dev  ## pyright, strict, on src
+types: $(VENV)/.stamp-dev  ## pyright: strict on src, basic on benchmarks and tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python -p benchmarks
 
 wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
 

@@ -35,7 +35,8 @@ def allocator_peak(start: int, step: Callable[[], None]) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    events: Any = profiler.profiler.kineto_results.events()
+    results: Any = profiler.profiler
+    events: Any = results.kineto_results.events()
     sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     live = peak = start
     for _, nbytes in sizes:

@@ -130,7 +130,9 @@ def measured(layers: int, feed_forwards: tuple[int, ...], rounds: int) -> dict[s
         floor, bound_taken = timed(lambda budget=budget: bound(costs, budget), 1)
         seconds.append(taken)
         bounds.append(bound_taken)
-        labels.append(int(re.search(r"(\d+) labels", solution.solver)[1]))
+        said = re.search(r"(\d+) labels", solution.solver)
+        assert said is not None, solution.solver
+        labels.append(int(said[1]))
         gaps.append((solution.seconds - floor) / (costs.step_seconds + solution.seconds))
     return {
         "layers": layers,

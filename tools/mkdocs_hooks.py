@@ -5,6 +5,8 @@ by collapsing them. And a link may leave `docs/` there (to an example, a result 
 such files are taken into the site, under `repository/`, and the links lead to them.
 """
 
+# pyright: reportMissingImports=false
+# The tools of the manual are in an extra of their own (`docs`).
 from __future__ import annotations
 
 import re
@@ -36,8 +38,10 @@ def on_files(files: Files, config: Any) -> Files:
     for page in list(files.documentation_pages()):
         for match in LEAVES.finditer(page.content_string):
             path = _outside(page, match[2], docs)
-            name = None if path is None else f"{FOLDER}/{path.as_posix()}"
-            if name is not None and files.get_file_from_path(name) is None:
+            if path is None:
+                continue
+            name = f"{FOLDER}/{path.as_posix()}"
+            if files.get_file_from_path(name) is None:
                 files.append(File.generated(config, name, abs_src_path=str(docs.parent / path)))
     return files
 

@@ -77,7 +77,7 @@ class _Run:
 
 def ticks(config: Config) -> int:
     """How often `run` reports progress."""
-    found = len(peers(config.model, config.layers))
+    found = len(peers(config))
     return found + len(SHARES) + found - 1 + config.rounds + 1
 
 
@@ -96,7 +96,7 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
     work = _Run(config, tick)
     others: list[int] = []
     failures: list[Failure] = []
-    for way in peers(config.model, config.layers):
+    for way in peers(config):
         try:
             others.append(work.add(way))
         except Exception as error:  # a peer may raise what it likes, and the comparison goes on without it

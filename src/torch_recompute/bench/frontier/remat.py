@@ -7,7 +7,6 @@ outside. It restores random states by hooks that its user writes; without one, d
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -21,9 +20,7 @@ PARTS = ((), ("attention",), ("cross",), ("mlp",), ("moe",), ("attention", "cros
 
 
 def settings(name: str, layers: int) -> list[tuple[str, ...]]:
-    """The settings that differ for a model; none where the package is not installed."""
-    if importlib.util.find_spec("torch_remat") is None:
-        return []
+    """The settings that differ for a model."""
     there = {part for stack in skeleton(name, layers) for layer in stack for part, _ in layer.named_children()}
     return list(dict.fromkeys(tuple(name for name in parts if name in there) for parts in PARTS))
 

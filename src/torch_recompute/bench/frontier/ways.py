@@ -7,6 +7,9 @@ Torch's selective checkpointing has the save list that torchtitan uses: attentio
 Two operations are added so that it means on this model and device what it means there: `addmm`, which is a product with
 a bias, and the attention that a CPU runs.
 
+Torch's planner has a file of its own (`sac_ilp.py`), and so has torch_remat (`remat.py`). A peer whose package is not
+installed raises when it is prepared, and is then named among those left out.
+
 `torch.compile` takes one graph for the whole model, and one per layer, which is its strong form. Its backend is
 "aot_eager", which partitions as the default backend does and then runs PyTorch's own kernels, so that what is compared
 is the choice of what to keep. Compiled code is cached by the code that it was made from, whatever the setting; each way
@@ -28,8 +31,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ... import Plan, RecomputeConfig, apply
 from ..._compat.partitioning import activation_memory_budget
-from . import remat
-from .models import MODELS, skeleton, stacks
+from . import remat, sac_ilp
+from .config import PRICES, Config
+from .models import MODELS, build, skeleton, stacks
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 """Settings of `torch.compile`."""
@@ -63,9 +67,12 @@ class Way:
         return f"{self.family} {self.setting}".strip()
 
 
-def peers(name: str, layers: int) -> list[Way]:
-    """Every peer at every setting, for a model of so many layers; the plain step comes first."""
+def peers(config: Config) -> list[Way]:
+    """Every peer at every setting, for one model; the plain step comes first."""
+    name, layers = config.model, config.layers
     model, most = MODELS[name], max(map(len, skeleton(name, layers)))
+    size = name, layers, config.width, config.tokens, config.batch, config.dropout
+    statistics = sac_ilp.Statistics(partial(build, *size), PRICES[config.price])
     return [
         Way(PLAIN),
         Way("torch checkpoint", "every layer", _checkpointed),
@@ -83,6 +90,10 @@ def peers(name: str, layers: int) -> list[Way]:
                 partial(remat.prepare, parts=parts),
             )
             for parts in remat.settings(name, layers)
+        ),
+        *(
+            Way("sac_ilp", f"{share:g}", partial(sac_ilp.prepare, statistics=statistics, share=share))
+            for share in sac_ilp.SHARES
         ),
         *(
             Way(family, f"{share:g}", prepare, partial(_budget, share))
