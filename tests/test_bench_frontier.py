@@ -14,7 +14,18 @@ import torch
 
 from torch_recompute import cli, measure
 from torch_recompute.bench import frontier
-from torch_recompute.bench.frontier import Config, Failure, Point, Promise, Result, comparing, plot, ways
+from torch_recompute.bench.frontier import (
+    Config,
+    Failure,
+    Match,
+    Point,
+    Promise,
+    Result,
+    comparing,
+    plot,
+    sac_ilp,
+    ways,
+)
 from torch_recompute.bench.frontier.comparing import run, ticks
 from torch_recompute.bench.frontier.measuring import Step, difference
 from torch_recompute.bench.frontier.models import MODELS, build
@@ -50,6 +61,7 @@ def ran() -> Ran:
         # PyTorch's compiler looks at the gradients of what it is given.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         patch.setattr(ways, "SHARES", (0.5, 0.0))
+        patch.setattr(sac_ilp, "SHARES", (0.9, 0.3))
         shape = replace(MODELS["gpt"], labels=(("core_attn",), ("core_attn", "mlp")))
         patch.setitem(MODELS, "gpt", shape)
         patch.setattr(comparing, "SHARES", (0.1, 0.6))
@@ -63,13 +75,23 @@ def test_every_peer_has_its_point(ran: Ran) -> None:
     families = [point.family for point in ran.result.peers]
     by_layer = ["torch checkpoint", "uniform", "uniform", "block", "block"]
     compiled = [*[COMPILED] * 2, *[COMPILED_WHOLE] * 2]
-    assert families == [PLAIN, *by_layer, *["selective"] * 2, "torch selective", *["torch_remat"] * 4, *compiled]
+    assert families == [
+        PLAIN,
+        *by_layer,
+        *["selective"] * 2,
+        "torch selective",
+        *["torch_remat"] * 4,
+        "sac_ilp",
+        *compiled,
+    ]
     assert len(ran.result.matches) == len(families) - 1
     assert [point.title for point in ran.result.ours] == [f"{OURS} {share}" for share in ("10%", "60%")]
     assert all(point.seconds > 0 and point.time_ratio > 0 for point in [*ran.result.peers, *ran.result.own])
     assert len(ran.words) == ran.promised
-    assert ran.result.failures == (Failure("broken as ever", "RuntimeError: not this model"),)
-    assert ran.result.verdict[-1] == "broken as ever does not run this model: RuntimeError: not this model"
+    small = "NoPolicyError: sac_milp finds no policy for so small a budget"
+    broken = "RuntimeError: not this model"
+    assert ran.result.failures == (Failure("sac_ilp 0.3", small), Failure("broken as ever", broken))
+    assert ran.result.verdict[-2:] == [f"Left out: sac_ilp 0.3: {small}", f"Left out: broken as ever: {broken}"]
 
 
 def test_peers_do_what_they_say(ran: Ran) -> None:
@@ -81,6 +103,8 @@ def test_peers_do_what_they_say(ran: Ran) -> None:
     assert ran.peer("selective core_attn").replay_flops == 0
     assert 0 < ran.peer("selective core_attn mlp").replay_flops < every.replay_flops
     assert 0 < ran.peer("torch selective torchtitan's list").replay_flops < every.replay_flops
+    assert 0 < ran.peer("sac_ilp 0.9").replay_flops < every.replay_flops
+    assert ran.peer("sac_ilp 0.9").peak_bytes < 0.9 * ran.peer(PLAIN).peak_bytes
     assert ran.peer("torch_remat every layer").replay_flops == every.replay_flops
     assert ran.peer("torch_remat attention mlp kept").replay_flops < ran.peer("torch_remat mlp kept").replay_flops
     assert ran.peer("torch.compile 0").replay_flops == every.replay_flops
@@ -92,7 +116,7 @@ def test_gradients_with_dropout(ran: Ran) -> None:
     """Every way has the plain gradients to the last bit, but compiled code that replays, which draws masks again."""
     wrong = [point.title for point in ran.result.peers if point.gradient_difference]
     assert wrong == [f"{family} {share}" for family in (COMPILED, COMPILED_WHOLE) for share in ("0.5", "0")]
-    assert wrong[0] in ran.result.verdict[-2]
+    assert wrong[0] in ran.result.verdict[-3]
     assert all(point.gradient_difference == 0 for point in ran.result.own)
 
 
@@ -151,10 +175,37 @@ def test_between(budget: int, best: str | None, less: float | None) -> None:
     assert (None if entry.peer is None else entry.peer.family, entry.less_percent) == (best, less)
 
 
+def test_goals() -> None:
+    """Each goal counts the points at which it held, and is reached by what it asks for: all points, or a median."""
+    plain, half, twice = (
+        _point(PLAIN, 100, 0),
+        _point("a", 40, 40),
+        replace(_point("b", 60, 20), gradient_difference=0.1),
+    )
+    ours = [_point(OURS, peak, replay, peak) for peak, replay in ((40, 20), (99, 30), (100, 0), (100, 5), (39, 80))]
+    matches = [Match(half, _point(MATCHED, 40, 41, 40), 1.2), Match(twice, _point(MATCHED, 60, 9, 60), 0.9)]
+    seen = Result(TINY, [plain, half, twice], ours, matches, 0.05)
+    flops, seconds, between, peaks = seen.goals
+    assert [(goal.held, goal.of, goal.reached) for goal in (flops, seconds)] == [(0, 1, False)] * 2
+    assert (between.held, between.of, between.reached) == (2, 3, True)
+    assert between.seen == "the median is 25 %, the least more than a peer that replays nothing, the most 50 %"
+    assert (peaks.held, peaks.of, peaks.reached) == (7, 7, True)
+    kept = replace(seen, matches=[Match(half, _point(MATCHED, 40, 40, 40), 1.1)])
+    assert [goal.reached for goal in kept.goals[:2]] == [True, True]
+    assert str(kept.goals[0]) == ("Reached: with a peer's peak as budget ours replays no more FLOPs. Held at 1 of 1.")
+    missed = replace(seen, matches=[Match(half, None, None)], ours=[replace(ours[0], peak_bytes=50)])
+    assert [(goal.held, goal.of, goal.reached) for goal in missed.goals] == [
+        (0, 1, False),
+        (0, 1, False),
+        (1, 1, True),
+        (0, 1, False),
+    ]
+
+
 def test_peaks_are_those_of_the_lens() -> None:
     """The allocator's peak of a checkpointed step is what the lens says, but for what lives inside one operation."""
     model, text = build("gpt", *SIZE)
-    step = Step(model, text, peers(TINY.model, TINY.layers)[1])
+    step = Step(model, text, peers(TINY)[1])
     seen = step.seen()
     with measure(model) as lens:
         step()
@@ -214,7 +265,7 @@ def test_json(ran: Ran) -> None:
     document = json.loads(ran.result.to_json())
     assert (document["command"], document["passed"]) == ("bench frontier", True)
     assert document["config"]["layers"] == 2
-    assert [len(document[key]) for key in ("peers", "ours", "matches")] == [17, 2, 16]
+    assert [len(document[key]) for key in ("peers", "ours", "matches")] == [18, 2, 17]
     assert all(type(point["peak_bytes"]) is int for point in document["peers"])
     assert document["ours"][0]["promise"]["budget_bytes"] >= document["ours"][0]["peak_bytes"]
     assert all(entry["ours"]["family"] == MATCHED for entry in document["matches"] if entry["ours"])
@@ -226,7 +277,10 @@ def test_plot(ran: Ran, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.draw(ran.result, tmp_path / "points.svg")
     text = (tmp_path / "points.svg").read_text(encoding="utf-8")
-    for word in ("our plans", "torch selective", "torch.compile, other gradients"):
+    other = {True: "", False: ", other gradients"}
+    families = {f"{point.family}{other[not point.gradient_difference]}" for point in ran.result.peers}
+    assert f"{COMPILED}{other[False]}" in families
+    for word in ("our plans", *families):
         assert f"<!-- {word} -->" in text
 
 
@@ -251,7 +305,8 @@ def test_what_cannot_run(change: dict, message: str) -> None:
 
 def test_without_the_setting_of_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has no such setting, the peer is left out and the others stay."""
-    others = [(way.family, way.setting) for way in peers("gpt", 1) if way.family not in (COMPILED, COMPILED_WHOLE)]
+    one = replace(TINY, layers=1)
+    others = [(way.family, way.setting) for way in peers(one) if way.family not in (COMPILED, COMPILED_WHOLE)]
     monkeypatch.setattr(ways, "activation_memory_budget", lambda share: None)
-    assert [(way.family, way.setting) for way in peers("gpt", 1)] == others
+    assert [(way.family, way.setting) for way in peers(one)] == others
     assert len(others) > 3

@@ -18,7 +18,10 @@ COLOURS = {
     "block": "#63a4dd",
     "selective": "#1f8a70",
     "torch selective": "#b8453b",
+    "torch_remat": "#c2a83e",
+    "sac_ilp": "#6b4a2b",
     "torch.compile": "#8a5fb0",
+    "torch.compile whole": "#c48ae0",
 }
 OURS = "#2b6cb0"
 
@@ -38,8 +41,8 @@ def draw(result: Result, path: Path) -> None:
         linewidth=1.5,
         label="our plans",
     )
-    for family, colour in COLOURS.items():
-        of_family = [point for point in result.peers if point.family == family]
+    for family in dict.fromkeys(point.family for point in result.peers):
+        colour, of_family = COLOURS[family], [point for point in result.peers if point.family == family]
         for honest in (True, False):
             points = [point for point in of_family if (not point.gradient_difference) is honest]
             if points:

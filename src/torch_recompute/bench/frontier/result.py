@@ -2,6 +2,8 @@
 
 Two questions are asked. At each peer's own point: what does our plan replay if the peer's measured peak is its budget?
 And between these points, at ten budgets: what does the best peer's setting replay that still fits?
+Each question is a goal that is reached or not, with the number of points at which it held. A peer with other gradients
+than the plain step's does not do what was asked of it; its points are counted apart.
 
 What is replayed is exact; times on a CPU are noisy. How noisy says the plain step, which takes part twice: a time
 counts as no longer if the median over rounds of the ratio of both is within twice what the plain steps are apart.
@@ -9,6 +11,7 @@ counts as no longer if the median over rounds of the ratio of both is within twi
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 from dataclasses import asdict, dataclass
@@ -23,6 +26,8 @@ from .config import Config
 SCHEMA_VERSION = 1
 NEAR = 0.005
 """How far a predicted peak may be off."""
+LESS = 20.0
+"""What ours is to replay less than the best peer that fits, in percent: the median."""
 OURS, MATCHED = "ours", "ours at"
 
 
@@ -109,7 +114,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Failure:
-    """A peer that does not run this model.
+    """A peer that is left out: its package is missing, or it does not run this model or at this setting.
 
     Attributes:
         title: Whose and which setting.
@@ -133,6 +138,35 @@ class Between:
     ours: Point
     peer: Point | None
     less_percent: float | None
+
+    @property
+    def advantage(self) -> float | None:
+        """The same, endlessly negative where only ours replays; None where no peer fits or neither replays."""
+        lost = self.peer is not None and not self.peer.replay_flops and self.ours.replay_flops
+        return -math.inf if lost else self.less_percent
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to hold, and where it did.
+
+    Attributes:
+        text: In words.
+        held: Points at which it did.
+        of: Points in all.
+        seen: The figure that decides, in words; empty if the points do.
+        reached: Whether it is.
+    """
+
+    text: str
+    held: int
+    of: int
+    seen: str
+    reached: bool
+
+    def __str__(self) -> str:
+        figure = f"; {self.seen}" if self.seen else ""
+        return f"{'Reached' if self.reached else 'NOT reached'}: {self.text}. Held at {self.held} of {self.of}{figure}."
 
 
 @dataclass(frozen=True)
@@ -176,45 +210,63 @@ class Result:
         return [point for point in self.own if not _kept(point)]
 
     @property
+    def goals(self) -> list[Goal]:
+        """The questions with their answers."""
+        right = [match for match in self.matches if not match.peer.gradient_difference]
+        less = [entry.advantage for entry in self.between if entry.advantage is not None]
+        median = statistics.median(less) if less else math.inf
+        off = [point.peak_error for point in self.own]
+        return [
+            _everywhere("with a peer's peak as budget ours replays no more FLOPs", [m.no_more_flops for m in right]),
+            _everywhere(
+                f"with a peer's peak as budget ours takes no more time, within noise (two plain steps differ by "
+                f"{self.noise:.1%}, twice that is allowed)",
+                [self._no_longer(match) for match in right],
+            ),
+            Goal(
+                f"between the peers' points ours replays at least {LESS:.0f} % less than the best peer that fits, in "
+                "the median",
+                sum(entry >= LESS for entry in less),
+                len(less),
+                _spread(less),
+                median >= LESS,
+            ),
+            _everywhere(
+                f"the predicted peak is within {NEAR:.1%} of the measured one",
+                [error <= NEAR for error in off],
+                f"the worst is {max(off, default=0.0):.2%} off",
+            ),
+        ]
+
+    def _no_longer(self, match: Match) -> bool:
+        return match.time_ratio is not None and match.time_ratio <= 1 + 2 * self.noise
+
+    @property
     def verdict(self) -> list[str]:
         """The answers, a sentence each."""
-        between, own = self.between, self.own
-        wrong = [point for point in self.peers if point.gradient_difference]
-        right = [match for match in self.matches if not match.peer.gradient_difference]
-        less = [entry.less_percent for entry in between if entry.less_percent is not None]
-        none = sum(entry.peer is None for entry in between)
+        own = self.own
+        none = sum(entry.peer is None for entry in self.between)
+        fits = sum(point.fits for point in own)
+        exact = sum(not point.gradient_difference for point in own)
         lines = [
-            f"With a peer's peak as budget {self._matched(right)}.",
-            f"At {len(between)} budgets, against the best peer that fits and has the plain step's gradients: none fits "
-            f"at {none}"
-            + (
-                f"; at {len(less)} it replays something, and ours {statistics.median(less):.0f} % less (median; from "
-                f"{min(less):.0f} to {max(less):.0f} %)."
-                if less
-                else "."
-            ),
-            f"Of {len(own)} points of ours {sum(point.fits for point in own)} are within their budget, the worst "
-            f"predicted peak is {max((point.peak_error for point in own), default=0.0):.2%} off, and "
-            f"{sum(not point.gradient_difference for point in own)} have the plain step's gradients to the last bit.",
+            *map(str, self.goals),
+            f"Of our {len(self.between)} budgets {none} are below every peer's peak. Of {len(own)} points of ours "
+            f"{fits} are within their budget, and {exact} have the plain step's gradients to the last bit.",
         ]
+        wrong = [point.title for point in self.peers if point.gradient_difference]
         if wrong:
-            names = ", ".join(point.title for point in wrong)
             others = [match for match in self.matches if match.peer.gradient_difference]
             lines.append(
-                f"Other gradients than the plain step's, dropout masks being drawn again: {names}. With the peak of "
-                f"one of these as budget {self._matched(others)}."
+                f"Other gradients than the plain step's, dropout masks being drawn again: {', '.join(wrong)}. With the "
+                f"peak of one of these as budget ours replays no more FLOPs at "
+                f"{sum(match.no_more_flops for match in others)} of {len(others)}, and takes no more time at "
+                f"{sum(map(self._no_longer, others))}."
             )
-        lines += [f"{failure.title} does not run this model: {failure.error}" for failure in self.failures]
+        errors = dict.fromkeys(failure.error for failure in self.failures)
+        for error in errors:
+            titles = ", ".join(failure.title for failure in self.failures if failure.error == error)
+            lines.append(f"Left out: {titles}: {error}")
         return lines
-
-    def _matched(self, matches: list[Match]) -> str:
-        """How ours compares with some points of peers."""
-        timed = [match.time_ratio for match in matches if match.time_ratio is not None]
-        return (
-            f"ours replays no more FLOPs at {sum(match.no_more_flops for match in matches)} of {len(matches)} points, "
-            f"and takes no more time at {sum(ratio <= 1 + 2 * self.noise for ratio in timed)}, within noise (two plain "
-            f"steps differ by {self.noise:.1%}, twice that is allowed)"
-        )
 
     @property
     def how(self) -> dict[str, str]:
@@ -239,6 +291,7 @@ class Result:
             "machine": platform.machine(),
             "config": asdict(self.config),
             "how": self.how,
+            "goals": [asdict(goal) for goal in self.goals],
             "verdict": self.verdict,
             "passed": self.passed,
             "noise": self.noise,
@@ -269,6 +322,22 @@ def _kept(point: Point) -> bool:
     assert point.promise is not None
     exact = point.promise.replay_flops == point.replay_flops and not point.gradient_difference
     return point.fits and exact and point.peak_error <= NEAR
+
+
+def _everywhere(text: str, held: list[bool], seen: str = "") -> Goal:
+    """A goal that is reached if it held at every point."""
+    return Goal(text, sum(held), len(held), seen, all(held))
+
+
+def _spread(less: list[float]) -> str:
+    """The median and the ends of what ours replays less."""
+    if not less:
+        return "nothing to compare"
+    median, least, most = (
+        "more than a peer that replays nothing" if share == -math.inf else f"{share:.0f} %"
+        for share in (statistics.median(less), min(less), max(less))
+    )
+    return f"the median is {median}, the least {least}, the most {most}"
 
 
 def _between(ours: Point, everybody: list[Point]) -> Between:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def _tracked(tools: SacTools, model: nn.Module, batch: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _quiet(tools: SacTools) -> Generator[None]:
-    """Without what the planner prints and logs, and with random numbers of its own: it fits its curves by chance."""
+    """Without what the planner prints, logs and warns of, and with a seed, because it fits its curves by chance."""
     import numpy as np
 
     log: logging.Logger = tools.ilp.logger
@@ -149,7 +150,8 @@ def _quiet(tools: SacTools) -> Generator[None]:
     log.disabled = True
     np.random.seed(SEED)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch calls pulp by names that it is to give up
             yield
     finally:
         log.disabled = before
