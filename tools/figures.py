@@ -107,6 +107,64 @@ def exact() -> str:
     )
 
 
+def _frontiers() -> dict[str, dict[str, Any]]:
+    """The runs of `bench frontier`, by what they ran."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("frontier-*-cpu.json")):
+        result = _result(path.stem)
+        config = result["config"]
+        dropout = f", dropout {config['dropout']:g}" if config["dropout"] != 0.1 else ""
+        found[f"{config['model']}, {config['layers']} layers{dropout}"] = result
+    return found
+
+
+def frontier_goals() -> str:
+    """Peers and plans: each goal with the points at which it held."""
+    rows: list[tuple[str, ...]] = []
+    for title, result in _frontiers().items():
+        goals = {goal["name"]: goal for goal in result["goals"]}
+        less = [row["less_percent"] for row in result["ours"] if row["less_percent"] is not None]
+        counts = {name: f"{goal['held']} of {goal['of']}" for name, goal in goals.items()}
+        ends = f" (from {min(less):.0f} to {max(less):.0f} %)" if less else ""
+        reached = "reached" if goals["between"]["reached"] else "**not reached**"
+        rows.append((title, counts["flops"], counts["time"], f"{reached}, {counts['between']}{ends}", counts["peak"]))
+    head = ("model", "no more FLOPs", "no more time", "20 % less between the points", "peak within 0.5 %")
+    return _table(head, rows)
+
+
+def frontier_budgets() -> str:
+    """Peers and plans: what the best peer replays within a budget, and what ours does."""
+    rows: list[tuple[str, ...]] = []
+    for title, result in _frontiers().items():
+        replayed = {_title(peer): peer["replay_percent"] for peer in result["peers"]}
+        for row in result["ours"]:
+            best = row["best_peer"]
+            if row["replay_flops"] or (best is not None and replayed[best]):
+                peer = "none" if best is None else f"{best}: {replayed[best]:.2f} %"
+                less = "" if row["less_percent"] is None else f"{row['less_percent']:.0f} %"
+                budget = f"{row['promise']['budget_bytes'] / MIB:.1f}"
+                rows.append((title, row["setting"], budget, f"{row['replay_percent']:.2f} %", peer, less))
+    return _table(("model", "budget", "MiB", "ours replays", "best peer that fits", "less"), rows)
+
+
+def frontier_lost() -> str:
+    """Peers and plans: where a peer with the plain step's gradients replays less than ours within its peak."""
+    rows: list[tuple[str, ...]] = []
+    for title, result in _frontiers().items():
+        right = {_title(peer): peer for peer in result["peers"] if not peer["gradient_difference"]}
+        for match in result["matches"]:
+            if match["peer"] in right and not match["no_more_flops"]:
+                peer, ours = right[match["peer"]], match["ours"]
+                said = "none fits" if ours is None else f"{ours['replay_percent']:.2f} %"
+                mib = f"{peer['peak_bytes'] / MIB:.2f}"
+                rows.append((title, match["peer"], mib, f"{peer['replay_percent']:.2f} %", said))
+    return _table(("model", "peer", "MiB", "it replays", "ours replays"), rows)
+
+
+def _title(point: dict[str, Any]) -> str:
+    return f"{point['family']} {point['setting']}".strip()
+
+
 # The name in a page's marker -> what stands below it.
 TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
@@ -114,4 +172,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "blocks": blocks,
     "costs": costs,
     "exact": exact,
+    "frontier_goals": frontier_goals,
+    "frontier_budgets": frontier_budgets,
+    "frontier_lost": frontier_lost,
 }

@@ -7,7 +7,7 @@ prove little.
 Idea. The profiler sees every allocation of any step, so every peak is the running sum of the CPU allocator's events,
 beginning with the parameters. What a random generator's state takes in host memory is left out, as it is on any device.
 FLOPs are counted by PyTorch's mode, which sees what really runs; of compiled code, which repeats nothing that it does
-not need, they are PyTorch's formulas on the shapes that the profiler saw. For a plain step both give the same.
+not need, they are PyTorch's formulas on the arguments that the profiler saw. For a plain step both give the same.
 
 Rejected: the profiler's operations for all. It lists an operation before it runs, and so also those that a replay
 breaks off at, and those whose saved result is handed out.
@@ -35,6 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from .ways import Way
 
 GENERATOR_STATE = 5056
+REPEATED = {"aten::_convolution"}
+"""Operations with a formula that another with one, of the same work, is made of."""
 SEED = 1
 
 
@@ -87,7 +89,7 @@ class Step:
         gradients = tuple(parameter.grad for parameter in self._parameters if parameter.grad is not None)
         self.drop_gradients()
         compiled = self.way.first is not None
-        flops = sum(_flops(event.name(), event.shapes()) for event in events) if compiled else self._counted()
+        flops = sum(map(_flops, events)) if compiled else self._counted()
         return Seen(_peak(events, live), flops, gradients)
 
     def _counted(self) -> int:
@@ -113,15 +115,23 @@ def _peak(events: Sequence[Any], live: int) -> int:
     return peak
 
 
-def _flops(name: str, shapes: Any) -> int:
-    """FLOPs of an operation as PyTorch counts them; 0 for what is no product."""
-    formula: Any = flop_registry.get(getattr(torch.ops.aten, name.removeprefix("aten::"), None))
-    if formula is None or not name.startswith("aten::"):
+def _flops(event: Any) -> int:
+    """FLOPs of an operation that the profiler saw, as PyTorch counts them; 0 for what is no product."""
+    name, shapes = event.name(), event.shapes()
+    operation: Any = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    formula: Any = flop_registry.get(operation)
+    if formula is None or not name.startswith("aten::") or name in REPEATED:
         return 0
     try:
         return int(formula(*(shape for shape in shapes if shape)))  # numbers have none
-    except TypeError as error:
-        raise NotImplementedError(f"the FLOPs of {name} do not follow from shapes alone") from error
+    except TypeError:  # it needs the other arguments, or the result
+        pass
+    values = zip(shapes, event.concrete_inputs(), strict=True)
+    try:
+        args = [torch.empty(shape, device="meta") if shape else value for shape, value in values]
+        return int(formula(*args, out_val=operation(*args)))
+    except (TypeError, RuntimeError) as error:
+        raise NotImplementedError(f"the FLOPs of {name} do not follow from what the profiler saw") from error
 
 
 def difference(plain: Sequence[Tensor], other: Sequence[Tensor]) -> float:

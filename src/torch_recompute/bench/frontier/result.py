@@ -151,6 +151,7 @@ class Goal:
     """What is to hold, and where it did.
 
     Attributes:
+        name: For programs.
         text: In words.
         held: Points at which it did.
         of: Points in all.
@@ -158,6 +159,7 @@ class Goal:
         reached: Whether it is.
     """
 
+    name: str
     text: str
     held: int
     of: int
@@ -217,13 +219,19 @@ class Result:
         median = statistics.median(less) if less else math.inf
         off = [point.peak_error for point in self.own]
         return [
-            _everywhere("with a peer's peak as budget ours replays no more FLOPs", [m.no_more_flops for m in right]),
             _everywhere(
+                "flops",
+                "with a peer's peak as budget ours replays no more FLOPs",
+                [match.no_more_flops for match in right],
+            ),
+            _everywhere(
+                "time",
                 f"with a peer's peak as budget ours takes no more time, within noise (two plain steps differ by "
                 f"{self.noise:.1%}, twice that is allowed)",
                 [self._no_longer(match) for match in right],
             ),
             Goal(
+                "between",
                 f"between the peers' points ours replays at least {LESS:.0f} % less than the best peer that fits, in "
                 "the median",
                 sum(entry >= LESS for entry in less),
@@ -232,6 +240,7 @@ class Result:
                 median >= LESS,
             ),
             _everywhere(
+                "peak",
                 f"the predicted peak is within {NEAR:.1%} of the measured one",
                 [error <= NEAR for error in off],
                 f"the worst is {max(off, default=0.0):.2%} off",
@@ -274,7 +283,7 @@ class Result:
         return {
             "peak": "the sum of the CPU allocator's events in one step, parameters included",
             "replay": "FLOPs of a step less those of the plain step, by PyTorch's counter; of compiled code, by its "
-            "formulas on the shapes that ran",
+            "formulas on the operations that ran",
             "times": f"median of {self.config.rounds} rounds, all taking turns (threads: {torch.get_num_threads()})",
             "gradients": f"one step from the same seed, with dropout {self.config.dropout:g}, against the plain step",
             "price": {"measured": "our plans spare time, measured here", "flops": "our plans spare FLOPs"}[
@@ -324,9 +333,9 @@ def _kept(point: Point) -> bool:
     return point.fits and exact and point.peak_error <= NEAR
 
 
-def _everywhere(text: str, held: list[bool], seen: str = "") -> Goal:
+def _everywhere(name: str, text: str, held: list[bool], seen: str = "") -> Goal:
     """A goal that is reached if it held at every point."""
-    return Goal(text, sum(held), len(held), seen, all(held))
+    return Goal(name, text, sum(held), len(held), seen, all(held))
 
 
 def _spread(less: list[float]) -> str:
