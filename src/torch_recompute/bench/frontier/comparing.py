@@ -67,10 +67,14 @@ class _Run:
             self.steps.append(self.steps[number])
         return len(self.points) - 1
 
-    def clock(self) -> list[list[float]]:
-        """Seconds by point and round, the plain step's second turn last."""
+    def clock(self, pairs: list[tuple[int, int | None]]) -> list[list[float]]:
+        """Seconds by point and round, the plain step's second turn last.
+
+        A plan runs right after the peer that it is compared with, because the pace of a machine drifts.
+        """
         again = Step(self.model, self.batch, Way(PLAIN, "again"))
-        different = list(dict.fromkeys([*self.steps, again]))
+        beside = [self.steps[number] for pair in pairs for number in pair if number is not None]
+        different = list(dict.fromkeys([self.steps[0], again, *beside, *self.steps]))
         taken = dict(zip(different, clock(different, self._config.rounds, lambda: self._tick("timing")), strict=True))
         return [taken[step] for step in [*self.steps, again]]
 
@@ -122,7 +126,7 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
         except BudgetError:
             pairs.append((peer, None))
         tick(f"{MATCHED} {point.title}")
-    taken = work.clock()
+    taken = work.clock(pairs)
     plain, again = taken[0], taken[-1]
     points = [
         replace(point, seconds=statistics.median(seconds), time_ratio=ratio(seconds, plain))
