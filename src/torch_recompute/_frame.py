@@ -300,7 +300,7 @@ class Frame(Run):
         return run.filled
 
     def _decide_lifetime(self) -> None:
-        """Says how long the rebuilt tensors live: with their nodes, until they are read, or to the second half."""
+        """Says how long the rebuilt tensors live: until they are read, or to the second half of this backward."""
         if not _compat.in_backward():
             self.transient = True
             self.release()
@@ -309,13 +309,19 @@ class Frame(Run):
         if _compat.exec_group() is not None or (kept and leaves_undone(self._first)):
             self.transient, task.split = False, True
         else:
-            self.transient = kept
+            self.transient = True
             task.frames.append(weakref.ref(self))
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
+        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward.
+
+        Where the graph is not retained, a node that may read once more keeps it for as long as it runs.
+        """
         if not _compat.in_backward():
             slot.tensor = None
+        elif not _compat.graph_is_kept():
+            if _compat.reads_once(_compat.current_node()):
+                slot.tensor = weakref.ref(tensor)
         elif leaves_undone():
             self.transient, this_task().split = False, True
         else:

@@ -5,9 +5,10 @@ A pack hook returns one of four things for a tensor that autograd saves, and `un
 rebuilt; in a replay, whose graph is dropped at once, the tensor itself, detached. The version stands in for
 autograd's own check, which hooks switch off.
 
-A slot holds the rebuilt tensor until its node is done, as plain autograd would. Only when backward was asked to
-retain the graph does it let go at once and keep a weak reference, so that a custom Function may read
-`ctx.saved_tensors` twice.
+A slot lets go of the rebuilt tensor when its node has read it, and keeps a weak reference. So the sum that reduces a
+bias's gradient, which autograd takes after the node and before it empties it, finds the node's inputs gone. A Function
+that users write may read `ctx.saved_tensors` again, and where the graph is not retained its slots are full until it is
+done; where it is, a second read costs a second replay at worst.
 """
 
 from __future__ import annotations

@@ -81,6 +81,11 @@ def current_node() -> Any:
     return _C._current_autograd_node()
 
 
+def reads_once(node: Any) -> bool:
+    """Whether a node reads each tensor that it saved once; a Function that users write may read them again."""
+    return not isinstance(node, _C._FunctionBase) and type(node).__name__ != "CppFunction"
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward call has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
