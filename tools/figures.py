@@ -123,11 +123,10 @@ def frontier_goals() -> str:
     rows: list[tuple[str, ...]] = []
     for title, result in _frontiers().items():
         goals = {goal["name"]: goal for goal in result["goals"]}
-        less = [row["less_percent"] for row in result["ours"] if row["less_percent"] is not None]
         counts = {name: f"{goal['held']} of {goal['of']}" for name, goal in goals.items()}
-        ends = f" (from {min(less):.0f} to {max(less):.0f} %)" if less else ""
         reached = "reached" if goals["between"]["reached"] else "**not reached**"
-        rows.append((title, counts["flops"], counts["time"], f"{reached}, {counts['between']}{ends}", counts["peak"]))
+        between = f"{reached}, {counts['between']}: {goals['between']['seen']}"
+        rows.append((title, counts["flops"], counts["time"], between, counts["peak"]))
     head = ("model", "no more FLOPs", "no more time", "20 % less between the points", "peak within 0.5 %")
     return _table(head, rows)
 
@@ -142,13 +141,15 @@ def frontier_budgets() -> str:
             if row["replay_flops"] or (best is not None and replayed[best]):
                 peer = "none" if best is None else f"{best}: {replayed[best]:.2f} %"
                 less = "" if row["less_percent"] is None else f"{row['less_percent']:.0f} %"
+                if row["peak_bytes"] > row["promise"]["budget_bytes"]:
+                    less = "over budget"
                 budget = f"{row['promise']['budget_bytes'] / MIB:.1f}"
                 rows.append((title, row["setting"], budget, f"{row['replay_percent']:.2f} %", peer, less))
     return _table(("model", "budget", "MiB", "ours replays", "best peer that fits", "less"), rows)
 
 
 def frontier_lost() -> str:
-    """Peers and plans: where a peer with the plain step's gradients replays less than ours within its peak."""
+    """Peers and plans: where a peer with the plain step's gradients is better than ours within its peak."""
     rows: list[tuple[str, ...]] = []
     for title, result in _frontiers().items():
         right = {_title(peer): peer for peer in result["peers"] if not peer["gradient_difference"]}
@@ -156,6 +157,8 @@ def frontier_lost() -> str:
             if match["peer"] in right and not match["no_more_flops"]:
                 peer, ours = right[match["peer"]], match["ours"]
                 said = "none fits" if ours is None else f"{ours['replay_percent']:.2f} %"
+                if ours is not None and ours["peak_bytes"] > ours["promise"]["budget_bytes"]:
+                    said += f", over budget at {ours['peak_bytes'] / MIB:.2f} MiB"
                 mib = f"{peer['peak_bytes'] / MIB:.2f}"
                 rows.append((title, match["peer"], mib, f"{peer['replay_percent']:.2f} %", said))
     return _table(("model", "peer", "MiB", "it replays", "ours replays"), rows)

@@ -108,8 +108,9 @@ class Match:
 
     @property
     def no_more_flops(self) -> bool:
-        """Whether ours replays no more."""
-        return self.ours is not None and self.ours.replay_flops <= self.peer.replay_flops
+        """Whether ours fits and replays no more."""
+        ours = self.ours
+        return ours is not None and ours.fits and ours.replay_flops <= self.peer.replay_flops
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,13 @@ class Between:
 
     @property
     def advantage(self) -> float | None:
-        """The same, endlessly negative where only ours replays; None where no peer fits or neither replays."""
-        lost = self.peer is not None and not self.peer.replay_flops and self.ours.replay_flops
+        """The same, endlessly negative for a loss; None where no peer fits or neither replays.
+
+        It is a loss if only ours replays, and if ours is over its budget.
+        """
+        if self.peer is None:
+            return None
+        lost = not self.ours.fits or (not self.peer.replay_flops and self.ours.replay_flops)
         return -math.inf if lost else self.less_percent
 
 
@@ -248,7 +254,8 @@ class Result:
         ]
 
     def _no_longer(self, match: Match) -> bool:
-        return match.time_ratio is not None and match.time_ratio <= 1 + 2 * self.noise
+        fits = match.ours is not None and match.ours.fits
+        return fits and match.time_ratio is not None and match.time_ratio <= 1 + 2 * self.noise
 
     @property
     def verdict(self) -> list[str]:
@@ -343,7 +350,7 @@ def _spread(less: list[float]) -> str:
     if not less:
         return "nothing to compare"
     median, least, most = (
-        "more than a peer that replays nothing" if share == -math.inf else f"{share:.0f} %"
+        "a loss" if share == -math.inf else f"{share:.0f} %"
         for share in (statistics.median(less), min(less), max(less))
     )
     return f"the median is {median}, the least {least}, the most {most}"
