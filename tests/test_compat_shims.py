@@ -153,6 +153,13 @@ def test_will_run() -> None:
     assert seen == [(True, True), (False, True), (False, True)]
 
 
+def test_reads_once() -> None:
+    """A node of torch's own reads what it saved once; a Function of a user may read it again."""
+    x = vector()
+    assert _compat.reads_once((x * x).grad_fn)
+    assert not _compat.reads_once(Look.apply(x, print).grad_fn)
+
+
 def test_current_node() -> None:
     """The node whose backward runs, with its name; None outside."""
     seen: list[Any] = []
