@@ -48,7 +48,7 @@ from .guesses import guesses
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .pieces import Pieces
-from .prices import Measured, Roofline, prices_for, where
+from .prices import Measured, Roofline, composed_for, prices_for, where
 from .trace import trace
 from .trials import Call, Tried, attempt
 
@@ -91,15 +91,21 @@ class Planner:
         self._model = model
         self._call = args, kwargs
         roofline, device = where(device)
+        self._composed = composed_for(model, roofline)
         limit = limit_of(offload) if offload is not False else None
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+        self._step: dict[str, Any] = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "device": device,
+            "composed": self._composed,
+        }
         ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
         self._timing = "" if roofline else self._price.timing
         self._link = link_of(roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        captured = capture(model, args, kwargs or {}, self.plain.device)
+        captured = capture(model, args, kwargs or {}, self.plain.device, self._composed)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
         self._left_out = captured.left_out
@@ -199,9 +205,16 @@ class Planner:
         """The model in stages, given its layers and the first and last of each."""
         args, kwargs = self._call
         loss, plain = self._step["loss"] or loss_of, self.plain
-        rounding = plain.rounding
         return Pieces(
-            self._model, args, kwargs, loss=loss, device=plain.device, rounding=rounding, paths=paths, stages=stages
+            self._model,
+            args,
+            kwargs,
+            loss=loss,
+            device=plain.device,
+            rounding=plain.rounding,
+            paths=paths,
+            stages=stages,
+            composed=self._composed,
         )
 
     def _clocked(self, chosen: tuple[Solution, Simulation] | None) -> tuple[Profile, Scale | None]:

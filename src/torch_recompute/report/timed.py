@@ -19,7 +19,7 @@ from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..planning.ops import Op, op_of
 from ..planning.planner import Loss, MakeOptimizer
-from ..planning.prices import Measured, Roofline, prices_for, where
+from ..planning.prices import Measured, Roofline, composed_for, prices_for, where
 from ..simulation import Simulation, simulate_step
 
 
@@ -93,9 +93,15 @@ class Clock:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._price: Roofline | Measured | None
-        self._price, device = where(device)
+        roofline, device = where(device)
+        self._price = roofline
         self.device = ""
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+        self._step: dict[str, Any] = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "device": device,
+            "composed": composed_for(model, roofline),
+        }
 
     def timed(self, plan: Plan) -> Timed:
         """The step with a plan."""
