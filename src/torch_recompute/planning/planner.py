@@ -289,7 +289,7 @@ class Planner:
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
                     options += self._offloaded(captured, path, call, undominated(options), plain, forward)
-                options += self._grouped(captured, int(kind), plain, [word for words in found.calls for word in words])
+                options += self._grouped(captured, int(kind), plain, found.kinds)
             ways[kind] = Kind(undominated(options), graph)
         return ways
 
@@ -307,9 +307,9 @@ class Planner:
                 seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
                 yield replace(here, seconds=seconds, store="host", host_bytes=tried.host_bytes)
 
-    def _grouped(self, captured: Captured, kind: int, plain: Tried, words: Sequence[str]) -> Iterator[Option]:
+    def _grouped(self, captured: Captured, kind: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
-        for group in groups(captured, self._kinds.index(str(kind)), words):
+        for group in groups(captured, self._kinds.index(str(kind)), kinds):
             choice = replace(group.choice, carry=decides(group.paths, self._routers))
             try:
                 tried = attempt(group.call, [choice], captured.pretend)

@@ -63,6 +63,8 @@ class Trace:
     Attributes:
         made: The storages it makes, in order.
         calls: The words of each candidate.
+        kinds: The kind of each candidate's calls.
+        within: For each candidate those that its words say, too: the narrowing products among all of a module.
         parts: Modules below the segment that hold several of its calls and that it calls itself.
         feeders: For a part the module, without calls of a kind, whose result it is given: its norm.
         output: Index of the storage of its result.
@@ -72,6 +74,8 @@ class Trace:
 
     made: list[Made] = field(default_factory=list["Made"])
     calls: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    kinds: list[str] = field(default_factory=list[str])
+    within: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
     parts: list[str] = field(default_factory=list[str])
     feeders: dict[str, str] = field(default_factory=dict[str, str])
     output: int = -1
@@ -133,6 +137,7 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     places = [index.get(id(storage), -1) for _, storage in storages([result])]
     found.output = max(places, default=-1)
     found.calls = calls.words()
+    found.kinds, found.within = calls.kinds(), calls.within()
     found.parts = calls.parts()
     found.feeders = calls.feeders(found.parts)
     numbers = calls.numbers()
@@ -200,6 +205,8 @@ class _Calls(TorchFunctionMode):
         if kind is None or self.current >= 0:
             return func(*args, **kwargs)
         where = self._scope(self.module)
+        if kind == "@down" and where in self._products:  # a part of a product with an adapter
+            kind = "@product"
         self.current = self._found.setdefault((where, kind), len(self._found))
         try:
             return func(*args, **kwargs)
@@ -251,8 +258,30 @@ class _Calls(TorchFunctionMode):
     def words(self) -> list[tuple[str, ...]]:
         """The words of each candidate, in the order in which they ran."""
         return [
-            tuple(f"{where}{kind}" for where, kind in group if not _covered(where, kind, group))
+            tuple(self._word(where, kind) for where, kind in group if not _covered(where, kind, group))
             for group in self._groups()
+        ]
+
+    def _word(self, where: str, kind: str) -> str:
+        """What says the calls of a kind in a module: where all products narrow, that they are products."""
+        others = any(other == "@product" and inside(path, where) for path, other in self._found)
+        return f"{where}{'@product' if kind == '@down' and not others else kind}"
+
+    def kinds(self) -> list[str]:
+        """The kind of each candidate."""
+        return [group[0][1] for group in self._groups()]
+
+    def within(self) -> list[frozenset[int]]:
+        """For each candidate the narrowing ones that lie in its modules."""
+        groups = self._groups()
+        narrow = [(i, group) for i, group in enumerate(groups) if group[0][1] == "@down"]
+        return [
+            frozenset(
+                i
+                for i, inner in narrow
+                if group[0][1] == "@product" and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
+            )
+            for group in groups
         ]
 
     def numbers(self) -> list[int]:
