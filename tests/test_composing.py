@@ -55,7 +55,7 @@ def test_a_norm_is_one_operation_that_keeps_its_input_and_a_number_per_row() -> 
     there, ran = simulated(model, "cuda")
     assert ran["_fused_rms_norm"] == ran["_fused_rms_norm_backward"] == 1
     assert ran["native_dropout"] == ran["native_dropout_backward"] == 1
-    assert not ran["pow"] and not ran["bernoulli_"]
+    assert ran["pow"] == ran["bernoulli_"] == 0
     tensor, deviation, mask, loss = 2 * ROWS * WIDTH, 4 * ROWS, ROWS * WIDTH, 2
     # What is kept: the norm's input and deviation, the mask, and the second product's input; the batch is the caller's.
     assert there.saved_bytes == tensor + deviation + mask + tensor + loss
@@ -66,7 +66,7 @@ def test_without_cuda_as_the_target_the_step_is_the_one_of_this_machine() -> Non
     model = Norms().to(torch.bfloat16)
     here, ran = simulated(model, "")
     there, _ = simulated(model, "cuda")
-    assert not ran["_fused_rms_norm"] and not ran["native_dropout"]
+    assert ran["_fused_rms_norm"] == ran["native_dropout"] == 0
     assert here.saved_bytes > there.saved_bytes
 
 
@@ -101,7 +101,7 @@ def test_what_cuda_takes_apart_too_is_left_as_it_is(name: str) -> None:
     here, now = simulated(OTHERWISE[name], "")
     assert then == now
     assert there.peak_bytes == here.peak_bytes
-    assert not then["_fused_rms_norm"] and not then["native_dropout"]
+    assert then["_fused_rms_norm"] == then["native_dropout"] == 0
 
 
 def test_under_autocast_a_norm_is_left_as_it_is() -> None:
@@ -135,7 +135,7 @@ def test_dropout_is_that_of_the_function() -> None:
 
 
 def test_a_plan_for_a_gpu_is_for_its_operations_where_the_model_has_no_weights() -> None:
-    """A model on meta is planned as on CUDA; one with weights as it runs here, which is what its peak is promised of."""
+    """A model on meta is planned as on CUDA; one with weights as it runs here, of which its peak is promised."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     real = Norms().to(torch.bfloat16)
     here = Planner(real, (x,), None, device="h100").plain.peak_bytes

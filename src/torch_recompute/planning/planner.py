@@ -285,7 +285,7 @@ class Planner:
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
                     options.append(_option(guess.regions, tried, plain, self._price))
-                graph = found.graph(self._price)
+                graph = replace(found.graph(self._price), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
                     options += self._offloaded(captured, path, call, undominated(options), plain, forward)
