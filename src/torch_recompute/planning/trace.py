@@ -156,7 +156,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._paths = {id(child): path for path, child in module.named_modules()}
-        self._called = {path for path, child in module.named_modules() if _can_be_called(child)}
+        self._called = [path for path, child in module.named_modules() if _can_be_called(child)]
         self._rows = {path for path, child in module.named_modules() if isinstance(child, nn.Sequential)}
         self._products = {path for path, child in module.named_modules() if hasattr(child, "base_layer")}
         self._stack: list[str] = []

@@ -2,7 +2,7 @@
 
 Problem. A model on meta is planned for a GPU on a machine without one, and its fakes then lie on the CPU. What
 PyTorch makes of a function may depend on where its arguments lie: an RMS norm is one kernel on CUDA, which keeps
-its input and a number per token, and six operations on the CPU, which keep five times as much; dropout keeps a byte
+its input and a number per token, and six operations on the CPU, which keep four times as much in 16 bits; dropout keeps a byte
 per element on CUDA and an element on the CPU. A plan made of the CPU's operations buys memory back that the step it
 is for never takes.
 
