@@ -1,10 +1,10 @@
 """Operations that PyTorch puts together in another way on CUDA than on the CPU, as they are put together there.
 
 Problem. A model on meta is planned for a GPU on a machine without one, and its fakes then lie on the CPU. What
-PyTorch makes of a function may depend on where its arguments lie: an RMS norm is one kernel on CUDA, which keeps
-its input and a number per token, and six operations on the CPU, which keep four times as much in 16 bits; dropout keeps a byte
-per element on CUDA and an element on the CPU. A plan made of the CPU's operations buys memory back that the step it
-is for never takes.
+PyTorch makes of a function may depend on where its arguments lie: an RMS norm is one kernel on CUDA, which keeps its
+input and a number per row, and six operations on the CPU, which in 16 bits keep four times as much; dropout keeps a
+byte per element on CUDA and an element on the CPU. A plan made of the CPU's operations buys memory back that the step
+it is for never takes.
 
 Idea. A function mode meets these functions before PyTorch takes them apart, and calls the operation that CUDA's way
 leads to. Both are in every build as names with shapes; only their kernels are not.
