@@ -80,6 +80,35 @@ def test_gradients_have_the_shapes_of_what_they_are_of(weight: bool) -> None:
     assert there.live_by_category["gradients"] == 2 * WIDTH
 
 
+HEADS = (2, 2, 4, 8)
+
+
+def attention(x: torch.Tensor, p: float = 0.1, **given: Any) -> torch.Tensor:
+    """Attention of what is given, as queries, keys and values."""
+    x = x.flatten()[:128].view(HEADS)
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=p, **given)
+
+
+def test_attention_that_drops_out_keeps_no_scores() -> None:
+    """What is kept are queries, keys, values, the result, a sum per query and where the generator stood."""
+    there, ran = simulated(lambda x, w: attention(x, is_causal=True), "cuda")
+    assert ran["_scaled_dot_product_flash_attention"] == ran["_scaled_dot_product_flash_attention_backward"] == 1
+    assert ran["bernoulli_"] == ran["native_dropout"] == 0
+    tensor, sums, generator, loss = 2 * 128, 4 * 16, 3 * 8, 2
+    inputs = 2 * ROWS * WIDTH  # of which queries, keys and values are a view
+    assert there.saved_bytes == inputs + tensor + sums + generator + loss
+    assert not any("attention" in assumed for assumed in there.assumed)
+
+
+def test_multi_head_attention_is_looked_into() -> None:
+    """What torch shows as one function is composed as its parts are, whoever else shows them."""
+    model = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.1, batch_first=True, dtype=torch.bfloat16)
+    _, ran = simulated(nn.Sequential(nn.Unflatten(0, (1, ROWS)), model), "cuda")
+    assert ran["_scaled_dot_product_flash_attention"] == 1
+    assert ran["native_dropout"] == 3
+    assert ran["bernoulli_"] == 0
+
+
 OTHERWISE = {
     "a weight of another type": lambda x, w: F.rms_norm(x, (WIDTH,), w.float()),
     "channels last": lambda x, w: F.rms_norm(
@@ -90,6 +119,10 @@ OTHERWISE = {
     "dropout out of training": lambda x, w: F.dropout(x, 0.5, training=False),
     "dropout of nothing": lambda x, w: F.dropout(x, 0.0),
     "dropout of everything": lambda x, w: F.dropout(x, 1.0),
+    "attention that drops nothing": lambda x, w: attention(x, 0.0),
+    "attention with a mask": lambda x, w: attention(x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+    "attention in 32 bits": lambda x, w: attention(x.float()),
+    "attention of grouped heads": lambda x, w: attention(x, enable_gqa=True),
 }
 
 

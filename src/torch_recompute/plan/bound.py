@@ -78,7 +78,7 @@ def bound(costs: Costs, budget: int) -> float:
 
 
 def _least(whole: Callable[..., Cut], room: int, highest: float = math.inf) -> float:
-    """The fewest seconds with so much room, given the cheapest cut for each price of a byte, which is below one."""
+    """The fewest seconds with so much room, from the cheapest cuts at prices of a byte up to `highest`."""
     free = whole(0.0)
     if free.bytes <= room:
         return max(0.0, free.seconds * (1 - ROUNDING))

@@ -23,7 +23,6 @@ Not seen: what other Python functions do that torch treats as one call.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -33,6 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._compat.functions import attention_in_parts
 from .._replay import Replay
 from ..region import no_recompute
 from ..values import replay, thread
@@ -88,17 +88,6 @@ def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
             return "@matmul"
         return "@down" if _narrows(func, args, kwargs) else "@product"
     return None
-
-
-def _shown_inside(function: types.FunctionType) -> Function:
-    """A Python function of torch whose calls inside are shown to function modes, where it would show itself alone."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
-    twin = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-attention_in_parts = _shown_inside(F.multi_head_attention_forward)
 
 
 class Keep(TorchFunctionMode):

@@ -267,14 +267,15 @@ def where(device: torch.device | str | Roofline | None) -> tuple[Roofline | None
         raise errors.ArgumentError(errors.unknown_device(device, [*DEVICES])) from None
 
 
-def composed_for(model: torch.nn.Module, roofline: Roofline | None) -> str:
+def composed_for(model: object, roofline: Roofline | None) -> str:
     """The type of device that a model's functions are to be composed for; "" for where its tensors are.
 
     A model on meta that is planned for a device by its data sheet runs nowhere but there. One with weights may run
     where these are, and is promised what it takes there.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    return roofline.kind if roofline is not None and all(tensor.is_meta for tensor in tensors) else ""
+    if roofline is None or not isinstance(model, torch.nn.Module):  # which whoever simulates it will say
+        return ""
+    return roofline.kind if all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) else ""
 
 
 def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:

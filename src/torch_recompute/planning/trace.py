@@ -26,9 +26,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._compat.functions import attention_in_parts
 from ..memory.ledger import storages
 from ..plan.anatomy import inside
-from ..plan.calls import attention_in_parts, kind_of
+from ..plan.calls import kind_of
 from ..plan.cost import Graph, Node
 from .ops import Log, Op
 
@@ -268,18 +269,18 @@ class _Calls(TorchFunctionMode):
         return f"{where}{'@product' if kind == '@down' and not others else kind}"
 
     def kinds(self) -> list[str]:
-        """The kind of each candidate."""
-        return [group[0][1] for group in self._groups()]
+        """The kind of each candidate; of one that has products of both kinds, that of all products."""
+        return [_kind(group) for group in self._groups()]
 
     def within(self) -> list[frozenset[int]]:
         """For each candidate the narrowing ones that lie in its modules."""
         groups = self._groups()
-        narrow = [(i, group) for i, group in enumerate(groups) if group[0][1] == "@down"]
+        narrow = [(i, group) for i, group in enumerate(groups) if _kind(group) == "@down"]
         return [
             frozenset(
                 i
                 for i, inner in narrow
-                if group[0][1] == "@product" and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
+                if _kind(group) == "@product" and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
             )
             for group in groups
         ]
@@ -308,7 +309,15 @@ class _Calls(TorchFunctionMode):
 
 def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
     """Whether another word of the group says this one too."""
-    return any(other == kind and inside(where, around) and where != around for around, other in group)
+    return any(
+        inside(where, around) and ((other == kind and where != around) or (other, kind) == ("@product", "@down"))
+        for around, other in group
+    )
+
+
+def _kind(group: Sequence[tuple[str, str]]) -> str:
+    """The kind of the calls of a candidate."""
+    return next((kind for _, kind in group if kind == "@product"), group[0][1])
 
 
 def _can_be_called(module: nn.Module) -> bool:

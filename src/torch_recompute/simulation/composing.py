@@ -12,9 +12,12 @@ leads to. Both are in every build as names with shapes; only their kernels are n
     F.rms_norm    aten::_fused_rms_norm, which has no autograd formula for the CPU's tensors, so the one that it has on
                   CUDA is written down here: input, weight and reciprocal deviation are kept
     F.dropout     aten::native_dropout
+    attention     that drops out: aten::_scaled_dot_product_flash_attention, where the CPU multiplies matrices of
+                  scores. What drops nothing keeps the same on both
 
-The conditions are PyTorch's own (`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp).
-Under autocast, which casts the arguments of a norm first, nothing is done.
+The conditions are PyTorch's own (`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp,
+`sdp_utils.cpp`); of attention those shapes and types count that every GPU of the last years takes. Under autocast,
+which casts the arguments first, nothing is done.
 
 Rejected: fakes that say they lie on CUDA; a build without it aborts where it asks for their stream.
 """
@@ -31,8 +34,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _compat
 from .._compat.fakes import below_autograd
+from .._compat.functions import attention_in_parts
 
 aten: Any = torch.ops.aten
+_WIDTHS = frozenset(range(8, 257, 8))  # of heads; others are padded to one of these
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -42,6 +47,9 @@ class AsOnCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:
+                return attention_in_parts(*args, **(kwargs or {}))
         here = _HERE.get(func)
         result = NotImplemented if here is None else here(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if result is NotImplemented else result
@@ -94,9 +102,30 @@ def _plain_dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     return _dropout(input, p, train)
 
 
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    heads = {x.shape[:-2] for x in (query, key, value)}
+    widths = {x.shape[-1] for x in (query, key, value)}
+    square = not is_causal or query.shape[-2] == key.shape[-2]
+    known = query.dim() == 4 and len(heads) == len(widths) == 1 and widths <= _WIDTHS and square
+    plain = attn_mask is None and not enable_gqa and not _compat.autocast_on(query.device.type)
+    if not (0 < dropout_p < 1 and known and plain and query.dtype in (torch.float16, torch.bfloat16)):
+        return NotImplemented
+    return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+
+
 _HERE: dict[Callable[..., Any], Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.dropout: _dropout,
     torch.dropout: _plain_dropout,
+    F.scaled_dot_product_attention: _attention,
 }

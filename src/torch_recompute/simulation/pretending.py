@@ -41,6 +41,7 @@ _MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
+_NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -187,7 +188,7 @@ class Pretend(TorchDispatchMode):
         """The results with stand-ins for integers, as far as they are new and small."""
 
         def decide(value: Any) -> Any:
-            integers = type(value) is FakeTensor and not _floats(value) and value.dtype is not torch.bool
+            integers = type(value) is FakeTensor and not _floats(value) and value.dtype not in _NO_CHOICE
             if not integers or value.numel() > STAND_INS:
                 return value
             return self._choice(func, args, value)
