@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torch_recompute import doctor
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import DEVICES, Roofline, composed_for
 from torch_recompute.simulation import Simulation, simulate_step
@@ -183,3 +184,15 @@ def test_a_device_of_which_nothing_is_said_changes_nothing() -> None:
     assert {composed_for(meta, roofline) for roofline in DEVICES.values()} == {"cuda"}
     mine = Roofline("mine", {1: 1e12}, 1e12, 1e-6)
     assert composed_for(meta, mine) == composed_for(meta, None) == composed_for(Norms(), DEVICES["h100"]) == ""
+
+
+def test_the_doctor_examines_the_step_that_a_plan_is_for() -> None:
+    """What fits a GPU by its own operations fits in the doctor's simulation, too, and does not as the CPU's."""
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    meta = Norms().to(torch.bfloat16).to("meta")
+    budget = Planner(meta, (x,), None, device="h100").plain.peak_bytes
+    found = [
+        {finding.kind for finding in doctor.examine(meta, (x,), budget=budget, device=device).findings}
+        for device in ("h100", "cpu")
+    ]
+    assert [("over_budget" in kinds) for kinds in found] == [False, True]

@@ -26,6 +26,7 @@ from ..plan.plan import Plan
 from ..plan.planned import bytes_of
 from ..planning.free import free_bytes
 from ..planning.planner import Loss, MakeOptimizer, Planner
+from ..planning.prices import composed_for, where
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .check import Check, Evidence, Simulated
@@ -177,7 +178,7 @@ class _Examination:
 
     def _step(self, plan: Plan, loss: Callable[[Any], torch.Tensor], watch: Any = None) -> Simulation:
         prepare = (lambda copy: apply(copy, plan)) if plan.all_choices else None
-        where = self._device if isinstance(self._device, torch.device) or self._device == "cpu" else None
+        place = self._device if isinstance(self._device, torch.device) or self._device == "cpu" else None
         return simulate_step(
             self._model,
             self._args,
@@ -186,7 +187,8 @@ class _Examination:
             watch=watch,
             loss=loss,
             optimizer=self._optimizer,
-            device=where,
+            device=place,
+            composed=composed_for(self._model, where(self._device)[0]),
         )
 
     def _planner(self) -> Planner:
