@@ -1,7 +1,7 @@
 """The page of a report: what is in the text, what its arithmetic says, and how it looks and behaves in a real browser.
 
-The browser is a Chromium, found on the path or named by TORCH_RECOMPUTE_BROWSER. Without one those tests are skipped;
-the text and the arithmetic are looked at all the same.
+The browser is a Chromium: the pinned one that `make test` brings, else one on the path, or what TORCH_RECOMPUTE_BROWSER
+names. Without one those tests are skipped; the text and the arithmetic are looked at all the same.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from browser import VARIABLE, Browser, find_browser
+from browser import Browser, find_browser, why_none
 from report_cases import BY_HAND, pair, seen
 from torch_recompute.report import report
 from torch_recompute.report.page import render
@@ -138,9 +138,7 @@ def test_what_is_said_of_figures(data: dict[str, Any]) -> None:
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 PROGRAM = find_browser()
-in_browser = pytest.mark.skipif(
-    PROGRAM is None, reason=f"needs a Chromium: on the path, or its path in the variable {VARIABLE}"
-)
+in_browser = pytest.mark.skipif(PROGRAM is None, reason=why_none())
 
 
 @pytest.fixture(scope="module")
