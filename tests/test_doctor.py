@@ -447,6 +447,39 @@ def test_fallbacks() -> None:
     (found,) = watching.report().findings
     assert found.kind == "fallbacks"
     assert found.seen.startswith("graph break: ")
+    assert "cut in two" in found.seen
+    assert "fullgraph=True" in found.write
+
+
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_watching_breaks_no_graph(part: str) -> None:
+    """A compiled model that is watched is compiled in one piece, as without, and its steps are seen."""
+    torch._dynamo.reset()
+    model: Any = stack(lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(32)))
+    if part == "whole":
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model[0].compile(backend="eager", fullgraph=True)
+    with doctor.watch(model) as watching:
+        train(model, 3)
+    report = watching.report()
+    assert not report.findings
+    seen = watching._observer.seen
+    assert seen.steps == seen.backwards == 3
+    assert set(seen.gradients.values()) == {3}
+
+
+def test_no_cuda_graph() -> None:
+    """What torch leaves out of CUDA graphs is found, once per compilation: here one with CPU tensors in it."""
+    model = nn.Linear(SIZE, SIZE)
+    compiled = torch.compile(model, backend="cudagraphs")
+    with doctor.watch(compiled) as watching:
+        train(compiled, 3)
+    (found,) = watching.report().findings
+    assert (found.kind, found.figures) == ("fallbacks", {"count": 1})
+    assert found.seen.startswith("no CUDA graph (cudagraph_skips): once. ")
+    assert "ran without a CUDA graph" in found.seen
+    assert "TORCH_LOGS=cudagraphs" in found.write
 
 
 # --- checks on evidence that cannot be had here ---------------------------------------------------------------------
