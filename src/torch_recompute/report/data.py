@@ -9,6 +9,8 @@ thousand, as many as a screen has columns, each the highest of its stretch. So t
 
 Bytes are stacked by category, and activations by who made them: the forward, a replay, or backward itself.
 
+What a plan keeps in host memory is no part of the stack: it lies beside it, a series of its own.
+
 Invariants, which the tests hold: the layers of a sample sum to what was alive; the largest sample is the peak; the
 phases cover the step without a gap.
 """
@@ -160,6 +162,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
         "replay_seconds": sum(timed.replayed.values(), 0.0),
         "replay_flops": simulation.flops["replay"],
         "kept_bytes": simulation.saved_bytes,
+        "host_bytes": max(timed.hosted.values(), default=0),
         "peak": moments.index(simulation.peak),
         "phases": [list(span) for span in timed.spans],
         "samples": {
@@ -168,6 +171,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
             "module": [number(moment.module) for moment in moments],
             "op": [number(moment.op) for moment in moments],
             "layers": {layer: series for layer, series in layers.items() if any(series)},
+            "host": [timed.in_host(moment.event) for moment in moments] if timed.sent else [],
         },
     }
 
