@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C import _len_torch_function_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
@@ -362,6 +363,23 @@ def train_eval(steps: torch.Tensor) -> dict[str, torch.Tensor]:
     for layer in plain.layers:
         layer.steps.copy_(steps - 1)
     return train(plain)
+
+
+def test_without_grad_no_call_is_looked_at() -> None:
+    """In evaluation a region that keeps calls and carries decisions enters no mode: it costs what the model costs."""
+    entered: list[int] = []
+
+    class Looks(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            entered.append(_len_torch_function_stack())
+            return super().forward(input)
+
+    net = nn.Sequential(Looks(WIDTH, WIDTH))
+    apply(net, Plan((Choice(("0",), keep=("@product",), carry=True),)))
+    with torch.no_grad():
+        net(data())
+    net(data())
+    assert entered == [0, 2]
 
 
 def test_plan_inside_a_region_of_the_user() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from test_sizes import Gpt, at
-from torch_recompute import Plan, Profile, make_plan, measure, profile
+from torch_recompute import Choice, Plan, Profile, apply, make_plan, measure, profile
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planning import planner
-from torch_recompute.planning.clock import Clocked, Scale, clock, obstacle
+from torch_recompute.planning.clock import Clocked, Replays, Scale, clock, obstacle
 from torch_recompute.planning.planner import Planner
 from torch_recompute.simulation.step import loss_of
 
@@ -58,6 +58,34 @@ def test_a_step_is_run_and_nothing_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model.calls == 1
     assert seen == []
+
+
+def test_replays_are_timed_once() -> None:
+    """All that a replay takes counts, one inside another with the outer one; nothing counts any more afterwards."""
+    ticks = iter(range(100))
+
+    def inner() -> int:
+        next(ticks)
+        return 7
+
+    def outer() -> int:
+        next(ticks)
+        return replays(inner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_recompute.planning.clock.stamp", lambda: float(next(ticks)))
+        with Replays() as replays:
+            assert replays(outer) == 7  # from tick 0 to 3
+            assert replays(inner) == 7  # from tick 4 to 6
+        assert replays.seconds() == 5.0
+    model, ids = Gpt(2), at(32)
+    found = clock(model, (ids,), {}, loss_of, Plan((Choice(("blocks.0", "blocks.1"), nested=True),)), CPU)
+    assert 0 < found.replays < found.backward
+    with Replays() as replays:
+        pass
+    apply(model, Plan((Choice(("blocks.0",)),)))
+    model(ids).backward()
+    assert replays.seconds() == 0
 
 
 def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -439,6 +439,12 @@ def draws_without_matplotlib() -> None:
         plans("math:sin", "--frontier", "--plot", "plan.png")
 
 
+def fits_where_memory_is_unknown() -> None:
+    elsewhere = unittest.mock.patch("torch_recompute.planning.free.sys", types.SimpleNamespace(platform="darwin"))
+    with elsewhere, unittest.mock.patch.dict(sys.modules, {"psutil": None}):
+        make_plan(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), budget="fit")
+
+
 def on_meta() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
     return torch.nn.Linear(3, 3, device="meta"), (torch.ones(1, 3),)
 
@@ -3087,6 +3093,13 @@ CASES = [
         "this is not a profile: this version of the library reads version 1.\n"
         "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
         "profile.to_json() wrote.",
+    ),
+    Case(
+        "host_memory_unknown",
+        ArgumentError,
+        fits_where_memory_is_unknown,
+        "what memory of this machine is free is not known: its system (darwin) says it to psutil, which is not "
+        "installed. pip install psutil, or pass the budget in bytes.",
     ),
     Case(
         "nothing_to_fit_into",

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from torch_recompute import Plan, apply, measure, simulate
-from torch_recompute._ranks.flight import Instant, instants
+from torch_recompute._ranks.flight import Instant, instants, seconds_at_least
 from torch_recompute._ranks.layout import Layout
 from torch_recompute._ranks.model import Rank, ranks
 from torch_recompute._ranks.optimizer import Sharded
 from torch_recompute._ranks.planning import PipelinePlanner, RankPlanner, step_seconds
 from torch_recompute.errors import ArgumentError, BudgetError
+from torch_recompute.plan.bound import bound
+from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment
 from torch_recompute.plan.inflight import FORWARD, Action, one_f_one_b
 from torch_recompute.planning.ops import Meta, Op
 from torch_recompute.planning.prices import DEVICES, sent_bytes
@@ -154,10 +156,28 @@ def test_plans_fit(planner: PipelinePlanner) -> None:
         promise = rank.plan.prediction
         assert promise is not None
         assert promise.peak_bytes == rank.peak_bytes <= promise.budget_bytes < rank.plain_peak_bytes
+        assert promise.plain_step_seconds < promise.bound_seconds < promise.step_seconds
         assert rank.optimizer_bytes == 3 * 4 * -(-rank.parameters // 2) - rank.parameters * 4 // 2
         layers = {f"model.layers.{layer}" for chunk in rank.layers for layer in chunk}
         assert all(any(f"{path}.".startswith(f"{layer}.") for layer in layers) for c in rank.plan for path in c.paths)
         assert Plan.from_json(rank.plan.to_json()) == rank.plan
+
+
+@pytest.mark.parametrize("budget", [20, 40, 60, 90, 120])
+def test_the_bound_counts_what_is_in_flight(budget: int) -> None:
+    """Alone it is that of one step; with as much again in flight that within half the room; more chunks add up."""
+    graph = Graph((Node(0.5, 8, (-1,), True), Node(0.25, 4, (0,), True), Node(2.0, 16, (1,), True)), 2, 16)
+    kinds = {"a": Kind((Option((), 28, 28, 28, 0.0),), graph)}
+    costs = Costs(kinds, tuple(Segment(f"layers.{i}", "a", 0, 0) for i in range(2)), (), 5.5, 10)
+    assert seconds_at_least(costs, [2], [Instant(0, True, (0,))], budget, 10) == bound(costs, budget)
+    twice = Instant(0, False, (1,))
+    assert seconds_at_least(costs, [2], [twice], 2 * budget - 10, 10) == pytest.approx(bound(costs, budget))
+    assert seconds_at_least(costs, [2], [twice, Instant(0, True, (0,))], 2 * budget - 10, 10) == pytest.approx(
+        bound(costs, budget)
+    )
+    apart = seconds_at_least(costs, [1, 1], [Instant(1, True, (1, 0))], budget, 10)
+    assert apart <= bound(costs, budget)
+    assert (apart == 0) == (budget >= 10 + 2 * 28)
 
 
 def test_more_memory_never_costs_more(planner: PipelinePlanner) -> None:

@@ -81,8 +81,8 @@ def train(regions, steps):
     return losses, left, objects, len(dist.distributed_c10d._world.pg_map) - groups
 
 
-def pipelined_and_sharded(regions):
-    """Losses of a pipeline of two stages, each over two tensor-parallel ranks."""
+def pipelined_and_sharded(regions, steps):
+    """Losses of a pipeline of two stages, each over two tensor-parallel ranks; bytes left by steps; new groups."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     stage = mesh.get_local_rank("pipeline")
     torch.manual_seed(stage)
@@ -100,8 +100,10 @@ def pipelined_and_sharded(regions):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(5)
     x, target = torch.randn(2, 4, WIDTH, generator=generator)
-    curve = []
-    for _ in range(10):
+    curve, left = [], []
+    groups = len(dist.distributed_c10d._world.pg_map)
+
+    def one():
         optimizer.zero_grad()
         losses = []
         if stage == 0:
@@ -110,7 +112,16 @@ def pipelined_and_sharded(regions):
             pipeline.step(target=target, losses=losses)
         optimizer.step()
         curve.append([float(loss.detach()) for loss in losses])
-    return curve
+
+    while len(curve) < steps - 2 * WINDOW:
+        one()
+    gc.collect()
+    with Bytes() as seen:
+        for _ in range(2):
+            for _ in range(WINDOW):
+                one()
+            left.append(seen.live)
+    return curve, left, len(dist.distributed_c10d._world.pg_map) - groups
 
 
 class Dies(nn.Module):
@@ -179,11 +190,16 @@ def test_two_hundred_steps_are_those_of_the_plain_run(ranks):
 
 
 def test_pipeline_and_tensor_parallel_together(ranks):
-    """Two stages of two tensor-parallel ranks each, with regions: the plain losses to the last bit."""
-    plain, ours = ranks.run(pipelined_and_sharded, False), ranks.run(pipelined_and_sharded, True)
-    assert ours == plain
-    assert [len(step) for step in ours[-1]] == [2] * 10
-    assert sum(ours[-1][-1]) < sum(ours[-1][0])
+    """Two stages of two tensor-parallel ranks, 200 steps: the plain losses to the last bit, and nothing piles up."""
+    plain, ours = (ranks.run(pipelined_and_sharded, regions, STEPS) for regions in (False, True))
+    for (wanted, *_), (curve, left, groups) in zip(plain, ours, strict=True):
+        assert curve == wanted
+        assert len(curve) == STEPS
+        assert len(set(left)) == 1
+        assert groups == 0
+    losses = ours[-1][0]
+    assert [len(step) for step in losses] == [2] * STEPS
+    assert sum(losses[-1]) < 0.7 * sum(losses[0])
 
 
 def test_a_killed_rank_ends_the_others(ranks):

@@ -15,7 +15,11 @@ least. The price is raised until the rank fits; then layers take back, one after
 transient is capped in the same search, since replaying much at once keeps little and takes much.
 
 The choice is simulated, and the peak that is said is counted from that simulation. What a choice by prices can miss is
-what a single layer makes of the budget; layers recomputed together are not considered.
+what a single layer makes of the budget; layers recomputed together are not considered. How much that is at the most
+the bound says: at the moment at which an action's microbatch is whole, all that is kept must fit, whoever chooses it.
+
+Prices keep all moments of the schedule at once. `planning/stages.py`, where stages are a user's own and few, asks the
+solvers of `plan/` at one moment after the other instead.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..plan.cost import Costs, Option
+from ..plan.bound import bound
+from ..plan.cost import Costs, Kind, Option, Segment
 from ..plan.inflight import FORWARD, Action, moments
+from ..plan.microbatches import graph_held
 from ..simulation import Simulation
 
 STEPS = 40
@@ -232,3 +238,35 @@ def _filled(
         if found[place].seconds >= before.seconds:
             found[place] = before
     return tuple(found)
+
+
+def seconds_at_least(costs: Costs, sizes: Sequence[int], found: Sequence[Instant], budget: int, always: int) -> float:
+    """Seconds that every schedule of keeping and recomputing adds to a microbatch within a budget.
+
+    Args:
+        costs: Of one microbatch.
+        sizes: How many layers each chunk has.
+        found: The actions that hold the most.
+        budget: In bytes.
+        always: Bytes that live at any time, such as parameters.
+    """
+    return max(bound(_kept_at(costs, sizes, instant, always), budget) for instant in found)
+
+
+def _kept_at(costs: Costs, sizes: Sequence[int], instant: Instant, always: int) -> Costs:
+    """What an action holds when its microbatch is whole, as the costs of one step: results as often as they lie there.
+
+    What one chunk hands on is another rank's to take, so between chunks there is nothing to be had or to be kept.
+    """
+    kinds = {"": Kind((Option((), 0, 0, 0, 0.0),))}
+    segments: list[Segment] = []
+    rest = iter(costs.segments)
+    for chunk, size in enumerate(sizes):
+        times = instant.held[chunk] + (chunk == instant.chunk)
+        for segment in itertools.islice(rest, size):
+            kind = costs.kinds[segment.kind]
+            name = f"{segment.kind} of chunk {chunk}"
+            kinds[name] = Kind(kind.options, kind.graph and graph_held(kind.graph, times))
+            segments.append(Segment(segment.path, name, 0, 0))
+        segments.append(Segment("", "", 0, 0))
+    return Costs(kinds, tuple(segments), (), costs.step_seconds, always)

@@ -32,7 +32,7 @@ from ..planning.ops import Log, Op
 from ..planning.planner import Planner
 from ..planning.prices import sent_bytes
 from ..planning.schedules import orders_named
-from .flight import Instant, Taken, chosen, estimated, instants, taken
+from .flight import Instant, Taken, chosen, estimated, instants, seconds_at_least, taken
 from .layout import Layout
 from .model import Rank, ranks
 from .optimizer import sharded
@@ -250,6 +250,10 @@ class RankPlanner:
         peak, instant = used.peak(self._found)
         replays = sum(option.seconds for option in options)
         costs = profile.costs
+        live = self.planner.plain.live_by_category
+        weights, gradients = live["parameters"], live["gradients"]
+        always = weights + gradients + live["optimizer"]
+        least = seconds_at_least(costs, self._sizes, self._found, max(wanted, peak), always)
         microbatch = costs.step_seconds - self._optimizer_seconds
         step = layout.microbatches * microbatch + self._optimizer_seconds
         solution = Solution(options, peak, replays)
@@ -260,7 +264,7 @@ class RankPlanner:
             step_seconds=step + layout.microbatches * replays,
             plain_step_seconds=step,
             replay_flops=layout.microbatches * sum(option.flops for option in options),
-            bound_seconds=step,
+            bound_seconds=step + layout.microbatches * least,
             device=profile.device,
             solver="prices of bytes in flight",
             lines=lines_of(costs, solution, range(len(options))),
@@ -270,8 +274,6 @@ class RankPlanner:
         held = [0] * len(rank.chunks) if instant is None else list(instant.held)
         if instant is not None:
             held[instant.chunk] += 1
-        live = self.planner.plain.live_by_category
-        weights, gradients = live["parameters"], live["gradients"]
         return RankPlan(
             rank=rank.number,
             layers=rank.chunks,
@@ -280,7 +282,7 @@ class RankPlanner:
             gradient_bytes=gradients,
             optimizer_bytes=live["optimizer"],
             held=tuple(held),
-            activation_bytes=peak - weights - gradients - live["optimizer"],
+            activation_bytes=peak - always,
             plain_peak_bytes=plain_peak,
             microbatch_seconds=microbatch,
             replay_seconds=replays,

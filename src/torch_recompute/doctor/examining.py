@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class _Examination:
         """What a budget comes to."""
         if simulated is None:
             return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, 0, None)
-        free = free_bytes(self._model, simulated.step.device)
+        free = partial(free_bytes, self._model, simulated.step.device)
         return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, simulated.plain.peak_bytes, free)
 
     # --- run ------------------------------------------------------------------------------------------------------

@@ -151,6 +151,14 @@ def bad_merge(what: str, one: object, other: object) -> str:
     )
 
 
+def host_memory_unknown(system: str) -> str:
+    """Text for a system that does not say how much memory it has."""
+    return (
+        f"what memory of this machine is free is not known: its system ({system}) says it to psutil, which is not "
+        "installed. pip install psutil, or pass the budget in bytes."
+    )
+
+
 def nothing_to_fit_into() -> str:
     """Text for "fit" where no device is known."""
     return (

@@ -84,6 +84,8 @@ class Region(Placed):
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as the region does, in forward and in a replay."""
         run = thread.run
+        if run is None and not torch.compiler.is_compiling():  # without gradients there is no region
+            return fn(*args, **kwargs)
         with ExitStack() as stack:
             compare = not self._carry and run is not None and self.figures.compares(run)
             if isinstance(run, Frame):

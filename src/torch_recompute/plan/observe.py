@@ -97,7 +97,7 @@ class Figures:
         if capturing():
             yield
             return
-        start = _stamp()
+        start = stamp()
         try:
             if self.flops is None:
                 self.flops = 0
@@ -110,7 +110,7 @@ class Figures:
                 yield
         finally:
             if self.replays:
-                self._pending.append((start, _stamp()))
+                self._pending.append((start, stamp()))
                 if len(self._pending) > 64:
                     self._settle()
             self.replays += 1
@@ -123,11 +123,12 @@ class Figures:
 
     def _settle(self) -> None:
         for start, end in self._pending:
-            self._seconds += _between(start, end)
+            self._seconds += between(start, end)
         self._pending.clear()
 
 
-def _stamp() -> Stamp:
+def stamp() -> Stamp:
+    """The present moment: on CUDA an event, so that nothing is waited for."""
     if torch.cuda.is_initialized():
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -135,7 +136,8 @@ def _stamp() -> Stamp:
     return time.perf_counter()
 
 
-def _between(start: Any, end: Any) -> float:
+def between(start: Any, end: Any) -> float:
+    """Seconds from one moment to another."""
     if isinstance(start, float):
         return end - start
     end.synchronize()

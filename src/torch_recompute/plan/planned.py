@@ -46,14 +46,14 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
     return planned(profile, profile.costs, solution, wanted)
 
 
-def bytes_of(budget: object, least: Callable[[], int], most: int, free: int | None) -> int:
+def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> int:
     """What a budget comes to for one model.
 
     Args:
         budget: See `read_budget`.
         least: Says the smallest peak of any plan; asked only for a share.
         most: The peak with no region.
-        free: What the device has for this step; None if there is no device at hand.
+        free: Says what the device has for this step; None if there is no device at hand.
 
     Raises:
         ArgumentError: It is no budget, or "fit" without a device.
@@ -66,7 +66,7 @@ def bytes_of(budget: object, least: Callable[[], int], most: int, free: int | No
         return bottom + math.floor(meant.share * (most - bottom))
     if free is None:
         raise errors.ArgumentError(errors.nothing_to_fit_into())
-    return free
+    return free()
 
 
 def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:

@@ -11,7 +11,7 @@ from .._ranks.planning import RankPlan, step_seconds
 GIB, MIB = 2**30, 2**20
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "no region"),
-    *("microbatch ms", "replays ms", "links ms"),
+    *("microbatch ms", "replays ms", "gap", "links ms"),
 )
 
 
@@ -36,22 +36,24 @@ def show(task: str, layout: Layout, plans: Sequence[RankPlan]) -> None:
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
     console.print(
-        "Sizes in GiB. In flight: microbatches of a chunk at the peak, over all chunks. Links: collectives inside a "
-        "layer, counted in a microbatch. Not counted: what is sent between stages and between replicas. Replicas share "
-        "the optimizer's state, as Megatron's distributed optimizer does; gradients lie in buffers of the weights' "
-        "type.",
+        "Sizes in GiB. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of keeping "
+        "and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a microbatch. "
+        "Not counted: what is sent between stages and between replicas. Replicas share the optimizer's state, as "
+        "Megatron's distributed optimizer does; gradients lie in buffers of the weights' type.",
         style="dim",
     )
 
 
 def _row(plan: RankPlan) -> tuple[str, ...]:
     sizes = (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes, plan.activation_bytes)
-    seconds = (plan.microbatch_seconds, plan.replay_seconds, plan.link_seconds)
+    seconds = (plan.microbatch_seconds, plan.replay_seconds)
     return (
         str(plan.rank),
         str(sum(plan.held)),
         *(f"{size / GIB:,.2f}" for size in (*sizes, plan.peak_bytes, plan.plain_peak_bytes)),
         *(f"{1000 * each:,.2f}" for each in seconds),
+        "" if plan.plan.prediction is None else f"{plan.plan.prediction.gap:.1%}",
+        f"{1000 * plan.link_seconds:,.2f}",
     )
 
 

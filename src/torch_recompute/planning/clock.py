@@ -6,9 +6,9 @@ large products, by half for small ones and for what only moves memory.
 
 Idea. Run the step that the plan is for, and scale. All replays are scaled by one number, so the choice does not depend
 on it and comes first, and what is run never needs more memory than was asked for. Where the step with no region would,
-it is put together from parts that do not: the forward without gradients, and the backward less its replays, which the
-regions themselves take the time of. What the plan adds is the difference, and that over the sum of the prices is the
-scale: so the cost of the engine is in it, too.
+it is put together from parts that do not: the forward without gradients, and the backward less all that replays take,
+the engine's part included. What the plan adds is the difference, and that over the sum of the prices is the scale: so
+the cost of the engine is in it, too.
 
 Invariants. The step is that of a copy: its parameters are new ones over the same memory, so that gradients and hooks of
 parameters are not touched, and everything else is copied, buffers and the batch with memory of their own. The
@@ -25,31 +25,33 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _compat
+from .._frame import Frame
 from ..plan.apply import apply
 from ..plan.cost import Costs, Graph, Kind, Option, Solution
+from ..plan.observe import Stamp, between, stamp
 from ..plan.plan import Plan
 from ..state import DEFAULT
 
-TIMES, MOST_TIMES = 3, 20
+TIMES, MOST_TIMES = 5, 20
 ENOUGH, LONGEST = 1.0, 30.0  # seconds: after the one no more than TIMES are run, after the other none
 
 
 @dataclass(frozen=True)
 class Clocked:
-    """Seconds of a step that was run: means over the same runs, so that what disturbs one part disturbs all.
+    """Seconds of a step that was run: medians over the runs.
 
     Attributes:
         plain: The forward with neither gradients nor regions.
         forward: The forward and the loss.
         backward: The backward, replays included.
-        replays: The replays in it.
+        replays: The replays in it, with all that the engine does around them.
     """
 
     plain: float
@@ -160,17 +162,15 @@ def clock(
     try:
         with torch.inference_mode(False), torch.enable_grad():
             same = _copy(model)
-            handle = apply(same, plan)
+            apply(same, plan)
             began = time.perf_counter()
-            found = [_step(same, args, kwargs, loss, device)]  # warms up; regions time their replays from the second on
+            found = [_step(same, args, kwargs, loss, device)]  # warms up
             while len(found) < 2 or _go_on(len(found), time.perf_counter() - began):
                 found.append(_step(same, args, kwargs, loss, device))
-            replays = handle.report().seconds
     finally:
         for ambient, state in states:
             ambient.restore(state)
-    plain, forward, backward = (mean(times) for times in zip(*found[1:], strict=True))
-    return Clocked(plain, forward, backward, replays)
+    return Clocked(*(median(times) for times in zip(*found[1:], strict=True)))
 
 
 def _go_on(times: int, spent: float) -> bool:
@@ -193,18 +193,49 @@ def _step(
     kwargs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor],
     device: torch.device,
-) -> tuple[float, float, float]:
-    """Seconds of one forward without gradients, of one with them, and of its backward."""
+) -> tuple[float, float, float, float]:
+    """Seconds of one forward without gradients, of one with them, of its backward, and of the replays in that."""
     with torch.no_grad():
         early = _now(device)
         loss(model(*_fresh(args), **_fresh(kwargs)))
     start = _now(device)
     value = loss(model(*_fresh(args), **_fresh(kwargs)))
     turn = _now(device)
-    value.backward()
+    with Replays() as replays:
+        value.backward()
     end = _now(device)
     model.zero_grad()
-    return start - early, turn - start, end - turn
+    return start - early, turn - start, end - turn, replays.seconds()
+
+
+class Replays:
+    """Takes the time of all replays of regions while it is entered; one inside another counts once."""
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[Stamp, Stamp]] = []
+        self._inside = False
+
+    def __enter__(self) -> Replays:
+        Frame.clock = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Frame.clock = None
+
+    def __call__(self, replay: Callable[[], int]) -> int:
+        """Runs a replay."""
+        if self._inside:
+            return replay()
+        self._inside, start = True, stamp()
+        try:
+            return replay()
+        finally:
+            self._inside = False
+            self._moments.append((start, stamp()))
+
+    def seconds(self) -> float:
+        """Of all replays so far."""
+        return sum(between(*moments) for moments in self._moments)
 
 
 def _fresh(arguments: Any) -> Any:

@@ -134,7 +134,7 @@ class Planner:
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        free = free_bytes(self._model, self.plain.device)
+        free = partial(free_bytes, self._model, self.plain.device)
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
         best: tuple[Solution, Simulation] | None = None
         costs, known = self.costs, None
@@ -223,7 +223,10 @@ class Planner:
         if why:
             return why
         given = [x for x in _compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in (*self._model.buffers(), *given))
+        try:
+            room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in (*self._model.buffers(), *given))
+        except errors.ArgumentError as error:
+            return str(error)
         solution, simulation = chosen or self.least
         if simulation.peak_bytes > room:
             return "there is no memory for one"
