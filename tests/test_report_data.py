@@ -120,6 +120,9 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     assert step["host_bytes"] == plan.prediction.host_bytes > 0
     assert sum(row["count"] * row["host_bytes"] for row in step["placements"]) == step["host_bytes"]
     assert not found.data["notes"]
+    slow = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
+    (note,) = collect(slow, [], Clock(model, args, None, device="h100")).data["notes"]
+    assert "250.00 ms, in which copies to and from host memory are waited for" in note
 
 
 def test_another_step_than_the_planned_one() -> None:

@@ -31,9 +31,9 @@ from xml.sax.saxutils import escape
 
 PACKAGE, VERSION = "@sparticuz/chromium", "153.0.0"
 SHA512 = "jiGWqSvPMdu4+P9TilYqAR7yEGPEHINx+lCvE/NqNO/EHYzF/x1hUiI5T6ioVIt7dEy7n88byyT0vk+dnsgQwA=="
-# One try more after a failure, and no longer than this in all: a machine without a network is told so soon.
+# One try more after a failure, and no command longer than this: a machine without a network is told so soon.
 NPM_OPTIONS = ("--loglevel=error", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=60000")
-SECONDS = 240
+SECONDS = 120
 
 BROTLI = """
 const {createReadStream, createWriteStream} = require('fs');

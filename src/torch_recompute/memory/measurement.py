@@ -356,7 +356,8 @@ def measure(
             loss(model(batch)).backward()
         print(m.peak_bytes, m.by_category)
 
-    Operations run slower while measured, so take times in another step than bytes.
+    Operations run slower while measured, so take times in another step than bytes. Each leaves some hundred bytes of
+    history in the measurement.
 
     Args:
         model: Its parameters, buffers and gradients count, each under its category.

@@ -122,9 +122,12 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
             f"{step['peak_bytes']:,}: it is not the step that the plan was made for. The table is of this step."
         )
     elif promised is not None and not math.isclose(promised["step_seconds"], step["step_seconds"], rel_tol=0.01):
+        how = "scaled to whole steps that were run"
+        if step["host_bytes"]:
+            how = "in which copies to and from host memory are waited for"
         notes.append(
-            f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, scaled to whole steps that "
-            "were run; the pictures are in seconds of single operations."
+            f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, {how}; the pictures are in "
+            "seconds of single operations."
         )
     return [note for note in notes if note]
 

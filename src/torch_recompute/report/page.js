@@ -217,7 +217,7 @@ function begin() {
   const ran = ["forward", "loss", "replay", "backward", "optimizer"].filter(
     (phase) => DATA.steps.some((step) => step.phases.some(([name]) => name === phase)));
   legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: with no region"],
-    ...(HOSTED ? [["var(--host)", "broken line: in host memory, beside the device's"]] : [])]);
+    ...(HOSTED ? [["var(--host)", "dotted line: in host memory, beside the device's"]] : [])]);
   legend("phases", [["none", "the strip:"], ...ran.map((phase) => [`var(--${phase}-phase)`, phase])]);
   for (const line of DATA.notes) by("notes").append(element("p", {}, line));
   by("slider").max = String(DATA.steps.length - 1);
