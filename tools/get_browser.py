@@ -18,6 +18,7 @@ import argparse
 import base64
 import hashlib
 import importlib.util
+import os
 import platform
 import re
 import shlex
@@ -34,6 +35,8 @@ SHA512 = "jiGWqSvPMdu4+P9TilYqAR7yEGPEHINx+lCvE/NqNO/EHYzF/x1hUiI5T6ioVIt7dEy7n8
 # One try more after a failure, and no command longer than this: a machine without a network is told so soon.
 NPM_OPTIONS = ("--loglevel=error", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=60000")
 SECONDS = 120
+# The certificates that pip trusts: a wheel's node has those of its makers alone.
+SURROUNDINGS = {"NODE_USE_SYSTEM_CA": "1", **os.environ}
 
 BROTLI = """
 const {createReadStream, createWriteStream} = require('fs');
@@ -82,7 +85,8 @@ def programs() -> tuple[str, list[str]]:
 def said(what: str, command: list[str]) -> str:
     """What a command prints; its error becomes ours."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout
+        done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, check=True, timeout=SECONDS)
+        return done.stdout
     except subprocess.TimeoutExpired:
         raise NotToBeHad(f"{what} did not end within {SECONDS} seconds") from None
     except subprocess.CalledProcessError as error:
