@@ -28,9 +28,9 @@ OURS = Path(sys.prefix) / "browser"
 def find_browser() -> str | None:
     """The path of a Chromium: what the variable names, else the pinned one, else the first on the path."""
     named = os.environ.get(VARIABLE)
-    return (
-        shutil.which(named) if named else next(filter(None, map(shutil.which, (str(OURS / "chromium"), *NAMES))), None)
-    )
+    if named:
+        return shutil.which(named)
+    return next(filter(None, map(shutil.which, (str(OURS / "chromium"), *NAMES))), None)
 
 
 def why_none() -> str:
