@@ -19,7 +19,7 @@ SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproje
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
 
-.PHONY: help demo test lint types wheel bench docs pages clean
+.PHONY: help demo test browser lint types wheel bench docs pages clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -30,8 +30,14 @@ help:  ## this list
 demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputation, and with a plan, and compare
 	$(BIN)/torch-recompute demo
 
-test: lint types $(VENV)/.stamp-installed  ## lint, type check, and the tests against the installed wheel
-	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 $(PYTEST_ARGS)
+test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and the tests against the installed wheel
+	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 -r s $(PYTEST_ARGS)
+
+# Tried again each time until it is there. Without it a browser on the path serves; without either, tests are skipped.
+browser: $(VENV)/.stamp-dev  ## the pinned Chromium that tests look at pages with, into .venv
+	@test -e $(VENV)/.stamp-browser -a $(VENV)/.stamp-browser -nt tools/get_browser.py || \
+	if $(BIN)/python tools/get_browser.py $(VENV)/browser; then touch $(VENV)/.stamp-browser; \
+	else echo 'Tests in a browser take one on the path, or are SKIPPED.' >&2; fi
 
 lint: $(VENV)/.stamp-dev  ## ruff check, ruff format --check, codespell
 	$(BIN)/ruff check .

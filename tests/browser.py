@@ -1,7 +1,8 @@
 """A real browser for tests: headless Chromium, spoken to in its own protocol over two pipes.
 
 No package is needed for that: the protocol is JSON, each message ends with a zero byte, and Chromium reads and writes
-it on the file descriptors 3 and 4 when it is told to. `find_browser` says where a browser is, or None.
+it on the file descriptors 3 and 4 when it is told to. `find_browser` says where a browser is, or None: the one that
+`make test` has put into .venv (`tools/get_browser.py`, which pins it), else one of the machine's own.
 """
 
 import base64
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,25 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 VARIABLE = "TORCH_RECOMPUTE_BROWSER"
 
 
+# Where `make test` puts one.
+OURS = Path(sys.prefix) / "browser"
+
+
 def find_browser() -> str | None:
-    """The path of a Chromium: what the variable names, else the first found."""
+    """The path of a Chromium: what the variable names, else the pinned one, else the first on the path."""
     named = os.environ.get(VARIABLE)
-    return shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
+    if named:
+        return shutil.which(named)
+    return next(filter(None, map(shutil.which, (str(OURS / "chromium"), *NAMES))), None)
+
+
+def why_none() -> str:
+    """What a person needs to know where no browser is found."""
+    named, said = os.environ.get(VARIABLE), OURS / "why-not.txt"
+    if named:
+        return f"{VARIABLE} names {named}, which is no program"
+    why = said.read_text(encoding="utf-8") if said.is_file() else f"there is none in {OURS}, where `make test` puts one"
+    return f"needs a Chromium: on the path, or its path in the variable {VARIABLE}. The pinned one: {why}"
 
 
 class Browser:

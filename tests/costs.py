@@ -6,6 +6,8 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -148,13 +150,18 @@ def a_graph(draw: st.DrawFn, most: int = 4) -> Graph:
 
 
 @st.composite
-def costs_of_graphs(draw: st.DrawFn) -> Costs:
-    """Up to three segments whose options are made from their graphs: each keeps some results in a region."""
+def costs_of_graphs(draw: st.DrawFn, most: int = 3, *, at_once: bool = False) -> Costs:
+    """Up to three segments whose options are made from their graphs: each keeps some results in a region.
+
+    With `at_once` an operation of each backward reads and makes some bytes, no more than lives there in any case.
+    """
     kinds: dict[str, Kind] = {}
     for name in "ab"[: draw(st.integers(1, 2))]:
-        graph = draw(a_graph(most=3))
-        kinds[name] = Kind(tuple(_options_of(graph, draw(st.integers(0, 8)))), graph)
-    names = draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=3))
+        graph, transient = draw(a_graph(most=most)), draw(st.integers(0, 8))
+        if at_once:
+            graph = replace(graph, backward_bytes=draw(st.integers(0, transient)))
+        kinds[name] = Kind(tuple(_options_of(graph, transient)), graph)
+    names = draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=most))
     segments = tuple(Segment(f"layers.{i}", name, 0, draw(st.integers(0, 8))) for i, name in enumerate(names))
     return Costs(kinds, segments, (), 1.0, draw(st.integers(0, 8)))
 
@@ -233,3 +240,63 @@ def schedules(costs: Costs) -> list[tuple[int, float]]:
             best[bytes_, reads] = min(seconds, best.get((bytes_, reads), math.inf))
         found = [(bytes_, seconds, reads) for (bytes_, reads), seconds in best.items()]
     return [(bytes_, seconds) for bytes_, seconds, _ in found]
+
+
+def executed(costs: Costs, budget: int) -> float:
+    """The fewest seconds of any way to run the backwards one after the other, tried out; infinite if none fits.
+
+    What is there is known at the turn and at one operation of each backward; in between anything may be run again from
+    what was there before, and be kept. What a backward needs is had before that operation or after it.
+    """
+    nodes: list[
+        tuple[float, int, set[int]]
+    ] = []  # seconds, bytes, what is read; the input of the model is always there
+    place: list[dict[int, int]] = []
+    handed_on: int | None = None
+    needed: list[set[int]] = []
+    for segment in costs.segments:
+        graph = costs.kinds[segment.kind].graph
+        assert graph is not None
+        here: dict[int, int] = {}
+
+        def found(index: int, graph: Graph = graph, here: dict[int, int] = here, before: Any = handed_on) -> set[int]:
+            index = _origin(graph, index)
+            return {here[index]} if index >= 0 else set() if before is None else {before}
+
+        for index, node in enumerate(graph.nodes):
+            if _origin(graph, index) == index:
+                here[index] = len(nodes)
+                nodes.append((node.seconds, node.bytes, set().union(*map(found, node.inputs))))
+        needed.append(set().union(*map(found, _needed(graph))))
+        (handed_on,) = found(graph.output) or {None}
+        place.append(here)
+    first = [min(here.values(), default=0) for here in place]
+
+    def seconds(there: frozenset[int], wanted: set[int]) -> float:
+        again: set[int] = set()
+        open_ = [*wanted]
+        while open_:
+            node = open_.pop()
+            if node not in there and node not in again:
+                again.add(node)
+                open_.extend(nodes[node][2])
+        return math.fsum(nodes[node][0] for node in again)
+
+    def sets(stop: int, room: int) -> list[frozenset[int]]:
+        return [frozenset(kept) for kept in _subsets([*range(stop)]) if sum(nodes[i][1] for i in kept) <= room]
+
+    ways = {(there, frozenset[int]()): 0.0 for there in sets(len(nodes), budget - costs.turn_bytes)}
+    for number in reversed(range(len(costs.segments))):
+        segment = costs.segments[number]
+        graph = costs.kinds[segment.kind].graph
+        assert graph is not None
+        room = budget - segment.backward_bytes - graph.backward_bytes
+        after: dict[tuple[frozenset[int], frozenset[int]], float] = {}
+        for then in sets(first[number], room) if room >= 0 else ():
+            for (there, late), spent in ways.items():
+                for early in (True, False):
+                    wanted = {*then, *late, *(needed[number] if early else ())}
+                    key = then, frozenset[int]() if early else frozenset(needed[number])
+                    after[key] = min(after.get(key, math.inf), spent + seconds(there, wanted))
+        ways = after
+    return min((spent + seconds(there, {*late}) for (there, late), spent in ways.items()), default=math.inf)

@@ -27,6 +27,9 @@ BY_HAND = Plan(
     (Choice(("0",), labels=("block",)), Choice(("1",), labels=("block",)), Choice(("2",), keep=("up",))), "a hand"
 )
 
+TO_HOST = Plan((Choice(("0",), store="host"), Choice(("1",), store="host"), Choice(("2",))), "a hand")
+INPUT = 512 * 32 * 4  # bytes of what each block of the pair is given
+
 
 def clock(**changes: Any) -> Clock:
     model, args = pair()

@@ -112,9 +112,7 @@ PLAN_FILES_WITH_TORCH = {
 
 MAX_LINES = 400
 # File (from the package folder) -> why it is one idea all the same.
-LONGER_FILES: dict[str, str] = {
-    "errors/__init__.py": "it only lists the texts of all topics, twice: as imports and in __all__",
-}
+LONGER_FILES: dict[str, str] = {}
 
 # Third-party packages that torch itself imports when it likes.
 TORCH_BRINGS = {

@@ -2,9 +2,12 @@
 
 import email
 import importlib.util
+import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
@@ -94,6 +97,49 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
     entries = wheel.read(name).decode()
     assert "torch-recompute = torch_recompute.cli:main" in entries
     assert "[pytest11]\ntorch_recompute_pytest = torch_recompute_pytest" in entries
+
+
+USERS_TESTS = """
+import pytest
+import torch
+import torch_recompute_pytest
+
+
+def test_it_is_the_installed_one():
+    assert torch_recompute_pytest.__file__.startswith({place!r})
+
+
+def test_gradients(assert_same_gradients):
+    layer = torch.nn.Linear(2, 2)
+    assert_same_gradients(layer, (torch.ones(1, 2),), plain=layer)
+
+
+@pytest.mark.peak_below("1KiB")
+def test_peak(peak_memory):
+    torch.zeros(1000)
+"""
+
+
+def test_the_installed_plugin_is_found(folder: Path, tmp_path: Path) -> None:
+    """Once the wheel is installed, pytest finds the plugin by itself, in tests of a user who has set nothing up."""
+    home = tmp_path / "home"
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    (place,) = home.glob("lib/python*/site-packages")
+    (path,) = folder.glob("*.whl")
+    installing = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(path)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+    done = subprocess.run(installing, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Where torch and pytest are comes after: nothing is fetched, and the wheel is what is found first.
+    (place / "others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(USERS_TESTS.format(place=str(place)), encoding="utf-8")
+    testing = [str(python), "-m", "pytest", "--strict-markers", "-p", "no:cacheprovider", "test_it.py"]
+    done = subprocess.run(testing, env=clean, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 failed" in done.stdout
+    assert "FAILED test_it.py::test_peak" in done.stdout
+    assert "torch-recompute-" in next(line for line in done.stdout.splitlines() if line.startswith("plugins: "))
 
 
 def test_the_tools_are_pinned_once() -> None:

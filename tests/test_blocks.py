@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
-from torch_recompute import Choice, Plan, Simulation, simulate
+from torch_recompute import Choice, Plan, Simulation, measure, recompute, simulate
 from torch_recompute.memory import CATEGORIES, Block
 from torch_recompute.memory.blocks import blocks_of
 from torch_recompute.memory.ledger import ACTIVATIONS, GRADIENTS, Ledger
@@ -164,6 +164,48 @@ def test_a_snapshot_says_who_made_the_bytes() -> None:
     assert {"parameters", "gradients", "activations"} <= categories
     # https://github.com/pytorch/pytorch, torch/utils/viz/MemoryViz.js: colours need a category of this name.
     assert "unknown" in categories
+
+
+def test_a_measured_step_has_a_snapshot(tmp_path: Path) -> None:
+    """What was measured is exported as what was simulated is: the same peak, and who made the bytes, by line."""
+    model = nn.Sequential(*(Residual() for _ in range(3)))
+    adam = torch.optim.AdamW(model.parameters())
+    inner = recompute(model[1], name="second")
+    with measure(model, adam) as memory:
+        model[2](inner(model[0](torch.ones(32, 16)))).sum().backward()
+        adam.step()
+        within = tmp_path / "within.pickle"
+        memory.to_snapshot(within)
+        at_the_end = memory.live_bytes
+    adam.zero_grad()
+    after = tmp_path / "after.pickle"
+    memory.to_snapshot(after)
+    found = pickle.loads(after.read_bytes())
+    assert shown(pickle.loads(within.read_bytes())) == (memory.peak_bytes, at_the_end)
+    assert shown(found) == (memory.peak_bytes, memory.live_bytes)
+    assert memory.live_bytes < at_the_end
+    (trace,) = found["device_traces"]
+    stacks = [entry["frames"] for entry in trace if entry["action"] == "alloc"]
+    assert {stack[0]["name"] for stack in stacks if len(stack) == 1} == {"there when the step began"}
+    made = [stack for stack in stacks if len(stack) == 2]
+    assert {op["filename"] for op, _ in made} == {__file__}
+    code = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert {where["name"] for op, where in made if "gelu(" in code[op["line"] - 1]} == {
+        *("forward", "forward, in second", "replay, in second")
+    }
+    assert {where["name"] for op, where in made} >= {"backward", "optimizer"}
+    assert {where["filename"] for _, where in made} == {"activations", "gradients", "optimizer"}
+
+
+def test_a_measured_step_has_blocks_at_every_moment() -> None:
+    """The blocks of a measured step sum to its timeline, as those of a simulated one do."""
+    model = nn.Sequential(*(Residual() for _ in range(2)))
+    with measure(model) as memory:
+        model(torch.ones(32, 16)).sum().backward()
+    blocks = blocks_of(memory._ledgers[memory.device].changes)
+    assert [sample.live_bytes for sample in memory.timeline] == [
+        sum(alive(blocks, sample.event).values()) for sample in memory.timeline
+    ]
 
 
 def test_a_snapshot_of_another_device() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from costs import costs_of_graphs, schedules
+from costs import costs_of_graphs, executed, schedules
 from torch_recompute.errors import BudgetError
 from torch_recompute.plan import bound as module
 from torch_recompute.plan.bound import bound
@@ -39,8 +39,15 @@ def test_the_bound_is_the_best_mixture_of_all_schedules(costs: Costs, room: int)
     assert found == pytest.approx(mixture(points, room), rel=1e-9)
 
 
+@settings(max_examples=150, deadline=None)
+@given(costs_of_graphs(most=2, at_once=True), st.integers(0, 50))
+def test_no_way_to_run_the_backwards_costs_less_than_the_bound(costs: Costs, budget: int) -> None:
+    """However results come and go from one backward to the next, what is run again costs at least the bound."""
+    assert bound(costs, budget) <= executed(costs, budget) + 1e-9
+
+
 @settings(max_examples=100, deadline=None)
-@given(costs_of_graphs(), st.integers(0, 60), st.integers(0, 20))
+@given(costs_of_graphs(at_once=True), st.integers(0, 60), st.integers(0, 20))
 def test_no_plan_costs_less_than_the_bound(costs: Costs, budget: int, more: int) -> None:
     """Plans made of the same operations cost at least the bound, which falls as the budget grows."""
     assert bound(costs, budget + more) <= bound(costs, budget)
@@ -69,16 +76,47 @@ def test_the_bound_of_equal_layers_follows_from_one() -> None:
     assert many == pytest.approx(1500.0)
 
 
+def at_once(layers: int, nbytes: int) -> Costs:
+    """A stack in whose backwards something is read and made at once."""
+    costs = stack(layers)
+    graph = costs.kinds["a"].graph
+    assert graph is not None
+    return replace(costs, kinds={"a": replace(costs.kinds["a"], graph=replace(graph, backward_bytes=nbytes))})
+
+
+def test_what_one_operation_of_a_backward_needs_leaves_less_room() -> None:
+    """With room for all at the turn, the layers before the last pay for what must go before the last one's backward."""
+    costs = at_once(2, 185)
+    assert bound(stack(2), 245) == 0
+    assert bound(costs, 245) == pytest.approx(bound(stack(1), 5 + 60)) == pytest.approx(15.0)
+    # What else lives in that backward takes room as well; in the backward of the first layer nothing has to go.
+    more = replace(costs, segments=(costs.segments[0], replace(costs.segments[1], backward_bytes=20)))
+    assert bound(more, 245) == pytest.approx(bound(stack(1), 5 + 40))
+    less = replace(costs, segments=(replace(costs.segments[0], backward_bytes=60), costs.segments[1]))
+    assert bound(less, 245) == bound(costs, 245)
+    assert bound(costs, 184) == math.inf
+
+
+def test_room_that_is_short_twice_counts_more_than_either_time() -> None:
+    """The bound lies above the one of the turn and the one of the last backward alone."""
+    costs, budget = at_once(3, 100), 185
+    turn, last = bound(stack(3), budget), bound(stack(2), budget - 100 + 5)
+    assert bound(costs, budget) > max(turn, last) > min(turn, last) > 0
+    assert bound(costs, budget) <= turn + last
+
+
 def test_equal_layers_are_cut_once(monkeypatch) -> None:
     """The number of minimum cuts does not depend on the number of layers."""
     cuts = []
     monkeypatch.setattr(module, "cheapest", lambda *args, cheapest=module.cheapest: cuts.append(1) or cheapest(*args))
-    counts = []
+    counts = {}
     for layers in (2, 126):
-        cuts.clear()
-        bound(stack(layers), 5 + 60 * layers)
-        counts.append(len(cuts))
-    assert counts[0] == counts[1] > 0
+        for nbytes in (0, 120):
+            cuts.clear()
+            bound(at_once(layers, nbytes), 5 + 60 * layers)
+            counts[layers, nbytes] = len(cuts)
+    assert counts[2, 0] == counts[126, 0] > 0
+    assert counts[126, 120] < 2 * counts[2, 120]  # as many prices as are tried, not as many layers as there are
 
 
 def test_a_layer_without_operations_counts_nothing() -> None:

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torch_recompute import doing_recompute, recompute
-from torch_recompute.plan.calls import Carry, Keep
+from torch_recompute.plan.calls import Carry, Keep, kind_of
 
 
 def rand(*size: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(4)).requires_grad_()
 
 
-W, STACK, KERNEL = (nn.Parameter(torch.randn(*size)) for size in ((4, 4), (2, 4, 4), (4, 4, 1)))
+W, STACK, KERNEL, FEW = (nn.Parameter(torch.randn(*size)) for size in ((4, 4), (2, 4, 4), (4, 4, 1), (2, 4)))
 
 
 class Count(TorchFunctionMode):
@@ -45,6 +45,9 @@ KEPT = {
     "transposed": ("@product", lambda x: torch.mm(x, W.t()), torch.mm),
     "convolution": ("@product", lambda x: F.conv1d(x[None], KERNEL), F.conv1d),
     "einsum": ("@product", lambda x: torch.einsum("ab,bc->ac", x, W), torch.einsum),
+    "to fewer": ("@down", lambda x: F.linear(x, FEW), F.linear),
+    "to fewer, by columns": ("@down", lambda x: x @ FEW.t(), torch.Tensor.matmul),
+    "to fewer, as a product": ("@product", lambda x: F.linear(x, FEW), F.linear),
     "scores": ("@matmul", lambda x: x @ x.cos(), torch.Tensor.matmul),
     "attention": (
         "@attention",
@@ -105,6 +108,38 @@ def test_a_kept_call_runs_once(name: str) -> None:
         (plain,) = torch.autograd.grad(call(x.sin()).cos().sin().exp().sum(), [x])
         assert torch.equal(ours, plain)
         assert seen == [(False, 1), (True, calls)]
+
+
+@pytest.mark.parametrize(
+    ("narrows", "call"),
+    [
+        (True, lambda x: F.linear(x, FEW)),
+        (True, lambda x: F.linear(input=x, weight=FEW)),
+        (True, lambda x: torch.addmm(x[0, :2], x, FEW.t())),
+        (True, lambda x: torch.bmm(x.expand(2, 4, 4), STACK[:, :, :2])),
+        (True, lambda x: FEW @ x),
+        (False, lambda x: F.linear(x[:, :2], FEW.t())),
+        (False, lambda x: x[:, :2] @ FEW),
+        (False, lambda x: FEW.t() @ x[:2]),
+        (False, lambda x: F.linear(x, W)),
+        (False, lambda x: F.conv1d(x[None], KERNEL[:2])),
+        (False, lambda x: torch.einsum("ab,cb->ac", x, FEW)),
+        (False, lambda x: F.linear(x, FEW[0])),
+        (False, lambda x: x @ FEW.detach().t()),
+    ],
+)
+def test_a_product_that_narrows_is_known_by_its_matrix(narrows: bool, call: Callable[[torch.Tensor], Any]) -> None:
+    """Of linear layers and products with a matrix those are meant whose result is narrower than what goes through."""
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kinds.append(kind_of(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    kinds: list[str | None] = []
+    with Seen():
+        call(rand(4, 4))
+    assert ("@down" in kinds) == narrows
 
 
 def test_a_product_without_a_parameter_is_not_kept() -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, cli, doctor, make_plan, recompute
 from torch_recompute.doctor import observing
 from torch_recompute.doctor.checks.fragmentation import Fragmentation
@@ -447,6 +448,50 @@ def test_fallbacks() -> None:
     (found,) = watching.report().findings
     assert found.kind == "fallbacks"
     assert found.seen.startswith("graph break: ")
+    assert "cut in two" in found.seen
+    assert "fullgraph=True" in found.write
+
+
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_watching_breaks_no_graph(part: str) -> None:
+    """A compiled model that is watched is compiled in one piece, as without, and its steps are seen."""
+    torch._dynamo.reset()
+    model: Any = stack(lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(32)))
+    if part == "whole":
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model[0].compile(backend="eager", fullgraph=True)
+    with doctor.watch(model) as watching:
+        train(model, 3)
+    report = watching.report()
+    assert not report.findings
+    seen = watching._observer.seen
+    assert seen.steps == seen.backwards == 3
+    assert set(seen.gradients.values()) == {3}
+
+
+def test_no_cuda_graph() -> None:
+    """What torch leaves out of CUDA graphs is found, once per compilation: here one with CPU tensors in it."""
+    model = nn.Linear(SIZE, SIZE)
+    compiled = torch.compile(model, backend="cudagraphs")
+    with doctor.watch(compiled) as watching:
+        train(compiled, 3)
+    (found,) = watching.report().findings
+    assert (found.kind, found.figures) == ("fallbacks", {"count": 1})
+    assert found.seen.startswith("no CUDA graph (cudagraph_skips): once. ")
+    assert "ran without a CUDA graph" in found.seen
+    assert "TORCH_LOGS=cudagraphs" in found.write
+
+
+def test_a_plan_with_host_memory_is_within_its_budget() -> None:
+    """What a plan keeps in host memory does not count on another device: the doctor sees the peak that was promised."""
+    model, x = deep_is_made()[0], torch.ones(512, 16)
+    plan = make_plan(model, (x,), budget=0.02, offload=True, device="h100")
+    assert plan.prediction is not None
+    assert plan.prediction.host_bytes > 0
+    report = doctor.examine(model, (x,), plan=plan, budget=plan.predicted_peak_bytes, run=False, device="h100")
+    assert "over_budget" in report.looked_for
+    assert "over_budget" not in {finding.kind for finding in report.findings}
 
 
 # --- checks on evidence that cannot be had here ---------------------------------------------------------------------

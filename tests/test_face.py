@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from torch_recompute import Choice, Plan, _face, cli, demo
 from torch_recompute._face import Face, document
@@ -62,27 +60,27 @@ COMMANDS = (
         "--steps 0",
         plots="",
     ),
-    Command("show this_test:pair", "model stacks labels units", "--frobnicate"),
+    Command("show restless:pair", "model stacks labels units", "--frobnicate"),
     Command(
-        "plan this_test:pair --device h100 --budget 40%",
+        "plan restless:pair --device h100 --budget 40%",
         "model class parameters dtypes inputs optimizer offload device plain advice plan",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),
     Command(
-        "plan this_test:pair --device h100 --frontier",
+        "plan restless:pair --device h100 --frontier",
         "model class parameters dtypes inputs optimizer offload device plain advice frontier",
         "--out a.json",
         plots="",
     ),
     Command(
-        "verify this_test:pair --plan plan.json",
+        "verify restless:pair --plan plan.json",
         "asked model device regions passed counts noise differences likely tried",
         "--device tpu",
         otherwise=("--plan other.json", cli.FAILED),
     ),
     Command(
-        "report plan.json --model this_test:pair --device h100 --points 2",
+        "report plan.json --model restless:pair --device h100 --points 2",
         "title source device layers chosen plain names steps notes",
         "--points 1",
         plots="",
@@ -96,7 +94,7 @@ COMMANDS = (
         plots="",
     ),
     Command(
-        "doctor this_test:pair --device h100 --no-run --optimizer sgd",
+        "doctor restless:pair --device h100 --no-run --optimizer sgd",
         "model ok findings looked_for not_looked_for",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.FAILED),
@@ -111,24 +109,6 @@ COMMANDS = (
 COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "run"), (running, "run"))
 
 each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
-
-
-class Restless(nn.Module):
-    """Something else in every run, and so in a replay; `show` and `plan` do not run it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs, self.scale = 0, nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return torch.tanh(x * self.scale * self.runs)
-
-
-def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    layers = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
-    first, *rest = layers
-    return nn.Sequential(first, Restless(), *rest), (torch.ones(64, 8),)
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,11 +136,10 @@ def once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def surroundings(once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in, this file can be imported by its name, and nothing says how to colour."""
+    """Whatever the tests run in, the model can be imported by its name, and nothing says how to colour."""
     monkeypatch.setenv("COLUMNS", "100")
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
     monkeypatch.chdir(tmp_path)
     for name, path in (("plan", "0"), ("other", "1")):
         Path(f"{name}.json").write_text(Plan((Choice((path,)),)).to_json())

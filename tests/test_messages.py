@@ -3334,7 +3334,8 @@ CASES = [
         lambda: watched_without_a_step(),
         "doctor.watch has seen no step of Linear yet: it was not called with gradients since.\n"
         "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model that the "
-        "training calls, with its wrappers.",
+        "training calls, with its wrappers; a compiled one as torch.compile(model) returns it, for model.compile() "
+        "calls no hook.",
     ),
     Case(
         "bad_closely",

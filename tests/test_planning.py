@@ -12,7 +12,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_recompute import ArgumentError, BudgetError, Plan, Profile, apply, make_plan, measure, profile, solve
+from torch_recompute import (
+    ArgumentError,
+    BudgetError,
+    Choice,
+    Plan,
+    Profile,
+    apply,
+    make_plan,
+    measure,
+    profile,
+    simulate,
+    solve,
+)
 from torch_recompute.plan.cost import paths_of
 from torch_recompute.plan.solve import smallest
 from torch_recompute.planning.capture import capture
@@ -318,6 +330,65 @@ def test_a_guess_is_what_a_trial_finds() -> None:
         generators = 8192 * regions  # what a region keeps of the generator's state is no activation
         assert abs(guess.saved - option.saved_bytes) <= generators
         assert guess.seconds == option.flops
+
+
+class Expert(nn.Module):
+    """Both products of two MLPs side by side, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, WIDTH, 4 * WIDTH) * 0.1)
+        self.down = nn.Parameter(torch.randn(2, 4 * WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (rows, width), each of which goes through both."""
+        made = torch.bmm(F.gelu(torch.bmm(x.expand(2, *x.shape), self.up)), self.down)
+        return (made * made.sigmoid()).sum(0)
+
+
+class Experts(nn.Module):
+    """A few of them with their norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x.square().mean()
+
+
+def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
+    """What `@down` keeps in a module is guessed as the engine does it, and a step with it keeps its promise."""
+    torch.manual_seed(0)
+    model, args = Experts(), (torch.randn(64, WIDTH),)
+    captured = capture(model, args, {})
+    call = captured.calls[0]
+    with captured.running():
+        inputs = [x.detach().requires_grad_() for x in call.inputs]
+        found = trace(call.modules[0], lambda: call.run(inputs), inputs)
+    assert found.calls == [("@product",), ("@down",)]
+    assert found.within == [{1}, set()]
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
+    assert set(guessed) == {(("", keep),) for keep in ((), ("@down",), ("@product",))}
+    none, down, every = (guessed[("", keep),] for keep in ((), ("@down",), ("@product",)))
+    rows = 64 * WIDTH * 4
+    assert (down.saved - none.saved, every.saved - none.saved) == (2 * rows, 10 * rows)
+    both = 2 * 2 * 2 * 64 * WIDTH * 4 * WIDTH
+    assert (none.seconds, down.seconds, every.seconds) == (both, both / 2, 0)
+
+    plan = Plan(tuple(Choice((f"layers.{i}",), ("@down",)) for i in range(3)))
+    plain = torch.autograd.grad(model(*args), [*model.parameters()])
+    simulated = simulate(model, args, plan=plan)
+    handle = apply(model, plan)
+    with measure(model) as memory:
+        model(*args).backward()
+    handle.remove()
+    assert memory.peak_bytes == simulated.peak_bytes
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), plain, strict=True))
+    assert simulated.flops["replay"] == 3 * both / 2
 
 
 def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:

@@ -48,7 +48,7 @@ def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     Path("plan.json").write_text(made)
     assert json.loads(made)["task"] == {"model": "cases:pair", "optimizer": "sgd", "device": "h100"}
-    files = ["-o", "report.html", "--snapshot", "step.pickle", "--plot", "step.svg"]
+    files = ["-o", "report.html", "--snapshot", "step.pickle", "--png", "step.svg"]
     assert cli.main(["report", "plan.json", "--points", "3", *files]) == cli.OK
     output = capsys.readouterr()
     words = [line.split()[0] for line in output.err.splitlines()]

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from report_cases import BY_HAND, clock, pair, seen
+from report_cases import BY_HAND, INPUT, TO_HOST, clock, pair, seen
+from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
-from torch_recompute.report.data import LAYERS, Reported, sampled
+from torch_recompute.report.data import LAYERS, Reported, collect, sampled
 from torch_recompute.report.placements import in_force
+from torch_recompute.report.timed import Clock
 from torch_recompute.simulation import Moment
 
 PHASES = {"forward", "loss", "backward", "replay", "optimizer"}
@@ -88,6 +90,39 @@ def test_the_clock_is_the_planners() -> None:
     for other in found.data["steps"]:
         if other["name"] == "the frontier":
             assert other["step_seconds"] == pytest.approx(other["promised"]["step_seconds"])
+
+
+def test_what_is_in_host_memory() -> None:
+    """Inputs that a plan keeps in host memory are seen beside the stack: how much, from when until when, and whose."""
+    found = seen(TO_HOST, points=0)
+    step = named(found, "the plan")
+    samples, names = step["samples"], found.data["names"]
+    assert step["host_bytes"] == max(samples["host"]) == 2 * INPUT
+    assert [(row["where"], row["host_bytes"]) for row in step["placements"]] == [("*", INPUT), ("2", 0)]
+    assert step["placements"][0]["what"] == "recomputed; inputs in host memory"
+    phases = [names[number] for number in samples["phase"]]
+    assert samples["host"][0] == samples["host"][-1] == 0
+    steps = list(zip(samples["host"], samples["host"][1:], phases[1:], strict=False))
+    assert {phase for before, after, phase in steps if after > before} == {"forward"}
+    assert {phase for before, after, phase in steps if after < before} <= {"replay", "backward"}
+    plain = named(found, "no region")
+    assert (plain["host_bytes"], plain["samples"]["host"]) == (0, [])
+
+
+def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
+    """Where a budget's plan sends inputs to host memory, its step has the promised peak and the planner's own rows."""
+    model, args = deep_is_made()[0], (torch.ones(512, 16),)
+    plan = make_plan(model, args, budget=0.02, offload=True, device="h100")
+    found = collect(plan, [], Clock(model, args, None, device="h100"))
+    step = named(found, "the plan")
+    assert plan.prediction is not None
+    assert step["peak_bytes"] == plan.prediction.peak_bytes
+    assert step["host_bytes"] == plan.prediction.host_bytes > 0
+    assert sum(row["count"] * row["host_bytes"] for row in step["placements"]) == step["host_bytes"]
+    assert not found.data["notes"]
+    slow = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
+    (note,) = collect(slow, [], Clock(model, args, None, device="h100")).data["notes"]
+    assert "250.00 ms, in which copies to and from host memory are waited for" in note
 
 
 def test_another_step_than_the_planned_one() -> None:

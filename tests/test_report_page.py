@@ -1,7 +1,7 @@
 """The page of a report: what is in the text, what its arithmetic says, and how it looks and behaves in a real browser.
 
-The browser is a Chromium, found on the path or named by TORCH_RECOMPUTE_BROWSER. Without one those tests are skipped;
-the text and the arithmetic are looked at all the same.
+The browser is a Chromium: the pinned one that `make test` brings, else one on the path, or what TORCH_RECOMPUTE_BROWSER
+names. Without one those tests are skipped; the text and the arithmetic are looked at all the same.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from browser import VARIABLE, Browser, find_browser
-from report_cases import BY_HAND, pair, seen
+from browser import Browser, find_browser, why_none
+from report_cases import BY_HAND, TO_HOST, pair, seen
 from torch_recompute.report import report
 from torch_recompute.report.page import render
 
@@ -138,9 +138,7 @@ def test_what_is_said_of_figures(data: dict[str, Any]) -> None:
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 PROGRAM = find_browser()
-in_browser = pytest.mark.skipif(
-    PROGRAM is None, reason=f"needs a Chromium: on the path, or its path in the variable {VARIABLE}"
-)
+in_browser = pytest.mark.skipif(PROGRAM is None, reason=why_none())
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +226,23 @@ def test_the_pointer_says_the_module(page: Browser, data: dict[str, Any]) -> Non
     page.evaluate("by('step').focus()")
     page.press("ArrowRight")
     assert page.evaluate("state.sample") == data["steps"][data["chosen"]]["peak"] + 1
+
+
+@in_browser
+def test_host_memory_is_a_line_of_its_own(browser: Browser, tmp_path: Path, page: Browser) -> None:
+    """Host memory has a line, words under the pointer, a figure and a column where a plan uses it, and only there."""
+    assert page.evaluate("document.querySelectorAll('#step path.hosted, [data-key=host_bytes]').length") == 0
+    path = tmp_path / "hosted.html"
+    path.write_text(render({"schema_version": 1, **seen(TO_HOST, points=0).data}), encoding="utf-8")
+    browser.open(path)
+    assert browser.problems == []
+    assert page.evaluate("document.querySelectorAll('#step path.hosted').length") == 1
+    assert text(page, "#legend").endswith("in host memory, beside the device's")
+    cells = "[...document.querySelectorAll('#placements tbody tr')].map((row) => row.cells[5].textContent)"
+    assert text(page, "#placements button[data-key=host_bytes]") == "in host memory"
+    assert page.evaluate(cells) == ["64.00 KiB", "0"]
+    assert "128.00 KiB" in text(page, "#figures")
+    assert text(page, "#readout").endswith("In host memory 128.00 KiB.")
 
 
 TOP_LAYER = "[...document.querySelectorAll('#step path.layer')].at(-1).getAttribute('d')"

@@ -1,12 +1,10 @@
 """`torch-recompute verify`: a plan from the other command, real weights, the text, and what is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from torch_recompute import Choice, Plan, cli, verify_command
 from torch_recompute._models import batch_for, filled, load
@@ -24,28 +22,11 @@ LLAMA = {
 }
 
 
-class Restless(nn.Module):
-    """Something else in every run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs, self.scale = 0, nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return torch.tanh(x * self.scale * self.runs)
-
-
-def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return nn.Sequential(nn.Linear(4, 4), Restless(), nn.Linear(4, 4)), (torch.ones(2, 4),)
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own, with this file under a name, and without colours."""
+    """In a folder of its own, without colours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
     Path("good.json").write_text(Plan((Choice(("0",)),)).to_json())
     Path("bad.json").write_text(Plan((Choice(("0",)), Choice(("1",)))).to_json())
 
@@ -66,12 +47,12 @@ def test_from_the_plan_to_the_proof(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     """A region whose replay differs ends with 1, and the output names the first gradient and the region."""
-    assert cli.main(["verify", "this_test:pair", "--plan", "bad.json", "--quiet"]) == cli.FAILED
+    assert cli.main(["verify", "restless:pair", "--plan", "bad.json", "--quiet"]) == cli.FAILED
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Sequential on cpu, 2 regions, against the plain step (two plain steps are the same): ")
     assert any(line.startswith("  the gradient of 1.scale differs by up to ") for line in lines)
     assert "Likely: 1 (the step differs with this region alone)." in lines
-    assert cli.main(["verify", "this_test:pair", "--plan", "good.json", "--quiet"]) == cli.OK
+    assert cli.main(["verify", "restless:pair", "--plan", "good.json", "--quiet"]) == cli.OK
     assert "the same to the last bit" in " ".join(capsys.readouterr().out.split())
 
 
@@ -104,7 +85,7 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     """A command line that cannot be answered ends with 2, nothing on stdout, and what to write."""
     Path("text.json").write_text("a plan")
     Path("other.json").write_text(Plan((Choice(("layers.7",)),)).to_json())
-    assert cli.main(["verify", "this_test:pair", *argv]) == cli.USAGE
+    assert cli.main(["verify", "restless:pair", *argv]) == cli.USAGE
     output = capsys.readouterr()
     assert output.out == ""
     assert message in output.err

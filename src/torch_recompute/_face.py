@@ -49,16 +49,22 @@ INTERRUPTED = 130
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, plot: str = "") -> None:
+def add_options(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, plot: str = "", as_well: str = ""
+) -> None:
     """Gives a command the options that all have, and the function that runs it.
 
     Args:
         parser: The command's.
         run: From the command line to the exit code.
         plot: What `--plot` draws; a command without it has nothing to draw.
+        as_well: Another name for `--plot`.
     """
     if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {plot}: a .png, .svg or .pdf file")
+        names = [name for name in ("--plot", as_well) if name]
+        parser.add_argument(
+            *names, dest="plot", type=Path, metavar="FILE.png", help=f"draw {plot}: a .png, .svg or .pdf file"
+        )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--quiet", action="store_true", help="say nothing of the work while it is done")
     parser.set_defaults(command=run)

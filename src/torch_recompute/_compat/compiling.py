@@ -9,6 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+# The counter has no reasons; torch's log has them.
+NO_CUDA_GRAPH = "no CUDA graph (cudagraph_skips)"
+
 
 def fallbacks() -> dict[str, int]:
     """How often each thing was not compiled, or not captured, so far, by its reason."""
@@ -19,7 +22,7 @@ def fallbacks() -> dict[str, int]:
     found = {f"graph break: {_first_line(why)}": count for why, count in counters["graph_break"].items()}
     inductor = counters["inductor"]
     if inductor.get("cudagraph_skips"):
-        found["no CUDA graph (cudagraph_skips)"] = inductor["cudagraph_skips"]
+        found[NO_CUDA_GRAPH] = inductor["cudagraph_skips"]
     return found
 
 

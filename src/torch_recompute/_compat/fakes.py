@@ -20,6 +20,9 @@ _C: Any = torch._C
 without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDispatch
 """A context in which operations run as they are, whatever dispatch modes are active."""
 
+below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
+"""A context in which operations are run without autograd, and are not taken apart for it."""
+
 is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
 """Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
 

@@ -25,7 +25,9 @@ from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of
 from ..planning.free import free_bytes
+from ..planning.hosts import stores_for
 from ..planning.planner import Loss, MakeOptimizer, Planner
+from ..planning.prices import composed_for, where
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .check import Check, Evidence, Simulated
@@ -176,8 +178,9 @@ class _Examination:
         return Simulated(step, plain, accounts, gradients, lambda plan: self._step(plan, self._loss))
 
     def _step(self, plan: Plan, loss: Callable[[Any], torch.Tensor], watch: Any = None) -> Simulation:
-        prepare = (lambda copy: apply(copy, plan)) if plan.all_choices else None
-        where = self._device if isinstance(self._device, torch.device) or self._device == "cpu" else None
+        stores = stores_for(plan, self._model, self._device)
+        prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
+        place = self._device if isinstance(self._device, torch.device) or self._device == "cpu" else None
         return simulate_step(
             self._model,
             self._args,
@@ -186,7 +189,8 @@ class _Examination:
             watch=watch,
             loss=loss,
             optimizer=self._optimizer,
-            device=where,
+            device=place,
+            composed=composed_for(self._model, where(self._device)[0]),
         )
 
     def _planner(self) -> Planner:

@@ -6,8 +6,11 @@ when the backward has ended: what a backward has changed was changed by a replay
 Parameters are counted when autograd hands them a gradient. Only the first steps are looked at so closely; afterwards
 one hook is left, that takes the time.
 
-Invariants. Nothing of the step is changed: no hook returns anything. No tensor of the graph is kept. `end` leaves no
-hook behind.
+In what `torch.compile` compiles, a hook is compiled as well: there each returns at once, for what it would look up
+breaks the graph. So modules inside are not counted; the one that `torch.compile` returned and all parameters are.
+
+Invariants. Nothing of the step is changed: no hook returns anything, and none breaks a graph. No tensor of the step's
+graph is kept. `end` leaves no hook behind.
 """
 
 from __future__ import annotations
@@ -171,6 +174,8 @@ class Observer:
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _begins(self, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._grad = torch.is_grad_enabled()
         if not self._grad or _compat.in_backward():
             return
@@ -180,7 +185,7 @@ class Observer:
         self._seen.steps += 1
 
     def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not self._grad or not self._close or _compat.in_backward():
+        if torch.compiler.is_compiling() or not self._grad or not self._close or _compat.in_backward():
             return
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         leaves = [leaf for leaf in _compat.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -209,6 +214,8 @@ class Observer:
         seen = self._seen
 
         def count(_module: nn.Module, _args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if _compat.in_backward():
                 seen.calls_in_backward[path] += 1
                 return

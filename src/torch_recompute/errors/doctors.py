@@ -18,7 +18,8 @@ def nothing_watched(model: str) -> str:
     return (
         f"doctor.watch has seen no step of {model} yet: it was not called with gradients since.\n"
         "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model that "
-        "the training calls, with its wrappers."
+        "the training calls, with its wrappers; a compiled one as torch.compile(model) returns it, for model.compile() "
+        "calls no hook."
     )
 
 

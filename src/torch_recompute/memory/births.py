@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
                 birth.dtype = str(tensor.dtype).removeprefix("torch.")
                 birth.device = str(device)
                 birth.module = self.name(self._modules[-1]) if self._modules else ""
-                birth.line, birth.region = place = place or _place()
+                birth.line, birth.region = place = place or place_in_code()
                 birth.result = False
                 self._births[id(storage)] = birth
 
@@ -171,11 +171,11 @@ def leaves(value: object) -> Iterator[torch.Tensor]:
             yield from leaves(item)
 
 
-def _place() -> tuple[str, str]:
-    """The line that runs the present operation, and the region that it runs in."""
+def place_in_code() -> tuple[str, str]:
+    """The line of the user's code that runs the present operation, and the region that it runs in; each may be ""."""
     line = fallback = call = ""
     region = "" if thread.run is None else thread.run.name
-    frame: FrameType | None = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not Watch.run.__code__:
         kind = kind_of(frame.f_code.co_filename)
         if kind == "user" and not line:

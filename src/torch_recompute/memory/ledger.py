@@ -45,14 +45,16 @@ class Sample(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What was going on when a storage was made, as a simulation knows it.
+    """What was going on when a storage was made.
 
     Attributes:
         event: The number of the operation.
         phase: "forward", "loss", "backward", "replay" or "optimizer".
-        module: Path of the module that ran it, or whose backward it belongs to.
+        module: Path of the module that ran it, or whose backward it belongs to, as a simulation knows it; where it was
+            measured, the region.
         op: The operation, as `aten.gelu.default`.
-        shape: Shape of the tensor that it made.
+        shape: Shape of the tensor that it made; () where it was measured.
+        line: Where it was measured, `file:line` of the code that ran it.
     """
 
     event: int = 0
@@ -60,6 +62,7 @@ class Place(NamedTuple):
     module: str = ""
     op: str = ""
     shape: tuple[int, ...] = ()
+    line: str = ""
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):
@@ -110,15 +113,21 @@ class Ledger:
             self._reread(entry, storage)
         return entry is not None
 
-    def mark(self, storage: torch.UntypedStorage, rank: int) -> None:
-        """Say what a storage is for. It enters the books if it must; a category earlier in the list stays."""
+    def mark(self, storage: torch.UntypedStorage, rank: int, place: Place | None = None) -> None:
+        """Say what a storage is for. It enters the books if it must; a category earlier in the list stays.
+
+        Args:
+            storage: The storage.
+            rank: The number of the category.
+            place: Where it was made; by default where the work is.
+        """
         self.book_deaths()
         entry = self._entries.get(id(storage))
         if entry is not None:
             entry.rank = min(entry.rank, rank)
             return
         entry = Entry(storage, cast("Callable[[Any], None]", self._dead.append))
-        entry.key, entry.nbytes, entry.rank, entry.place = id(storage), 0, rank, self.place
+        entry.key, entry.nbytes, entry.rank, entry.place = id(storage), 0, rank, place or self.place
         self._entries[entry.key] = entry
         self._reread(entry, storage)
 

@@ -25,15 +25,21 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from .._compat import TorchDispatchMode
+from .._compat import TorchDispatchMode, in_backward
 from ..errors import ArgumentError, RecomputeError
+from ..values import doing_recompute
 from . import allocator
-from .ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, Ledger, Sample, storages
+from .births import place_in_code
+from .blocks import blocks_of
+from .ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, Ledger, Place, Sample, storages
+from .reading import Reading
+from .snapshot import write_snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,31 +51,6 @@ _running: list[Measurement] = []
 def running() -> Measurement | None:
     """The measurement that runs, the innermost of several; None where none does."""
     return _running[-1] if _running else None
-
-
-class Reading(NamedTuple):
-    """What a measurement says of one device.
-
-    Attributes:
-        device: The device these figures are of.
-        peak_bytes: The most bytes alive after any one operation, or when the block began.
-        live_bytes: The bytes alive now; after the block, those of its storages that still are.
-        by_category: `peak_bytes`, split; every category is there, and they sum to it.
-        live_by_category: `live_bytes`, split in the same way.
-        timeline: The bytes alive when the block began, and after each operation that changed them.
-        allocator_peak_bytes: On CUDA the allocator's own peak, rounding and untracked tensors included; else None.
-        reserved_peak_bytes: On CUDA the most that the allocator held from the device, which is what has to fit onto it;
-            what exceeds `allocator_peak_bytes` is fragmentation and freed memory that it kept. Else None.
-    """
-
-    device: torch.device
-    peak_bytes: int
-    live_bytes: int
-    by_category: dict[str, int]
-    live_by_category: dict[str, int]
-    timeline: tuple[Sample, ...]
-    allocator_peak_bytes: int | None
-    reserved_peak_bytes: int | None
 
 
 class Measurement:
@@ -184,6 +165,25 @@ class Measurement:
         """The most that the CUDA allocator held from the device, see `Reading`."""
         return self.on().reserved_peak_bytes
 
+    def to_snapshot(self, path: Path | str, device: torch.device | str | None = None) -> None:
+        """Writes the measured step for the viewer of allocations at https://pytorch.org/memory_viz.
+
+        Bytes are coloured by category, and show which operation made them, in which line, phase and region. Nothing
+        of an allocator is in it: each storage is a segment of its own.
+
+        Args:
+            path: The file, a pickle in the form of `torch.cuda.memory._snapshot()`.
+            device: The device, as for `on`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        with self._lock:
+            chosen = self.on(device).device
+            ledger = self._ledgers.get(chosen, Ledger())
+            ledger.stamp(self._events + 1)
+            write_snapshot(Path(path), blocks_of(ledger.changes), chosen.index or 0)
+
     def __repr__(self) -> str:
         reading = self.on()
         parts = ", ".join(f"{name} {count:,}" for name, count in reading.by_category.items() if count)
@@ -234,14 +234,22 @@ class Measurement:
                 known.add(id(storage))
             if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a birth
                 known.clear()
+            place: Place | None = None
             for device, storage in storages(outputs):
                 ledger = self._ledger(device)
                 if not ledger.touch(storage) and id(storage) not in known:
-                    ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS)
+                    place = place or self._place(func)
+                    ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS, place)
             for ledger in self._ledgers.values():
                 ledger.book_deaths()
                 ledger.settle()
                 ledger.sample(self._events, str(getattr(func, "__name__", func)))
+
+    def _place(self, func: object) -> Place:
+        """Where the present operation is, for the snapshot."""
+        phase = "replay" if doing_recompute() else "backward" if in_backward() else "forward"
+        line, region = place_in_code()
+        return Place(self._events, "optimizer" if self._in_step else phase, region, str(func), line=line)
 
     def _watcher(self) -> AbstractContextManager[Any]:
         """What shows every operation to `record` while it is entered."""
@@ -250,7 +258,7 @@ class Measurement:
     def _ledger(self, device: torch.device) -> Ledger:
         ledger = self._ledgers.get(device)
         if ledger is None:
-            ledger = self._ledgers[device] = Ledger()
+            ledger = self._ledgers[device] = Ledger(history=True)
         return ledger
 
     def _choose(self, wanted: torch.device | None) -> torch.device:
@@ -348,7 +356,8 @@ def measure(
             loss(model(batch)).backward()
         print(m.peak_bytes, m.by_category)
 
-    Operations run slower while measured, so take times in another step than bytes.
+    Operations run slower while measured, so take times in another step than bytes. Each leaves some hundred bytes of
+    history in the measurement.
 
     Args:
         model: Its parameters, buffers and gradients count, each under its category.

@@ -1,12 +1,13 @@
 """Blocks in the form of `torch.cuda.memory._snapshot()`, which https://pytorch.org/memory_viz reads.
 
-Problem. People who hunt for memory know one picture, that of the allocator's history, and a step that was only
-simulated has no allocator.
+Problem. People who hunt for memory know one picture, that of the allocator's history, and a step that was simulated, or
+measured on a CPU, has no allocator that keeps one.
 
 Idea. The same plain data: a trace of allocations and frees, and the segments that are there at the end. A frame of a
 stack, which the viewer shows for the bytes under the pointer, says the operation, then the module in place of the file
-and the number of the operation in place of the line; the frame below it says the category and the phase. The category
-goes along under the key that PyTorch's own export of a profile uses, so the viewer colours by it.
+and the number of the operation in place of the line; of a measured step, a real file and line. The frame below it says
+the category, the phase, and of a measured step the region. The category goes along under the key that PyTorch's own
+export of a profile uses, so the viewer colours by it.
 
 Each block is a segment of its own and no address is used twice: there is no caching, so nothing is fragmented, and
 "reserved" is what is allocated. What an operation frees comes before what it allocates, so the most that the viewer
@@ -73,9 +74,17 @@ def _addresses(blocks: Iterable[Block]) -> list[int]:
 def _frames(block: Block) -> list[dict[str, Any]]:
     made = block.made
     if not made.op:
-        return [{"name": "there when the step began", "filename": block.category, "line": 0}]
+        name = "made by no operation" if block.born else "there when the step began"
+        return [{"name": name, "filename": block.category, "line": 0}]
+    if made.line:
+        file, _, line = made.line.rpartition(":")
+        where = f"{made.phase}, in {made.module}" if made.module else made.phase
+        return [
+            {"name": made.op, "filename": file, "line": int(line)},
+            {"name": where, "filename": block.category, "line": 0},
+        ]
     return [
-        {"name": made.op, "filename": made.module or "(the model itself)", "line": made.event},
+        {"name": made.op, "filename": made.module or "(the model itself, or none)", "line": made.event},
         {"name": made.phase, "filename": block.category, "line": 0},
     ]
 

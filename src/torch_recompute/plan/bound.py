@@ -12,18 +12,34 @@ whether the output of one must be there for the next, so the whole is a dynamic 
 Any price gives a valid bound; the best price is found where two cuts balance, in a few steps, and the bound is then
 the optimum of the linear program of the whole model.
 
-Where host memory may be used, what can leave the device within the time of a step counts as room, and no byte is
-worth more than the seconds in which one more leaves it.
+The turn is not the only moment. In the backward of segment j some operation reads and makes `backward_bytes` at once,
+whoever planned it, so what lies there of the segments before j, whose backwards are still to come, fits into what is
+left. Let A be what is run again because it is not there at the turn, and B what is run again of the segments before j
+because it is not there at that operation. Both are run again after the turn. A schedule pays for what is in either,
+so of the segments before j for at least a share s of A's price and 1 - s of B's, and of the others for A's. With a
+share fixed these are two bounds as above that know nothing of one another,
 
-It assumes that all of forward comes before all of backward, that what is saved is saved as it is, on the device, and
-that the operations are those that were profiled. A segment without a graph counts nothing and gives its output for
-free. The bound is blind to what else is alive during backward: it may lie below what any plan can reach.
+    (the whole model, the seconds before j times s, room at the turn) + (1 - s) (the segments before j, room in j)
+
+and any share is valid; some are tried, at the j where most has to go. Rejected: one set of saved results that fits into
+both rooms, which is more, but no bound: a schedule may keep a large result up to the turn, and make a small one of it
+in time for j.
+
+Where host memory may be used, what can leave the device within the time of a step counts as room, and no byte is
+worth more than the seconds in which one more leaves it; then only the turn is looked at.
+
+It assumes that all of forward comes before all of backward, that what is saved is saved as it is, on the device, that
+the operations are those that were profiled, and that what else lives in the backward of a segment (parameters, the
+optimizer's state, the gradients of later segments) is there throughout. A segment without a graph counts nothing and
+gives its output for free.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 from .cost import Costs
 from .cost_rules import check
@@ -31,6 +47,7 @@ from .cut import IMPOSSIBLE, Cut, cheapest
 
 # More than the rounding of sums of floats; the bound is lowered by it.
 ROUNDING = 1e-12
+SHARES = (0.25, 0.5, 0.75)
 _NOTHING = Cut(0.0, 0)
 
 
@@ -45,12 +62,23 @@ def bound(costs: Costs, budget: int) -> float:
     room = budget - between(costs)
     if room < 0:
         return math.inf
-    highest = math.inf
     if costs.host is not None:
         moved = costs.host.to_host * costs.step_seconds
         room += math.floor(moved if costs.host.bytes is None else min(moved, costs.host.bytes))
-        highest = 1 / costs.host.to_host
-    whole = partial(_cheapest, costs)
+        return _least(partial(_cheapest, costs), room, 1 / costs.host.to_host)
+    best = _least(partial(_cheapest, costs), room)
+    before, left = _tightest(costs, budget)
+    if best == math.inf or left < 0:
+        return math.inf
+    rest = _least(partial(_cheapest, costs, stop=before), left) if before else 0.0
+    if rest == 0:
+        return best
+    both = [_least(partial(_cheapest, costs, before=before, share=s), room) + (1 - s) * rest for s in SHARES]
+    return max(best, rest, *both)
+
+
+def _least(whole: Callable[..., Cut], room: int, highest: float = math.inf) -> float:
+    """The fewest seconds with so much room, from the cheapest cuts at prices of a byte up to `highest`."""
     free = whole(0.0)
     if free.bytes <= room:
         return max(0.0, free.seconds * (1 - ROUNDING))
@@ -81,29 +109,50 @@ def bound(costs: Costs, budget: int) -> float:
             free = middle
 
 
+def _tightest(costs: Costs, budget: int) -> tuple[int, int]:
+    """The segment in whose backward most of what those before it save has to go, and the room for it there.
+
+    The first, before which there is none, where nothing is known of any backward.
+    """
+    kinds = [costs.kinds[segment.kind] for segment in costs.segments]
+    saved = [0, *accumulate(kind.options[0].saved_bytes for kind in kinds)]
+    besides = [*accumulate((segment.backward_bytes for segment in reversed(costs.segments)), min)][::-1]
+    rooms = {
+        i: budget - besides[i] - kind.graph.backward_bytes
+        for i, kind in enumerate(kinds)
+        if kind.graph is not None and kind.graph.backward_bytes
+    }
+    place = max(rooms, key=lambda i: saved[i] - rooms[i], default=0)
+    return place, rooms.get(place, budget)
+
+
 def between(costs: Costs) -> int:
     """The most that lives besides what segments saved after the last forward and before the first backward of any."""
     last = len(costs.segments)
     return max([costs.turn_bytes, *(point.bytes for point in costs.points if point.after == last)])
 
 
-def _cheapest(costs: Costs, price: float, weight: float = 1.0) -> Cut:
-    """The cheapest cut of the whole model."""
-    made: dict[tuple[str, bool, bool], Cut] = {}
+def _cheapest(
+    costs: Costs, price: float, weight: float = 1.0, *, stop: int | None = None, before: int = 0, share: float = 1.0
+) -> Cut:
+    """The cheapest cut of the segments up to `stop`; in those before `before` a second counts as a share of one."""
+    made: dict[tuple[str, bool, bool, float], Cut] = {}
 
-    def of(kind: str, output: bool, input: bool) -> Cut:
-        key = kind, output, input
+    def of(index: int, output: bool, input: bool) -> Cut:
+        kind, part = costs.segments[index].kind, share if index < before else 1.0
+        key = kind, output, input, part
         if key not in made:
             graph = costs.kinds[kind].graph
-            made[key] = _NOTHING if graph is None else cheapest(graph, price, output, input, weight)
+            cut = _NOTHING if graph is None else cheapest(graph, price, output, input, weight * part)
+            made[key] = Cut(cut.seconds * part, cut.bytes)
         return made[key]
 
     # The cheapest for all that follows, by whether it needs what this place hands on to be there.
     free, demanded = _NOTHING, IMPOSSIBLE
-    for segment in reversed(costs.segments):
+    for index in reversed(range(len(costs.segments) if stop is None else stop)):
         free, demanded = (
             min(
-                (of(segment.kind, output, input) + rest for output, rest in ((False, free), (True, demanded))),
+                (of(index, output, input) + rest for output, rest in ((False, free), (True, demanded))),
                 key=lambda cut: cut.value(price, weight),
             )
             for input in (False, True)

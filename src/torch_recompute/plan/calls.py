@@ -23,7 +23,6 @@ Not seen: what other Python functions do that torch treats as one call.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -33,6 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._compat.functions import attention_in_parts
 from .._replay import Replay
 from ..region import no_recompute
 from ..values import replay, thread
@@ -59,6 +59,11 @@ PRODUCTS = _named(
     "einsum",
     *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
 )
+LINEAR = _named("nn.functional.linear")
+MATRICES = PRODUCTS - _named(
+    *("nn.functional.linear", "nn.functional.bilinear", "einsum"),
+    *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
+)
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "shard_dim_alltoall"})
 COLLECTIVES: dict[str, frozenset[str]] = {
     "@reduction": REDUCTIONS,
@@ -75,23 +80,14 @@ def declare_product(func: Function) -> None:
 
 
 def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Which of a plan's kinds of call this one is; None where it is of no kind."""
+    """Which of a plan's kinds of call this one is, the narrowest; None where it is of no kind."""
     if func in ATTENTION:
         return "@attention"
     if func in PRODUCTS or func in _declared:
-        return "@product" if _has_parameter(args, kwargs) else "@matmul"
+        if not _has_parameter(args, kwargs):
+            return "@matmul"
+        return "@down" if _narrows(func, args, kwargs) else "@product"
     return None
-
-
-def _shown_inside(function: types.FunctionType) -> Function:
-    """A Python function of torch whose calls inside are shown to function modes, where it would show itself alone."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
-    twin = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-attention_in_parts = _shown_inside(F.multi_head_attention_forward)
 
 
 class Keep(TorchFunctionMode):
@@ -104,6 +100,8 @@ class Keep(TorchFunctionMode):
     def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
         self._kinds = frozenset(kinds)
+        if "@product" in self._kinds:
+            self._kinds |= {"@down"}
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -156,6 +154,17 @@ def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for operand in operands:
         operands.extend(operand if isinstance(operand, (list, tuple)) else ())
     return any(isinstance(operand, torch.Tensor) and _compat.parameter_of(operand) is not None for operand in operands)
+
+
+def _narrows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a product with a matrix makes less of each row than it reads, by the part of the matrix on this rank."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    place = next((i for i, x in enumerate(tensors) if x.dim() > 1 and _compat.parameter_of(x) is not None), None)
+    if place is None or func not in LINEAR | MATRICES:
+        return False
+    rows, columns = getattr(tensors[place], "_local_tensor", tensors[place]).shape[-2:]
+    reads_columns = func in LINEAR or not any(x.dim() > 1 for x in tensors[:place])  # the matrix is the first operand
+    return rows < columns if reads_columns else columns < rows
 
 
 DECISIONS = _named(

@@ -91,12 +91,15 @@ class Graph:
         output: Index of the node whose result the next segment reads as its input.
         input_bytes: Of the segment's input, which is the output of the segment before.
         input_needed: Whether backward needs the input itself.
+        backward_bytes: The most that one operation of its backward reads and makes, besides what lived before its
+            forward; 0 where that is not known.
     """
 
     nodes: tuple[Node, ...]
     output: int
     input_bytes: int
     input_needed: bool = False
+    backward_bytes: int = 0
 
 
 @dataclass(frozen=True)

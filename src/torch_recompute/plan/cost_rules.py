@@ -65,6 +65,8 @@ def _of_option(option: Option) -> Iterator[str]:
 def _of_graph(graph: Graph) -> Iterator[str]:
     if not 0 <= graph.output < len(graph.nodes):
         yield f"has no operation {graph.output}, which is said to make its output"
+    if not _is_bytes(graph.backward_bytes):
+        yield f"has backward_bytes that are not whole and at least 0: {graph.backward_bytes!r}"
     for index, node in enumerate(graph.nodes):
         if not all(-1 <= read < index for read in node.inputs):
             yield f"has an operation {index} that reads one that does not come before it: {node.inputs}"

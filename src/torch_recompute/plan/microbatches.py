@@ -22,9 +22,9 @@ def held_times(option: Option, times: int, *, active: bool) -> Option:
 
 
 def graph_held(graph: Graph, times: int) -> Graph:
-    """A graph whose results are held for some microbatches."""
+    """A graph whose results are held for some microbatches; which of them is in its backward is not known."""
     nodes = tuple(replace(node, bytes=node.bytes * times) for node in graph.nodes)
-    return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times)
+    return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times, backward_bytes=0)
 
 
 def behind_each(options: Sequence[Option], *, counted: bool) -> list[int]:

@@ -6,6 +6,7 @@ repeated: modules by their paths relative to the region, or all calls of a kind 
 region or, with a path before the sign, in one module of it:
 
     @product             products with a parameter: linear layers, convolutions, stacked experts
+    @down                those of them with a matrix that make less than they read, as the last one of an MLP does
     @matmul              products without one: attention scores written by hand
     @attention           scaled dot product attention, and flex attention
     @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from .profile import Profile
 
 VERSION = 1
-KINDS = ("@product", "@matmul", "@attention", "@reduction", "@collective")
+KINDS = ("@product", "@down", "@matmul", "@attention", "@reduction", "@collective")
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 

@@ -150,6 +150,7 @@ def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[L
                 option.saved_bytes,
                 max(0, plain - option.saved_bytes),
                 option.seconds,
+                option.host_bytes,
             )
         )
     return tuple(lines)

@@ -20,6 +20,7 @@ class Line:
         saved_bytes: What each keeps from its forward to its backward.
         freed_bytes: What each keeps less than without a region.
         seconds: What each adds to the step.
+        host_bytes: What each keeps in host memory meanwhile.
     """
 
     where: str
@@ -28,6 +29,7 @@ class Line:
     saved_bytes: int
     freed_bytes: int
     seconds: float
+    host_bytes: int = 0
 
     @property
     def why(self) -> str:

@@ -170,7 +170,8 @@ def _graph(graphs: Sequence[Graph | None]) -> Graph | None:
         Node(median(n.seconds for n in same), min(n.bytes for n in same), same[0].inputs, same[0].needed)
         for same in zip(*(graph.nodes for graph in known), strict=True)
     )
-    return replace(first, nodes=nodes, input_bytes=min(graph.input_bytes for graph in known))
+    at_once = min(graph.backward_bytes for graph in known)
+    return replace(first, nodes=nodes, input_bytes=min(graph.input_bytes for graph in known), backward_bytes=at_once)
 
 
 def _shape(graph: Graph) -> object:

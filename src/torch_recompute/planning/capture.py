@@ -72,7 +72,11 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None = None,
+    composed: str = "",
 ) -> Captured:
     """Runs a fake copy of a model forward and notes the calls of its segments.
 
@@ -81,6 +85,7 @@ def capture(
         args: The positional arguments of one call.
         kwargs: Its keyword arguments.
         device: Where the fakes lie; None for where the model's tensors do.
+        composed: See `simulate_step`.
 
     Returns:
         The segments.
@@ -93,7 +98,7 @@ def capture(
     copy: nn.Module = faker.copy(model)
     args, kwargs = faker.arguments(args, kwargs)
     units = find_units(model)
-    found = Captured(units, Pretend(fakes, lambda: ""))
+    found = Captured(units, Pretend(fakes, lambda: "", composed))
     modules = dict(copy.named_modules())
     seen = _Seen({path: modules[path] for path in segments(units, copy)})
     with found.running(), seen:

@@ -24,7 +24,7 @@ from .trials import Call
 
 TOGETHER = 2
 LARGEST = 8
-KEEPS = ((), ("@attention",))
+KEEPS = ((), ("@attention",), ("@attention", "@down"))
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class Group:
         return len(self.paths)
 
 
-def groups(captured: Captured, start: int, words: Sequence[str]) -> Iterator[Group]:
+def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[Group]:
     """The groups of one kind that are worth a trial.
 
     Args:
         captured: The segments.
         start: The first of that kind.
-        words: What calls of the kind there are, such as `attn@attention`.
+        kinds: What kinds of calls it makes, such as `@attention`.
     """
     runs = _runs(captured, captured.kinds[start])
     if not runs:
         return
     start, longest = max(runs, key=lambda run: run[1])
-    keeps = [keep for keep in KEEPS if all(any(word.endswith(kind) for word in words) for kind in keep)]
+    keeps = [keep for keep in KEEPS if all(kind in kinds for kind in keep)]
     span = TOGETHER
     while span <= min(longest, LARGEST) and (span == TOGETHER or span * span <= 2 * longest):
         calls = captured.calls[start : start + span]

@@ -74,13 +74,13 @@ def guesses(found: Trace, price: Callable[[Op], float], most: int) -> list[Guess
 def _choices(found: Trace) -> Iterator[Regions]:
     """All sets of regions and kept calls: one region around the segment, or any of its parts."""
     numbers = range(len(found.calls))
-    yield from ({"": kept} for kept in _subsets(numbers))
+    yield from ({"": kept} for kept in _kept(found, numbers))
     if not found.parts:
         return
     ways: list[list[Regions]] = []
     for part in found.parts:
         own = [n for n in numbers if all(inside(word.removesuffix(kind_in(word)), part) for word in found.calls[n])]
-        ways.append([{}, *({part: kept} for kept in _subsets(own))])
+        ways.append([{}, *({part: kept} for kept in _kept(found, own))])
         if part in found.feeders:
             together = f"{found.feeders[part]} {part}"
             ways[-1] += [{together: kept} for kept in _by_kind(found, own)]
@@ -95,12 +95,20 @@ def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
         yield from map(frozenset, itertools.combinations(numbers, size))
 
 
+def _kept(found: Trace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All sets of calls that words can say."""
+    for chosen in _subsets(numbers):
+        if all(found.within[number] <= chosen for number in chosen):
+            yield chosen
+
+
 def _by_kind(found: Trace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
     """All sets of kinds of calls, as the calls: what can be kept of several modules."""
-    kinds = {number: kind_in(found.calls[number][0]) for number in numbers}
-    names = sorted(set(kinds.values()))
+    names = sorted({found.kinds[number] for number in numbers})
     for chosen in _subsets(range(len(names))):
-        yield frozenset(number for number, kind in kinds.items() if kind in {names[i] for i in chosen})
+        kinds = {names[i] for i in chosen}
+        if "@product" not in kinds or "@down" in kinds or "@down" not in names:
+            yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
 def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
@@ -142,9 +150,11 @@ def _covers(region: str, module: str) -> bool:
 
 def _words(found: Trace, path: str, kept: frozenset[int]) -> tuple[str, ...]:
     """The words of kept calls as seen from a region."""
-    words = [word for number in sorted(kept) for word in found.calls[number]]
+    said = kept - frozenset().union(*(found.within[number] for number in kept))
+    words = [word for number in sorted(said) for word in found.calls[number]]
     if len(paths_of(path)) > 1:
-        return tuple(sorted({kind_in(word) for word in words}))
+        kinds = {found.kinds[number] for number in kept}
+        return tuple(sorted(kinds - {"@down"} if "@product" in kinds else kinds))
     return tuple(
         relative(module, path) + kind_in(word)
         if (module := word.removesuffix(kind_in(word))) != path

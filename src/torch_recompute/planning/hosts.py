@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import errors
 from ..plan.budget import read_budget
+from ..plan.plan import Plan
 from ..stores import Bandwidth, OnHost, bandwidth
 from ..stores.parcels import Depot
-from .prices import REACHED_BYTES, Roofline
+from .prices import REACHED_BYTES, Roofline, where
 
 
 def _data_sheet(gigabytes: float) -> Bandwidth:
@@ -72,6 +74,24 @@ def limit_of(offload: object) -> int | None:
     if found is None:
         raise errors.ArgumentError(errors.bad_offload(offload))
     return found
+
+
+def stores_for(plan: Plan, model: nn.Module, device: torch.device | str | Roofline | None) -> dict[str, HostApart]:
+    """The stores for a simulated step of a plan: on a device that is no part of host memory, one that is apart from it.
+
+    Args:
+        plan: The plan; where none of its choices names host memory, nothing is needed.
+        model: The model, which says where the step runs if nothing else does.
+        device: As for `make_plan`.
+    """
+    if all(choice.store != "host" for choice in plan.all_choices):
+        return {}
+    roofline, place = where(device)
+    if roofline is None and place is None:
+        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if place.type == "meta" and torch.accelerator.is_available():
+            return {"host": HostApart()}
+    return {} if place is not None and place.type in ("cpu", "meta") else {"host": HostApart()}
 
 
 def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float:

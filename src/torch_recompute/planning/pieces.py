@@ -47,6 +47,7 @@ class Pieces:
         rounding: What sizes are rounded up to.
         paths: Its segments.
         stages: The segments of each stage: the first, and the first of the next.
+        composed: See `simulate_step`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pieces:
         rounding: int,
         paths: Sequence[str],
         stages: Sequence[tuple[int, int]],
+        composed: str = "",
     ) -> None:
         fakes = FakeTensorMode()
         faker = Faker(fakes, device)
@@ -74,7 +76,7 @@ class Pieces:
             device,
             rounding,
             places,
-            Pretend(fakes, lambda: places.now()[1]),
+            Pretend(fakes, lambda: places.now()[1], composed),
             [copy.get_submodule(path) for path in paths],
             stages,
             [Seen() for _ in paths],

@@ -48,7 +48,7 @@ from .guesses import guesses
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .pieces import Pieces
-from .prices import Measured, Roofline, prices_for, where
+from .prices import Measured, Roofline, composed_for, prices_for, where
 from .trace import trace
 from .trials import Call, Tried, attempt
 
@@ -91,15 +91,21 @@ class Planner:
         self._model = model
         self._call = args, kwargs
         roofline, device = where(device)
+        self._composed = composed_for(model, roofline)
         limit = limit_of(offload) if offload is not False else None
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+        self._step: dict[str, Any] = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "device": device,
+            "composed": self._composed,
+        }
         ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
         self._timing = "" if roofline else self._price.timing
         self._link = link_of(roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        captured = capture(model, args, kwargs or {}, self.plain.device)
+        captured = capture(model, args, kwargs or {}, self.plain.device, self._composed)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
         self._left_out = captured.left_out
@@ -199,9 +205,16 @@ class Planner:
         """The model in stages, given its layers and the first and last of each."""
         args, kwargs = self._call
         loss, plain = self._step["loss"] or loss_of, self.plain
-        rounding = plain.rounding
         return Pieces(
-            self._model, args, kwargs, loss=loss, device=plain.device, rounding=rounding, paths=paths, stages=stages
+            self._model,
+            args,
+            kwargs,
+            loss=loss,
+            device=plain.device,
+            rounding=plain.rounding,
+            paths=paths,
+            stages=stages,
+            composed=self._composed,
         )
 
     def _clocked(self, chosen: tuple[Solution, Simulation] | None) -> tuple[Profile, Scale | None]:
@@ -275,11 +288,11 @@ class Planner:
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
                     options.append(_option(guess.regions, tried, plain, self._price))
-                graph = found.graph(self._price)
+                graph = replace(found.graph(self._price), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
                     options += self._offloaded(captured, path, call, undominated(options), plain, forward)
-                options += self._grouped(captured, int(kind), plain, [word for words in found.calls for word in words])
+                options += self._grouped(captured, int(kind), plain, found.kinds)
             ways[kind] = Kind(undominated(options), graph)
         return ways
 
@@ -297,9 +310,9 @@ class Planner:
                 seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
                 yield replace(here, seconds=seconds, store="host", host_bytes=tried.host_bytes)
 
-    def _grouped(self, captured: Captured, kind: int, plain: Tried, words: Sequence[str]) -> Iterator[Option]:
+    def _grouped(self, captured: Captured, kind: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
-        for group in groups(captured, self._kinds.index(str(kind)), words):
+        for group in groups(captured, self._kinds.index(str(kind)), kinds):
             choice = replace(group.choice, carry=decides(group.paths, self._routers))
             try:
                 tried = attempt(group.call, [choice], captured.pretend)

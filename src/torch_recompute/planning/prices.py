@@ -43,6 +43,7 @@ class Roofline:
         bytes_per_second: Of its memory.
         launch: Seconds that any operation takes at least.
         link: Bytes per second from a device to the next one of its group; None for as many as its memory.
+        kind: The type of device, as PyTorch calls it; "" where it is not said.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Roofline:
     bytes_per_second: float
     launch: float
     link: float | None = None
+    kind: str = ""
 
     @property
     def timing(self) -> str:
@@ -122,7 +124,7 @@ _RINGS = {
 def _data_sheet(name: str, half: float, single: float, gigabytes: float, link: float) -> Roofline:
     """A device by its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s of its memory and to one neighbour."""
     speeds = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
-    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6, link * 1e9 * REACHED_BYTES)
+    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6, link * 1e9 * REACHED_BYTES, "cuda")
 
 
 DEVICES = {
@@ -263,6 +265,17 @@ def where(device: torch.device | str | Roofline | None) -> tuple[Roofline | None
         return None, None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise errors.ArgumentError(errors.unknown_device(device, [*DEVICES])) from None
+
+
+def composed_for(model: object, roofline: Roofline | None) -> str:
+    """The type of device that a model's functions are to be composed for; "" for where its tensors are.
+
+    A model on meta that is planned for a device by its data sheet runs nowhere but there. One with weights may run
+    where these are, and is promised what it takes there.
+    """
+    if roofline is None or not isinstance(model, torch.nn.Module):  # which whoever simulates it will say
+        return ""
+    return roofline.kind if all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) else ""
 
 
 def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:

@@ -26,9 +26,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._compat.functions import attention_in_parts
 from ..memory.ledger import storages
 from ..plan.anatomy import inside
-from ..plan.calls import attention_in_parts, kind_of
+from ..plan.calls import kind_of
 from ..plan.cost import Graph, Node
 from .ops import Log, Op
 
@@ -63,6 +64,8 @@ class Trace:
     Attributes:
         made: The storages it makes, in order.
         calls: The words of each candidate.
+        kinds: The kind of each candidate's calls.
+        within: For each candidate those that its words say, too: the narrowing products among all of a module.
         parts: Modules below the segment that hold several of its calls and that it calls itself.
         feeders: For a part the module, without calls of a kind, whose result it is given: its norm.
         output: Index of the storage of its result.
@@ -72,6 +75,8 @@ class Trace:
 
     made: list[Made] = field(default_factory=list["Made"])
     calls: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    kinds: list[str] = field(default_factory=list[str])
+    within: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
     parts: list[str] = field(default_factory=list[str])
     feeders: dict[str, str] = field(default_factory=dict[str, str])
     output: int = -1
@@ -133,6 +138,7 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     places = [index.get(id(storage), -1) for _, storage in storages([result])]
     found.output = max(places, default=-1)
     found.calls = calls.words()
+    found.kinds, found.within = calls.kinds(), calls.within()
     found.parts = calls.parts()
     found.feeders = calls.feeders(found.parts)
     numbers = calls.numbers()
@@ -151,7 +157,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._paths = {id(child): path for path, child in module.named_modules()}
-        self._called = {path for path, child in module.named_modules() if _can_be_called(child)}
+        self._called = [path for path, child in module.named_modules() if _can_be_called(child)]
         self._rows = {path for path, child in module.named_modules() if isinstance(child, nn.Sequential)}
         self._products = {path for path, child in module.named_modules() if hasattr(child, "base_layer")}
         self._stack: list[str] = []
@@ -200,6 +206,8 @@ class _Calls(TorchFunctionMode):
         if kind is None or self.current >= 0:
             return func(*args, **kwargs)
         where = self._scope(self.module)
+        if kind == "@down" and where in self._products:  # a part of a product with an adapter
+            kind = "@product"
         self.current = self._found.setdefault((where, kind), len(self._found))
         try:
             return func(*args, **kwargs)
@@ -251,8 +259,30 @@ class _Calls(TorchFunctionMode):
     def words(self) -> list[tuple[str, ...]]:
         """The words of each candidate, in the order in which they ran."""
         return [
-            tuple(f"{where}{kind}" for where, kind in group if not _covered(where, kind, group))
+            tuple(self._word(where, kind) for where, kind in group if not _covered(where, kind, group))
             for group in self._groups()
+        ]
+
+    def _word(self, where: str, kind: str) -> str:
+        """What says the calls of a kind in a module: where all products narrow, that they are products."""
+        others = any(other == "@product" and inside(path, where) for path, other in self._found)
+        return f"{where}{'@product' if kind == '@down' and not others else kind}"
+
+    def kinds(self) -> list[str]:
+        """The kind of each candidate; of one that has products of both kinds, that of all products."""
+        return [_kind(group) for group in self._groups()]
+
+    def within(self) -> list[frozenset[int]]:
+        """For each candidate the narrowing ones that lie in its modules."""
+        groups = self._groups()
+        narrow = [(i, group) for i, group in enumerate(groups) if _kind(group) == "@down"]
+        return [
+            frozenset(
+                i
+                for i, inner in narrow
+                if _kind(group) == "@product" and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
+            )
+            for group in groups
         ]
 
     def numbers(self) -> list[int]:
@@ -279,7 +309,15 @@ class _Calls(TorchFunctionMode):
 
 def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
     """Whether another word of the group says this one too."""
-    return any(other == kind and inside(where, around) and where != around for around, other in group)
+    return any(
+        inside(where, around) and ((other == kind and where != around) or (other, kind) == ("@product", "@down"))
+        for around, other in group
+    )
+
+
+def _kind(group: Sequence[tuple[str, str]]) -> str:
+    """The kind of the calls of a candidate."""
+    return next((kind for _, kind in group if kind == "@product"), group[0][1])
 
 
 def _can_be_called(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .. import _compat
+from ..memory.ledger import storages
 from ..memory.measurement import Measurement
 from ..plan.apply import apply
 from ..plan.plan import Choice, Plan
@@ -75,6 +76,7 @@ class Tried:
         backward_bytes: See `Option`.
         ops: Everything that ran, forward and backward.
         host_bytes: What lay in host memory between forward and backward.
+        at_once_bytes: See `Graph.backward_bytes`.
     """
 
     saved_bytes: int
@@ -82,6 +84,7 @@ class Tried:
     backward_bytes: int
     ops: Counter[Op]
     host_bytes: int = 0
+    at_once_bytes: int = 0
 
     def extra(self, plain: Tried, price: Callable[[Op], float], times: int = 1) -> tuple[float, int]:
         """Seconds and FLOPs beyond those of so many plain segments."""
@@ -104,12 +107,23 @@ class _Source(torch.autograd.Function):
 
 
 class _Books(Measurement):
-    """A measurement that the fake tensors' own mode shows its operations to, and a count of these."""
+    """A measurement that the fake tensors' own mode shows its operations to, and a count of these.
+
+    Attributes:
+        ran: How often each operation ran.
+        at_once_bytes: The most that one of them read and made, since `watch`, besides what was there before.
+    """
 
     def __init__(self, pretend: Pretend) -> None:
         super().__init__()
         self._pretend = pretend
+        self._before: set[int] | None = None
         self.ran: Counter[Op] = Counter()
+        self.at_once_bytes = 0
+
+    def watch(self, before: set[int]) -> None:
+        """Begins to look at what operations read and make; `before` are storages that do not count, by identity."""
+        self._before = before
 
     def _watcher(self) -> AbstractContextManager[Any]:
         return self._pretend.showing(self.record)
@@ -117,6 +131,10 @@ class _Books(Measurement):
     def record(self, func: Any, inputs: Any, outputs: Any) -> None:
         """Books one operation."""
         super().record(func, inputs, outputs)
+        if self._before is not None:
+            met = {id(storage): int(storage.nbytes()) for _, storage in storages((inputs, outputs))}
+            here = sum(nbytes for storage, nbytes in met.items() if storage not in self._before)
+            self.at_once_bytes = max(self.at_once_bytes, here)
         args, kwargs = inputs
         op = op_of(func, args, kwargs, outputs)
         if op is not None:
@@ -157,6 +175,9 @@ def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         start = len(m.timeline)
         result = call.run(inputs)
+        before = {
+            id(storage) for _, storage in storages([inputs, call.leaves, *holder.parameters(), *holder.buffers()])
+        }
         del inputs
         forward = max(sample.live_bytes for sample in m.timeline[start - 1 :])
         outputs = [x for x in _compat.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -167,7 +188,8 @@ def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
         saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+        m.watch(before)
         torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
-    return Tried(saved - level, forward - level, backward - level, m.ran, host_bytes)
+    return Tried(saved - level, forward - level, backward - level, m.ran, host_bytes, m.at_once_bytes)

@@ -107,7 +107,7 @@ def add_command(commands: Any) -> None:
     )
     add_batch_options(parser)
     add_step_options(parser)
-    add_options(parser, command, plot="the step and the curve")
+    add_options(parser, command, plot="the step and the curve", as_well="--png")
 
 
 def command(args: argparse.Namespace) -> int:

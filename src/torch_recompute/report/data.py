@@ -9,6 +9,8 @@ thousand, as many as a screen has columns, each the highest of its stretch. So t
 
 Bytes are stacked by category, and activations by who made them: the forward, a replay, or backward itself.
 
+What a plan keeps in host memory is no part of the stack: it lies beside it, a series of its own.
+
 Invariants, which the tests hold: the layers of a sample sum to what was alive; the largest sample is the peak; the
 phases cover the step without a gap.
 """
@@ -120,9 +122,12 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
             f"{step['peak_bytes']:,}: it is not the step that the plan was made for. The table is of this step."
         )
     elif promised is not None and not math.isclose(promised["step_seconds"], step["step_seconds"], rel_tol=0.01):
+        how = "scaled to whole steps that were run"
+        if step["host_bytes"]:
+            how = "in which copies to and from host memory are waited for"
         notes.append(
-            f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, scaled to whole steps that "
-            "were run; the pictures are in seconds of single operations."
+            f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, {how}; the pictures are in "
+            "seconds of single operations."
         )
     return [note for note in notes if note]
 
@@ -160,6 +165,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
         "replay_seconds": sum(timed.replayed.values(), 0.0),
         "replay_flops": simulation.flops["replay"],
         "kept_bytes": simulation.saved_bytes,
+        "host_bytes": max(timed.hosted.values(), default=0),
         "peak": moments.index(simulation.peak),
         "phases": [list(span) for span in timed.spans],
         "samples": {
@@ -168,6 +174,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
             "module": [number(moment.module) for moment in moments],
             "op": [number(moment.op) for moment in moments],
             "layers": {layer: series for layer, series in layers.items() if any(series)},
+            "host": [timed.in_host(moment.event) for moment in moments] if timed.sent else [],
         },
     }
 

@@ -63,11 +63,11 @@ function outlines(step, layers, x, y) {
   });
 }
 
-/** The line above all layers. */
-function outline(step, x, y) {
+/** A line of the height that each sample of a step has. */
+function outline(step, height, x, y) {
   const { ends } = step.samples;
-  return "M" + ends.map((end, i) => `${x(end).toFixed(1)},${y(total(step, i)).toFixed(1)} ` +
-    `${x(i + 1 < ends.length ? ends[i + 1] : step.step_seconds).toFixed(1)},${y(total(step, i)).toFixed(1)}`).join(" ");
+  return "M" + ends.map((end, i) => `${x(end).toFixed(1)},${y(height(i)).toFixed(1)} ` +
+    `${x(i + 1 < ends.length ? ends[i + 1] : step.step_seconds).toFixed(1)},${y(height(i)).toFixed(1)}`).join(" ");
 }
 
 /** The rows of a table by one column; those that are alike stay in their order. */

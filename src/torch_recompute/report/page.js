@@ -6,10 +6,11 @@ const WORDS = {
   parameters: "parameters", buffers: "buffers", optimizer: "optimizer", gradients: "gradients", other: "other",
   activations: "activations of the forward", rebuilt: "rebuilt by replays", backward: "made in backward",
 };
+const HOSTED = DATA.steps.some((step) => step.host_bytes);
 const COLUMNS = [
   ["where", "part", "path"], ["count", "how many", "number"], ["what", "what becomes of it", ""],
   ["saved_bytes", "keeps", "number", bytes], ["freed_bytes", "frees", "number", bytes],
-  ["seconds", "costs", "number", seconds], ["why", "why", ""],
+  ...(HOSTED ? [["host_bytes", "in host memory", "number", bytes]] : []), ["seconds", "costs", "number", seconds], ["why", "why", ""],
 ];
 const WIDE = 1000, LEFT = 62, RIGHT = 12;
 const state = { shown: DATA.chosen, sample: null, column: null, direction: 1 };
@@ -30,7 +31,8 @@ function scale(least, most, from, to) {
 const most = (key) => Math.max(...DATA.steps.map((step) => step[key]));
 const HIGH = 380, TOP = 22, BOTTOM = 66;
 const x = scale(0, most("step_seconds"), LEFT, WIDE - RIGHT);
-const y = scale(0, most("peak_bytes") * 1.04, HIGH - BOTTOM, TOP);
+const tallest = Math.max(most("peak_bytes"), most("host_bytes")) * 1.04;
+const y = scale(0, tallest, HIGH - BOTTOM, TOP);
 
 function axes(svg, high, bottom, across, up, xTicks, yTicks, xWord, yWord) {
   for (const tick of yTicks.ticks) {
@@ -48,12 +50,14 @@ function drawStep() {
   const svg = by("step"), step = DATA.steps[state.shown];
   svg.setAttribute("viewBox", `0 0 ${WIDE} ${HIGH}`);
   svg.replaceChildren();
-  axes(svg, HIGH, BOTTOM, x, y, ticks(0, most("step_seconds"), 8, SECONDS), ticks(0, most("peak_bytes") * 1.04, 6, BYTES),
-    "time", "alive");
+  axes(svg, HIGH, BOTTOM, x, y, ticks(0, most("step_seconds"), 8, SECONDS), ticks(0, tallest, 6, BYTES), "time", "alive");
   for (const { layer, path } of outlines(step, DATA.layers, x, y)) {
     svg.append(element("path", { class: "layer", "data-layer": layer, d: path, fill: `var(--${layer})` }));
   }
-  if (step !== PLAIN) svg.append(element("path", { class: "outline", d: outline(PLAIN, x, y) }));
+  if (step !== PLAIN) svg.append(element("path", { class: "outline", d: outline(PLAIN, (i) => total(PLAIN, i), x, y) }));
+  if (step.host_bytes) {
+    svg.append(element("path", { class: "hosted", d: outline(step, (i) => step.samples.host[i], x, y) }));
+  }
   for (const [phase, start, end] of step.phases) {
     const band = element("rect", { class: "phase", "data-phase": phase, x: x(start), y: HIGH - BOTTOM + 6,
       width: Math.max(0.3, x(end) - x(start)), height: 12, fill: `var(--${phase}-phase)` });
@@ -77,7 +81,7 @@ function drawStep() {
 function tell(sample) {
   const step = DATA.steps[state.shown], cross = by("cross");
   const at = sample === null ? step.peak : Math.max(0, Math.min(sample, step.samples.ends.length - 1));
-  const { ends, phase, module, op, layers } = step.samples;
+  const { ends, phase, module, op, layers, host } = step.samples;
   cross.setAttribute("visibility", sample === null ? "hidden" : "visible");
   cross.setAttribute("x1", x(ends[at]));
   cross.setAttribute("x2", x(ends[at]));
@@ -87,7 +91,8 @@ function tell(sample) {
     .map((layer) => `${WORDS[layer]} ${bytes(layers[layer][at])}`).join(", ");
   by("readout").textContent =
     `${at === step.peak ? "The peak, at" : "At"} ${seconds(ends[at])}: ${bytes(total(step, at))} alive. ` +
-    `${place.charAt(0).toUpperCase()}${place.slice(1)}. Of it ${parts}.`;
+    `${place.charAt(0).toUpperCase()}${place.slice(1)}. Of it ${parts}.` +
+    (step.host_bytes ? ` In host memory ${bytes(host[at])}.` : "");
 }
 
 function drawFrontier() {
@@ -163,6 +168,7 @@ function figures() {
     ["kept for backward", bytes(step.kept_bytes), step === PLAIN ? "" : `${bytes(PLAIN.kept_bytes)} with no region`],
     ["regions", String(step.regions), step.promised ? `for a budget of ${bytes(step.promised.budget_bytes)}` : ""],
   ];
+  if (HOSTED) shown.push(["in host memory", bytes(step.host_bytes), "at most, not on the device"]);
   by("figures").replaceChildren(...shown.map(([word, value, more]) => {
     const box = element("div"), figure = element("dd", {}, value);
     if (more) figure.append(element("small", {}, more));
@@ -210,7 +216,8 @@ function begin() {
   const used = DATA.layers.filter((layer) => DATA.steps.some((step) => step.samples.layers[layer]));
   const ran = ["forward", "loss", "replay", "backward", "optimizer"].filter(
     (phase) => DATA.steps.some((step) => step.phases.some(([name]) => name === phase)));
-  legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: with no region"]]);
+  legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: with no region"],
+    ...(HOSTED ? [["var(--host)", "dotted line: in host memory, beside the device's"]] : [])]);
   legend("phases", [["none", "the strip:"], ...ran.map((phase) => [`var(--${phase}-phase)`, phase])]);
   for (const line of DATA.notes) by("notes").append(element("p", {}, line));
   by("slider").max = String(DATA.steps.length - 1);

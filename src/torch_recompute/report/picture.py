@@ -27,6 +27,7 @@ PHASES = {
     "optimizer": "#b59a7a",
 }
 MARK = "#c2185b"
+HOST = "#4a148c"
 _WORDS = {
     "activations": "activations of the forward",
     "rebuilt": "rebuilt by replays",
@@ -60,6 +61,9 @@ def _step(axes: Any, strip: Any, data: Mapping[str, Any], unit: int) -> None:
     if step is not plain:
         heights = [sum(column) / unit for column in zip(*plain["samples"]["layers"].values(), strict=True)]
         axes.step(_milliseconds(plain), heights, where="post", color="#5a6675", linewidth=0.8, label="no region")
+    if step["samples"]["host"]:
+        heights = [nbytes / unit for nbytes in step["samples"]["host"]]
+        axes.step(ends, heights, where="post", color=HOST, linestyle=":", linewidth=1.8, label="in host memory")
     if step["promised"] is not None:
         axes.axhline(step["promised"]["budget_bytes"] / unit, color=MARK, linestyle="--", linewidth=1, label="budget")
     axes.set_xlim(0, 1000 * max(step["step_seconds"], plain["step_seconds"]))

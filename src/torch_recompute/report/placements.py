@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..plan.anatomy import inside
-from ..plan.plan import Choice, Plan
+from ..plan.plan import Choice, Plan, stored_in
 from ..plan.prediction import Line, Prediction
 from ..plan.sizes import Sizes, parameters, size_of
 from .timed import Timed
@@ -59,6 +59,7 @@ def _line(pattern: str, what: str, choices: list[Choice], step: Timed, plain: Ti
         round(kept / count),
         round(max(0, _sum(plain.simulation.saved_by_module, paths) - kept) / count),
         _sum(step.replayed, paths) / count,
+        round(_sum(step.sent, paths) / count),
     )
 
 
@@ -69,6 +70,6 @@ def _sum(by_module: dict[str, Any], paths: list[str]) -> Any:
 def _what(choice: Choice) -> str:
     together = f"{len(choice.paths)} together " if len(choice.paths) > 1 else ""
     kept = f" but not {', '.join(choice.keep)}" if choice.keep else ""
-    stored = f"; inputs in {choice.store!r}" if choice.store else ""
+    stored = f"; inputs {stored_in(choice.store)}" if choice.store else ""
     asked = f" ({' '.join(choice.labels)})" if choice.labels else ""
     return f"{together}recomputed{kept}{stored}{asked}"

@@ -17,9 +17,10 @@ from torch import nn
 
 from ..plan.apply import apply
 from ..plan.plan import Plan
+from ..planning.hosts import stores_for
 from ..planning.ops import Op, op_of
 from ..planning.planner import Loss, MakeOptimizer
-from ..planning.prices import Measured, Roofline, prices_for, where
+from ..planning.prices import Measured, Roofline, composed_for, prices_for, where
 from ..simulation import Simulation, simulate_step
 
 
@@ -46,12 +47,20 @@ class Timed:
         ends: When each event ended, in seconds since the step began; 0 for what was there before.
         spans: The phases in order.
         replayed: Seconds of replays, by path of the module that ran again.
+        hosted: Bytes in host memory after each event; empty where nothing is sent there.
+        sent: Bytes that went there, by path of the module that was about to run.
     """
 
     simulation: Simulation
     ends: dict[int, float]
     spans: tuple[Span, ...]
     replayed: dict[str, float]
+    hosted: dict[int, int]
+    sent: dict[str, int]
+
+    def in_host(self, event: int) -> int:
+        """Bytes in host memory after an event; one that is no operation changes nothing."""
+        return self.hosted.get(event, self.hosted.get(event - 1, 0))
 
     def end(self, event: int) -> float:
         """When an event ended; one that is no operation ends with the operation before it."""
@@ -92,28 +101,41 @@ class Clock:
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs or {}
+        self._asked = device
         self._price: Roofline | Measured | None
-        self._price, device = where(device)
+        roofline, device = where(device)
+        self._price = roofline
         self.device = ""
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+        self._step: dict[str, Any] = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "device": device,
+            "composed": composed_for(model, roofline),
+        }
 
     def timed(self, plan: Plan) -> Timed:
         """The step with a plan."""
         ran: list[Op | None] = []
+        held: list[int] = []
+        stores = stores_for(plan, self.model, self._asked)
 
         def watch(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             ran.append(op_of(func, args, kwargs, out))
+            held.append(sum(store.host_bytes for store in stores.values()))
 
         simulation = simulate_step(
-            self.model, self.args, self.kwargs, prepare=lambda copy: apply(copy, plan), watch=watch, **self._step
+            *(self.model, self.args, self.kwargs),
+            prepare=lambda copy: apply(copy, plan, stores=stores),
+            watch=watch,
+            **self._step,
         )
         if self._price is None:
             self._price = prices_for(self.model, simulation.device)
         self.device = self._price.name
-        return _timed(simulation, ran, self._price)
+        return _timed(simulation, ran, held if stores else [], self._price)
 
 
-def _timed(simulation: Simulation, ran: list[Op | None], price: Callable[[Op], float]) -> Timed:
+def _timed(simulation: Simulation, ran: list[Op | None], held: list[int], price: Callable[[Op], float]) -> Timed:
     now = 0.0
     ends = {0: now}
     spans: list[Span] = []
@@ -128,4 +150,9 @@ def _timed(simulation: Simulation, ran: list[Op | None], price: Callable[[Op], f
         ends[place.event] = now
         if place.phase == "replay":
             replayed[place.module] = replayed.get(place.module, 0.0) + seconds
-    return Timed(simulation, ends, tuple(spans), replayed)
+    sent: dict[str, int] = {}
+    for place, before, after in zip(simulation.operations, [0, *held], held, strict=False):
+        if after > before:
+            sent[place.module] = sent.get(place.module, 0) + after - before
+    hosted = {place.event: nbytes for place, nbytes in zip(simulation.operations, held, strict=False)}
+    return Timed(simulation, ends, tuple(spans), replayed, hosted, sent)

@@ -29,8 +29,11 @@ def show(data: Mapping[str, Any]) -> None:
     for layer, series in chosen["samples"]["layers"].items():
         if series[at]:
             console.print(f"{series[at] / MIB:14,.2f} MiB  {layer}")
+    hosted = any(step["host_bytes"] for step in steps)
+    if chosen["host_bytes"]:
+        console.print(f"{chosen['host_bytes'] / MIB:14,.2f} MiB  in host memory at most, beside the device's")
     table = Table(box=box.SIMPLE)
-    for title in ("", "peak MiB", "step ms", "more", "replays ms", "regions"):
+    for title in ("", "peak MiB", "step ms", "more", "replays ms", "regions", *(["host MiB"] if hosted else [])):
         table.add_column(title, justify="right" if title else "left")
     for step in steps:
         table.add_row(
@@ -40,6 +43,7 @@ def show(data: Mapping[str, Any]) -> None:
             f"{step['step_seconds'] / plain['step_seconds'] - 1:+.1%}" if plain["step_seconds"] else "",
             f"{1000 * step['replay_seconds']:,.2f}",
             str(step["regions"]),
+            *([f"{step['host_bytes'] / MIB:,.1f}"] if hosted else []),
             style="bold" if step is chosen else "",
         )
     console.print(table)

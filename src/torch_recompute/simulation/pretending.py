@@ -21,7 +21,7 @@ Invariants. No tensor of the caller's is written to: what stays real is a copy. 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ import torch
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
 from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes, writes
+from .composing import AsOnCuda
 from .kernels import Kernels
 
 INTEGERS = 2**24
@@ -40,6 +41,7 @@ _MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
+_NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -67,6 +69,7 @@ class Pretend(TorchDispatchMode):
     Args:
         fakes: What simulates; it is not active itself, which saves a turn of each operation.
         where: Says which module is running.
+        composed: "cuda" where functions are to be composed as on CUDA, although the fakes lie on the CPU.
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
@@ -74,13 +77,22 @@ class Pretend(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fakes: FakeTensorMode, where: Callable[[], str]) -> None:
+    def __init__(self, fakes: FakeTensorMode, where: Callable[[], str], composed: str = "") -> None:
         super().__init__()
         self._fakes = fakes
         self._kernels = Kernels(fakes)
         self._where = where
         self.assumed: dict[str, None] = {}
         self._seen: Callable[[Any, Any, Any], None] | None = None
+        self._composing = AsOnCuda() if composed == "cuda" else nullcontext()
+
+    def __enter__(self) -> Any:
+        self._composing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._composing.__exit__(*exception)
 
     @contextmanager
     def showing(self, seen: Callable[[Any, Any, Any], None]) -> Generator[None]:
@@ -176,7 +188,7 @@ class Pretend(TorchDispatchMode):
         """The results with stand-ins for integers, as far as they are new and small."""
 
         def decide(value: Any) -> Any:
-            integers = type(value) is FakeTensor and not _floats(value) and value.dtype is not torch.bool
+            integers = type(value) is FakeTensor and not _floats(value) and value.dtype not in _NO_CHOICE
             if not integers or value.numel() > STAND_INS:
                 return value
             return self._choice(func, args, value)

@@ -75,6 +75,9 @@ class Recording(Measurement):
             args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
             self.flops[phase] += formula(*args, **(kwargs or {}), out_val=outputs)
 
+    def _place(self, func: object) -> Place:
+        return self.at[self._events]
+
     def forward_is_over(self, device: torch.device) -> None:
         """Notes what is kept for backward."""
         ledger = self.books(device)

@@ -41,6 +41,7 @@ def simulate_step(
     device: torch.device | str | None = None,
     accumulate: int = 1,
     rounding: int | None = None,
+    composed: str = "",
 ) -> Simulation:
     """Simulates one training step; `simulate` is this with a plan.
 
@@ -55,6 +56,7 @@ def simulate_step(
         device: Where the step is to run.
         accumulate: How many forwards and backwards there are before the optimizer's step.
         rounding: What sizes are rounded up to.
+        composed: The type of device that functions are composed for (`composing.py`), where it is another one.
 
     Returns:
         The figures.
@@ -76,7 +78,7 @@ def simulate_step(
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            step = _Step(where, rounding, watch)
+            step = _Step(where, rounding, watch, composed)
             step.set_up(model, optimizer, prepare)
             return step.run(args, kwargs or {}, loss or loss_of, accumulate)
     finally:
@@ -128,10 +130,11 @@ class _Step:
         device: Where it is to run.
         rounding: What sizes are rounded up to; None for the device's own.
         watch: Called with each operation.
+        composed: The type of device that functions are composed for, where it is another one.
     """
 
-    def __init__(self, device: torch.device, rounding: int | None, watch: Watch | None) -> None:
-        self._watch = watch
+    def __init__(self, device: torch.device, rounding: int | None, watch: Watch | None, composed: str) -> None:
+        self._watch, self._composed = watch, composed
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, 0)
         self._device = device
@@ -147,7 +150,7 @@ class _Step:
         for parameter in self._model.parameters():
             parameter.grad = None
         self._places = Places({id(module): path for path, module in self._model.named_modules()})
-        self._pretend = Pretend(self._fakes, lambda: self._places.now()[1])
+        self._pretend = Pretend(self._fakes, lambda: self._places.now()[1], self._composed)
         if optimizer is not None and not instance:
             with self._pretend:
                 self._optimizer = optimizer(list(self._model.parameters()))

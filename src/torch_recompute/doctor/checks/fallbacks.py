@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..._compat.compiling import NO_CUDA_GRAPH
 from ..check import Check, Evidence
 from ..finding import Finding
 from ..words import times
+
+_CUT = (
+    "the compiled graph was cut in two",
+    "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to see where "
+    "it is.",
+)
+_NOT_CAPTURED = (
+    "what was compiled ran without a CUDA graph",
+    "TORCH_LOGS=cudagraphs before the command: torch then says why, and at which line. What regions need in CUDA "
+    "graphs is in docs/cuda-graphs.md.",
+)
 
 
 class Fallbacks(Check):
@@ -19,13 +31,11 @@ class Fallbacks(Check):
         """One finding per reason."""
         assert evidence.seen is not None
         for reason, count in evidence.seen.fallbacks.items():
-            graphs = reason.startswith("no CUDA graph")
-            what = "what was compiled ran without a CUDA graph" if graphs else "the compiled graph was cut in two"
+            what, write = _NOT_CAPTURED if reason == NO_CUDA_GRAPH else _CUT
             yield self.found(
                 evidence.name,
                 f"{reason}: {times(count)}. There {what}, and no choice of what to save reaches across.",
                 "the compiler's own counters, before and after the steps.",
-                "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to "
-                "see where it is; for CUDA graphs see docs/cuda-graphs.md.",
+                write,
                 count=count,
             )

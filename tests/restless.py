@@ -1,0 +1,22 @@
+"""A model with a layer that does something else in every run: what a check of two steps has to notice."""
+
+import torch
+from torch import nn
+
+
+class Restless(nn.Module):
+    """Something else in every run, and so in a replay; a simulation does not mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.scale = 0, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return torch.tanh(x * self.scale * self.runs)
+
+
+def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """The model, with that layer as its second, and a batch."""
+    first, *rest = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+    return nn.Sequential(first, Restless(), *rest), (torch.ones(64, 8),)
