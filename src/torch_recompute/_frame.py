@@ -73,6 +73,7 @@ class Frame(Run):
         "_template",
         "_watch",
         "_world",
+        "brief",
         "complete",
         "fingerprints",
         "inputs",
@@ -95,7 +96,7 @@ class Frame(Run):
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
         self.names, self.size = thread.names, thread.size
-        self.transient = self.complete = self._aliased = False
+        self.transient = self.brief = self.complete = self._aliased = False
         self._aliases: dict[int, torch.Tensor] = _NONE
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
         self.store = options.store or _ambient_store(outer)
@@ -301,6 +302,7 @@ class Frame(Run):
 
     def _decide_lifetime(self) -> None:
         """Says how long the rebuilt tensors live: until they are read, or to the second half of this backward."""
+        self.brief = False
         if not _compat.in_backward():
             self.transient = True
             self.release()
@@ -309,19 +311,13 @@ class Frame(Run):
         if _compat.exec_group() is not None or (kept and leaves_undone(self._first)):
             self.transient, task.split = False, True
         else:
-            self.transient = True
+            self.transient, self.brief = kept, not kept
             task.frames.append(weakref.ref(self))
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward.
-
-        Where the graph is not retained, a node that may read once more keeps it for as long as it runs.
-        """
+        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
         if not _compat.in_backward():
             slot.tensor = None
-        elif not _compat.graph_is_kept():
-            if _compat.reads_once(_compat.current_node()):
-                slot.tensor = weakref.ref(tensor)
         elif leaves_undone():
             self.transient, this_task().split = False, True
         else:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from . import errors
-from ._compat import in_backward
+from ._compat import current_node, in_backward, reads_once
 from ._tree import Meta, apart
 from .stores import Kept
 
@@ -28,7 +28,8 @@ class Owner(Protocol):
     """What a slot asks of the frame that it belongs to."""
 
     name: str
-    transient: bool
+    brief: bool  # what is read is not read again, except by a node that may: the graph is not retained
+    transient: bool  # what is read is let go of, as far as the owner can say
 
     def rebuild(self, slot: Slot) -> torch.Tensor:
         """Replays the region and returns the slot's tensor."""
@@ -92,8 +93,12 @@ def unpack(packed: Any) -> torch.Tensor:
             tensor = packed.owner.rebuild(packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
-        if packed.owner.transient:
-            packed.owner.let_go(packed, tensor)
+        owner = packed.owner
+        if owner.brief:
+            if reads_once(current_node()):
+                packed.tensor = weakref.ref(tensor)
+        elif owner.transient:
+            owner.let_go(packed, tensor)
         return tensor
     if kind is tuple:
         tensor, version = packed
