@@ -19,6 +19,7 @@ from torch_recompute import Choice, Plan, _face, cli, demo
 from torch_recompute._face import Face, document
 from torch_recompute.bench import discard, frontier
 from torch_recompute.bench.frontier import comparing, ways
+from torch_recompute.bench.frontier.config import Config
 from torch_recompute.bench.run import run as running
 from torch_recompute.errors import ArgumentError
 
@@ -89,7 +90,7 @@ COMMANDS = (
     Command(f"{BLOCKS} --check", f"{MADE_BY} device config passed comparisons", "--scale 4"),
     Command(
         "bench frontier --layers 1 --width 64 --tokens 16 --batch 1 --rounds 1 --price flops",
-        f"{MADE_BY} config how verdict passed noise peers failures ours matches",
+        f"{MADE_BY} config how goals verdict passed noise peers failures ours matches",
         "--width 3",
         plots="",
     ),
@@ -127,8 +128,8 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
 def once() -> Iterator[None]:
     """What all commands compute is computed once in this file, without the peers that compile."""
     with pytest.MonkeyPatch.context() as patch:
-        few = [way for way in ways.peers("gpt", 1) if way.family != ways.COMPILED][:3]
-        patch.setattr(comparing, "peers", lambda model, layers: few)
+        few = [way for way in ways.peers(Config(layers=1)) if way.family != ways.COMPILED][:3]
+        patch.setattr(comparing, "peers", lambda config: few)
         for module, name in COMPUTING:
             patch.setattr(module, name, remembered(getattr(module, name)))
         yield
