@@ -243,7 +243,7 @@ def test_what_reads_or_leaves_the_device_is_refused(acted: Acted) -> None:
 def test_a_captured_replay_is_not_timed(acted: Acted, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan's figures leave replays out that are captured, because nothing runs then."""
     figures = observe.Figures()
-    monkeypatch.setattr(observe, "_stamp", lambda: pytest.fail("timed"))
+    monkeypatch.setattr(observe, "stamp", lambda: pytest.fail("timed"))
     acted.begin()
     with figures.replay():
         pass

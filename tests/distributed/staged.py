@@ -59,9 +59,8 @@ TARGET = torch.zeros(1, ROWS, dtype=torch.long)
 
 @cache
 def planner() -> Planner:
-    """What is known of the whole model, which lies on meta."""
-    with torch.device("meta"):
-        whole, batch = Net(), torch.empty(1, ROWS, dtype=torch.long)
+    """What is known of the whole model, which has weights: on meta it would be planned as it runs on a GPU."""
+    whole, batch = Net(), torch.zeros(1, ROWS, dtype=torch.long)
     loss = partial(loss_of, target=TARGET)
     return Planner(whole, (batch,), None, loss=loss, optimizer=torch.optim.AdamW, device="h100")
 
