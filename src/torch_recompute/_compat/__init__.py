@@ -76,14 +76,22 @@ def will_run(node: Any) -> bool:
         return True
 
 
-def current_node() -> Any:
-    """The autograd node that runs now on this thread, or None outside of backward."""
-    return _C._current_autograd_node()
+current_node: Callable[[], Any] = _C._current_autograd_node
+"""The autograd node that runs now on this thread, or None outside of backward."""
 
 
 def reads_once(node: Any) -> bool:
     """Whether a node reads each tensor that it saved once; a Function that users write may read them again."""
-    return not isinstance(node, _C._FunctionBase) and type(node).__name__ != "CppFunction"
+    kind = type(node)
+    if kind in _read_once:
+        return True
+    if issubclass(kind, _C._FunctionBase) or kind.__name__ == "CppFunction":
+        return False
+    _read_once.add(kind)  # torch's own, of which there are as many as operations
+    return True
+
+
+_read_once: set[type] = set()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
