@@ -8,7 +8,7 @@ a tensor computed from it.
 Idea. PyTorch lets hooks be put on a tensor that a node *has* saved. So the consumer runs as it always does; then the
 graph between the named tensor and the result is walked, and each saved tensor that is the result, or a view of it, is
 replaced by a slot of the region. From there on it is the engine's ordinary business: the first slot that is opened
-replays the region, which fills its own slots and those, and each rebuilt tensor dies with its node.
+replays the region, which fills its own slots and those, and each rebuilt tensor dies when its node has read it.
 
 Nothing is resized, no storage is swapped, no hook is put on a gradient, no backward runs inside another. So what
 cannot be replaced is merely not freed: a tensor that a custom Function stashed on `ctx`, one that the caller still

@@ -3,8 +3,8 @@
 `recompute(fn)` runs `fn` under saved-tensor hooks that keep none of the tensors autograd saves: each becomes a `Slot`,
 an empty place in the graph. When backward first opens a slot, the frame of that call runs `fn` again under other
 hooks that fill the slots in order. From then on the rebuilt tensors live in the graph itself, exactly where plain
-autograd would have kept them, and die when their node is done: no table of recomputed tensors, no key per backward
-call, and the order in which memory is freed is autograd's own.
+autograd would have kept them, and die when their node has read them: no table of recomputed tensors, no key per
+backward call, and the order in which memory is freed is autograd's own.
 
 What is never a slot: a parameter or an input of the region, and any view of one. These are alive anyway; the graph
 holds them directly, with their version, and a region that saves nothing else is never replayed.
