@@ -102,7 +102,7 @@ LEAN = {
     "__init__",
 }
 # Third-party package -> the rooms that may import it inside a function.
-LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}, "psutil": {"planning"}}
+LATE = {"numpy": LEAN, "yaml": {"config"}, "highspy": {"plan"}, "psutil": {"memory"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute.planning import free
-from torch_recompute.planning.free import free_bytes, host_memory
+from torch_recompute.memory import host
+from torch_recompute.memory.host import host_memory
+from torch_recompute.planning.free import free_bytes
 
 GIB = 2**30
 OWN2, OWN1 = {"proc/self/cgroup": "0::/pod/job\n"}, {"proc/self/cgroup": "4:cpu,memory:/pod/job\n0::/\n"}
@@ -71,6 +72,6 @@ def test_it_is_what_another_library_says() -> None:
 def test_elsewhere_another_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system has no such files psutil says it; what the model holds is there for its step, too."""
     memory = types.SimpleNamespace(available=10 * GIB, total=20 * GIB)
-    monkeypatch.setattr(free, "sys", types.SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(host, "sys", types.SimpleNamespace(platform="darwin"))
     monkeypatch.setitem(sys.modules, "psutil", types.SimpleNamespace(virtual_memory=lambda: memory))
     assert free_bytes(nn.Linear(7, 4, bias=False), torch.device("cpu")) == 10 * GIB + 4 * 28 - GIB

@@ -440,7 +440,7 @@ def draws_without_matplotlib() -> None:
 
 
 def fits_where_memory_is_unknown() -> None:
-    elsewhere = unittest.mock.patch("torch_recompute.planning.free.sys", types.SimpleNamespace(platform="darwin"))
+    elsewhere = unittest.mock.patch("torch_recompute.memory.host.sys", types.SimpleNamespace(platform="darwin"))
     with elsewhere, unittest.mock.patch.dict(sys.modules, {"psutil": None}):
         make_plan(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), budget="fit")
 

@@ -13,7 +13,10 @@ is named (`measure(model, optimizer)`, `track`), and so does one that no operato
 `torch.UntypedStorage(n)`). After the block nothing new is counted, but deaths still are: `live_bytes` then says what
 the block has left behind. Devices have separate books; the properties show one of them.
 
-Not seen: workspaces inside one kernel, threads that the user starts (autograd's own are seen), sparse tensors, and
+What a kernel takes and gives back while it runs is counted as an activation of that moment; how much that is, is found
+by running the operation once more, alone (`workspaces.py`), on the CPU. On CUDA its allocator says it.
+
+Not seen: threads that the user starts (autograd's own are seen), sparse tensors, and
 what no operator returns, such as the 5 kB of a random generator's state in each checkpoint. Seeing is not
 free of effect: under any dispatch mode autograd sums the gradients of a tensor used twice into a new buffer, where
 it otherwise may do so in place; and the CUDA allocator's peak statistics are reset when a measurement begins.
@@ -31,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from .._compat import TorchDispatchMode, in_backward
+from .._compat import in_backward
 from ..errors import ArgumentError, RecomputeError
 from ..values import doing_recompute
 from . import allocator
@@ -40,6 +43,8 @@ from .blocks import blocks_of
 from .ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, Ledger, Place, Sample, storages
 from .reading import Reading
 from .snapshot import write_snapshot
+from .watching import Watch
+from .workspaces import workspace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -240,10 +245,30 @@ class Measurement:
                 if not ledger.touch(storage) and id(storage) not in known:
                     place = place or self._place(func)
                     ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS, place)
-            for ledger in self._ledgers.values():
-                ledger.book_deaths()
-                ledger.settle()
-                ledger.sample(self._events, str(getattr(func, "__name__", func)))
+            name, taken = str(getattr(func, "__name__", func)), self._workspace(func, inputs)
+            if taken:
+                self._take(name, taken, inputs, place or self._place(func))
+            self._close("" if taken else name)
+
+    def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
+        """Book an operation's workspace; that it is given back is an event of its own, which begins."""
+        ledger = self._ledger(next(storages(inputs))[0])
+        taken = torch.UntypedStorage(nbytes, device="meta")
+        ledger.mark(taken, OPTIMIZER if self._in_step else ACTIVATIONS, place._replace(shape=()))
+        self._close(op)
+        self._events += 1
+
+    def _close(self, op: str) -> None:
+        """Close the books of one event."""
+        for ledger in self._ledgers.values():
+            ledger.book_deaths()
+            ledger.settle()
+            ledger.sample(self._events, op)
+
+    def _workspace(self, func: object, inputs: object) -> int:
+        """Bytes that an operation takes while it runs; 0 where they are not known."""
+        taken = workspace(func, inputs)
+        return taken if isinstance(taken, int) else 0
 
     def _place(self, func: object) -> Place:
         """Where the present operation is, for the snapshot."""
@@ -253,7 +278,7 @@ class Measurement:
 
     def _watcher(self) -> AbstractContextManager[Any]:
         """What shows every operation to `record` while it is entered."""
-        return _Watch(self)
+        return Watch(self.record)
 
     def _ledger(self, device: torch.device) -> Ledger:
         ledger = self._ledgers.get(device)
@@ -373,27 +398,6 @@ def measure(
 
 class _Handle(Protocol):
     def remove(self) -> None: ...
-
-
-class _Watch(TorchDispatchMode):
-    """Shows every operation to a measurement."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, measurement: Measurement) -> None:
-        super().__init__()
-        self._measurement = measurement
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._measurement.record(func, (args, kwargs), out)
-        return out
 
 
 _AGAIN = "Start another: with measure(...) as m: ..."

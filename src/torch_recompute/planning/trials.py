@@ -128,6 +128,9 @@ class _Books(Measurement):
     def _watcher(self) -> AbstractContextManager[Any]:
         return self._pretend.showing(self.record)
 
+    def _workspace(self, func: object, inputs: object) -> int:
+        return self._pretend.workspace(func, inputs)
+
     def record(self, func: Any, inputs: Any, outputs: Any) -> None:
         """Books one operation."""
         super().record(func, inputs, outputs)

@@ -78,6 +78,13 @@ class Recording(Measurement):
     def _place(self, func: object) -> Place:
         return self.at[self._events]
 
+    def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
+        super()._take(op, nbytes, inputs, place)
+        self.at[self._events] = place._replace(event=self._events, op="")
+
+    def _workspace(self, func: object, inputs: object) -> int:
+        return self._pretend.workspace(func, inputs)
+
     def forward_is_over(self, device: torch.device) -> None:
         """Notes what is kept for backward."""
         ledger = self.books(device)

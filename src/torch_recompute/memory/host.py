@@ -1,0 +1,71 @@
+"""What the host has free for this process.
+
+That is what the system calls available, which counts files in the cache that it would give up, and no more than what is
+left of any limit on the process's control groups: a container ends what goes beyond its own, however much the machine
+has. Linux says both in files; elsewhere psutil is asked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import errors
+
+# Files of a control group: its limit, what it uses, and what of that is files that can be given up.
+GROUPS = {
+    "sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
+    "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """What of the host's memory is available to this process, and what there is in all, in bytes.
+
+    Args:
+        root: Where `proc` and `sys` are mounted, on Linux.
+
+    Raises:
+        ArgumentError: The system says nothing of its memory.
+    """
+    if sys.platform != "linux":
+        return _told_by_psutil()
+    told = _numbers(root / "proc/meminfo")
+    free, total = 1024 * told["MemAvailable:"], 1024 * told["MemTotal:"]
+    for folder, (limit, used, spare) in _groups(root):
+        most = (folder / limit).read_text().strip()
+        if most != "max" and int(most) < total:
+            total = int(most)
+            left = total - int((folder / used).read_text()) + _numbers(folder / "memory.stat").get(spare, 0)
+            free = max(0, min(free, left))
+    return free, total
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control groups of this process that can limit memory, outer ones first, with the names of their files."""
+    listed = root / "proc/self/cgroup"
+    lines = [line.split(":", maxsplit=2) for line in listed.read_text().splitlines()] if listed.exists() else []
+    for where, names in GROUPS.items():
+        kind = "memory" if where.endswith("memory") else ""
+        own = next((path for _, kinds, path in lines if kind in kinds.split(",")), "/")
+        inner = Path(own.lstrip("/"))
+        for place in (*reversed(inner.parents), inner) if inner.parts else (inner,):
+            folder = root / where / place
+            if all((folder / name).exists() for name in (*names[:2], "memory.stat")):
+                yield folder, names
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The first two columns of a file of the kernel."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+
+
+def _told_by_psutil() -> tuple[int, int]:
+    try:
+        import psutil
+    except ImportError:
+        raise errors.ArgumentError(errors.host_memory_unknown(sys.platform)) from None
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)

@@ -1,0 +1,199 @@
+"""Workspaces: the memory that one operation takes and gives back while it runs.
+
+Problem. What an operation returns can be counted; what its kernel takes besides cannot be seen from outside, and it may
+be most of a step's peak. On the CPU a convolution lays its input and weights out anew, or writes every patch of the
+input out as a column: ten times what it returns. A norm or a gradient of GELU copies what is not contiguous, attention
+has a block of scores for each thread. A peak without them is too low, and a budget that it was planned for is broken.
+
+Idea. Ask the machine. The operation runs once alone, on tensors of zeros with the same layouts, under the allocator's
+events; how far these rise above what is left at the end is its workspace. It depends on the operation, the layouts, the
+other arguments and the number of threads, and on nothing else that was found (not on values, on what requires a
+gradient, or on what ran before), so it is asked once per process. `measure` and `simulate` ask the same question.
+
+Only operations of the kinds below are asked, those that had any among all operations of the models of the tests, and
+of the same families. Products have none, and would be slow; what draws random numbers is never run.
+
+Rejected: formulas for what oneDNN does, which change with its version and the processor; the events around the
+operations of a real step, which a simulation does not have.
+
+Invariants. It runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and
+on no tensor of the caller. Nothing is run that could not be alive twice in the memory that is free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+
+from .. import _compat, errors
+from .._compat.allocations import cpu_allocations
+from .._compat.fakes import FakeTensor, device_of
+from . import allocator
+from .host import host_memory
+
+TAKING = frozenset(
+    {
+        # inputs and weights in the layout of the kernel, or all patches of the input as columns
+        *("convolution", "convolution_backward"),
+        # sums of each thread, statistics, copies of what is not contiguous
+        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+        *("native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+        # scores of a block of queries for each thread, or which rows are all masked
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_safe_softmax",
+        # the maximum and the differences from it; a copy; sums so far of each thread
+        *("logsumexp", "sort", "cumsum"),
+        # weights and indices of the points between
+        *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d"),
+    }
+)
+"""Operations that may take a workspace whatever their arguments are."""
+
+COPYING = frozenset(
+    {
+        *("gelu_backward", "embedding_dense_backward", "avg_pool2d", "avg_pool2d_backward", "upsample_nearest2d"),
+        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    }
+)
+"""Operations that copy arguments that are not contiguous, and take nothing where all are."""
+
+_taking: dict[Any, tuple[bool, bool]] = {}
+_known: dict[Any, int | str] = {}
+
+
+def workspace(func: Any, inputs: Any) -> int | str:
+    """The most bytes that an operation takes while it runs, beyond its arguments and its results.
+
+    Args:
+        func: Its overload.
+        inputs: Its positional and its keyword arguments; tensors may be fake.
+
+    Returns:
+        The bytes, or why they are not known, in words. 0 for real tensors that are not on the CPU, whose allocator
+        says what was taken.
+    """
+    taking, copying = _kind(func)
+    if not taking and not copying:
+        return 0
+    tensors = list(_tensors(inputs))
+    if not tensors or (copying and all(tensor.is_contiguous() for tensor in tensors)):
+        return 0
+    device = device_of(tensors[0])
+    if device.type != "cpu" and type(tensors[0]) is not FakeTensor:
+        return 0
+    layout = _layout(inputs)
+    key = (func, layout, str(device), torch.get_num_threads(), torch.backends.mkldnn.enabled)
+    try:
+        known = _known.get(key)
+    except TypeError:
+        return "an argument cannot be looked up"
+    if known is None:
+        known = _known[key] = _asked(func, inputs, tensors, device)
+    return known
+
+
+def takes(func: Any) -> bool:
+    """Whether an operation is of a kind that may take a workspace whatever its arguments are."""
+    return _kind(func)[0]
+
+
+def _kind(func: Any) -> tuple[bool, bool]:
+    kind = _taking.get(func)
+    if kind is None:
+        name = str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
+        kind = _taking[func] = name in TAKING, name in COPYING
+    return kind
+
+
+def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device) -> int | str:
+    """Runs an operation alone."""
+    if any(type(x) is not FakeTensor and not _compat.is_plain_kind(type(x)) for x in tensors):
+        return "a tensor is of a class of its own"
+    if device.type not in ("cpu", "cuda"):
+        return f"{device.type} does not say what it allocates"
+    free = _free_bytes(device)
+    if free is None:
+        return "what is free here is not known"
+    if 2 * sum(tensor.untyped_storage().nbytes() for tensor in tensors) > free:
+        return "there is no memory to run it alone"
+    found: list[int] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                args, kwargs = _real(inputs, device)
+                call: Callable[[], object] = lambda: func(*args, **(kwargs or {}))  # noqa: E731
+                found.append(_on_cpu(call) if device.type == "cpu" else _on_cuda(call, device))
+        except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: said by whoever asked
+            pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0] if found else "it cannot be run alone"
+
+
+def _on_cpu(call: Callable[[], object]) -> int:
+    levels = list(accumulate(cpu_allocations(call), initial=0))
+    return max(levels) - levels[-1]
+
+
+def _on_cuda(call: Callable[[], object], device: torch.device) -> int:
+    call()  # what libraries keep for good is made now
+    peaks: dict[int, allocator.Peak] = {}
+    torch.cuda.synchronize(device)
+    allocator.begin(peaks)
+    result = call()
+    torch.cuda.synchronize(device)
+    allocator.end(peaks)
+    left = torch.cuda.memory_allocated(device)
+    del result
+    return peaks[device.index or 0].allocated - left
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return host_memory()[0]
+    except errors.ArgumentError:
+        return None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(cast("dict[str, Any]", value).values()))
+    elif isinstance(value, (list, tuple)):
+        for item in cast("tuple[Any, ...]", value):
+            yield from _tensors(item)
+
+
+def _layout(value: Any) -> Any:
+    """What of an argument decides."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _layout(item)) for name, item in cast("dict[str, Any]", value).items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_layout(item) for item in cast("tuple[Any, ...]", value))
+    return type(value), value
+
+
+def _real(value: Any, device: torch.device) -> Any:
+    """The same arguments with tensors of zeros."""
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
+        made.untyped_storage().fill_(0)
+        return made
+    if isinstance(value, dict):
+        return {name: _real(item, device) for name, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_real(item, device) for item in cast("tuple[Any, ...]", value))
+    return value
