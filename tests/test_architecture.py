@@ -435,7 +435,7 @@ BAD = [
     (lean_complaints, "region.py", "import numpy"),
     (lean_complaints, "state.py", "try:\n    import numpy as np\nexcept ImportError:\n    np = None"),
     (lean_complaints, "__init__.py", "from rich import print"),
-    (lean_complaints, "memory.py", "def f():\n    import psutil"),
+    (lean_complaints, "plan.py", "def f():\n    import psutil"),
     (lean_complaints, "compat/paddle.py", "class A:\n    import numpy.random"),
     (lean_complaints, "config/reading.py", "import yaml"),
     (lean_complaints, "region.py", "def f():\n    import yaml"),

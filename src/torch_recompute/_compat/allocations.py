@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-_autograd: Any = torch._C._autograd
-_profiler: Any = torch._C._profiler
+_C: Any = torch._C
+_autograd, _profiler = _C._autograd, _C._profiler
 
 
 def cpu_allocations(call: Callable[[], object]) -> list[int]:

@@ -13,20 +13,18 @@ is named (`measure(model, optimizer)`, `track`), and so does one that no operato
 `torch.UntypedStorage(n)`). After the block nothing new is counted, but deaths still are: `live_bytes` then says what
 the block has left behind. Devices have separate books; the properties show one of them.
 
-What a kernel takes and gives back while it runs is counted as an activation of that moment; how much that is, is found
-by running the operation once more, alone (`workspaces.py`), on the CPU. On CUDA its allocator says it.
-
-Not seen: threads that the user starts (autograd's own are seen), sparse tensors, and
-what no operator returns, such as the 5 kB of a random generator's state in each checkpoint. Seeing is not
-free of effect: under any dispatch mode autograd sums the gradients of a tensor used twice into a new buffer, where
-it otherwise may do so in place; and the CUDA allocator's peak statistics are reset when a measurement begins.
+On the CPU what a kernel takes while it runs is an activation of that moment (`workspaces.py`). Not seen: threads that
+the user starts (autograd's own are seen), sparse tensors, and what no operator returns, such as the 5 kB of a random
+generator's state in each checkpoint. Seeing is not free of effect: under any dispatch mode autograd sums the gradients
+of a tensor used twice into a new buffer, where it otherwise may do so in place; and the CUDA allocator's peak
+statistics are reset when a measurement begins.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -267,8 +265,7 @@ class Measurement:
 
     def _workspace(self, func: object, inputs: object) -> int:
         """Bytes that an operation takes while it runs; 0 where they are not known."""
-        taken = workspace(func, inputs)
-        return taken if isinstance(taken, int) else 0
+        return taken if isinstance(taken := workspace(func, inputs), int) else 0
 
     def _place(self, func: object) -> Place:
         """Where the present operation is, for the snapshot."""

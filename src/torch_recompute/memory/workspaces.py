@@ -190,7 +190,7 @@ def _real(value: Any, device: torch.device) -> Any:
     """The same arguments with tensors of zeros."""
     if isinstance(value, torch.Tensor):
         made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
-        made.untyped_storage().fill_(0)
+        made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).zero_()  # some of it may repeat
         return made
     if isinstance(value, dict):
         return {name: _real(item, device) for name, item in cast("dict[str, Any]", value).items()}

@@ -112,7 +112,8 @@ class Pretend(TorchDispatchMode):
         else:
             taken = workspace(func, inputs)
         if isinstance(taken, str):
-            self.assumed[f"workspaces of {str(func).removesuffix('.default')} are not known and not counted: {taken}"] = None
+            kind = str(func).partition(".default")[0].removesuffix("_backward")
+            self.assumed[f"workspaces of {kind} are not known and counted as none: {taken}"] = None
             return 0
         return taken
 
