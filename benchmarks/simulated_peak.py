@@ -4,8 +4,7 @@
 
 "measure" is this library's measurement of the real step; "allocator" is the running sum of the CPU allocator's own
 events in a third run, without the random generator's states (5,056 bytes each, host memory on any device). What the
-allocator has and the other two do not is memory inside one kernel (convolutions), and sums that autograd makes in place
-where no mode watches.
+other two have and the allocator does not are sums that autograd makes in place where no mode watches.
 """
 
 from __future__ import annotations

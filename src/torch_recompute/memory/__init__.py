@@ -16,7 +16,8 @@ What each category means. A storage has one category for its whole life: the fir
                  without copying it, so the peak may well see it earlier than that)
     optimizer    state of a tracked optimizer, and whatever its `step` allocates
     other        tensors handed to `track`
-    activations  everything else made while measuring: results kept for backward, results passing through
+    activations  everything else made while measuring: results kept for backward, results passing through, and what a
+                 kernel takes while it runs (`workspaces.py`)
 
 Rejected: the profiler's allocation events, which know addresses but not purposes (they are the referee in the
 tests), and patching `UntypedStorage.resize_` for the whole process to hear of sizes that change.

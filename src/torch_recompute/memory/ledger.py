@@ -37,7 +37,10 @@ PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, ACTIVATIONS = range(len(CATEGO
 
 
 class Sample(NamedTuple):
-    """One point of a timeline: the bytes alive right after an operation that changed them."""
+    """One point of a timeline: the bytes alive right after an operation that changed them.
+
+    An operation with a workspace has two: one with it, and one after it was given back, whose `op` is "".
+    """
 
     event: int
     op: str

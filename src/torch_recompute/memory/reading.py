@@ -14,7 +14,7 @@ class Reading(NamedTuple):
 
     Attributes:
         device: The device these figures are of.
-        peak_bytes: The most bytes alive after any one operation, or when the block began.
+        peak_bytes: The most bytes alive at any one operation, on the CPU with its workspace, or when the block began.
         live_bytes: The bytes alive now; after the block, those of its storages that still are.
         by_category: `peak_bytes`, split; every category is there, and they sum to it.
         live_by_category: `live_bytes`, split in the same way.

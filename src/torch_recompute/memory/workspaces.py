@@ -17,11 +17,13 @@ Rejected: formulas for what oneDNN does, which change with its version and the p
 operations of a real step, which a simulation does not have.
 
 Invariants. It runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and
-on no tensor of the caller. Nothing is run that could not be alive twice in the memory that is free.
+on no tensor of the caller. Nothing is run that could not be alive twice in the memory that is free, or that would take
+longer than some seconds.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -62,6 +64,9 @@ COPYING = frozenset(
 )
 """Operations that copy arguments that are not contiguous, and take nothing where all are."""
 
+MOST_WORK = 10**11
+"""Multiplications of an operation that is run alone, per thread: some five seconds."""
+
 _taking: dict[Any, tuple[bool, bool]] = {}
 _known: dict[Any, int | str] = {}
 
@@ -87,13 +92,14 @@ def workspace(func: Any, inputs: Any) -> int | str:
     if device.type != "cpu" and type(tensors[0]) is not FakeTensor:
         return 0
     layout = _layout(inputs)
-    key = (func, layout, str(device), torch.get_num_threads(), torch.backends.mkldnn.enabled)
+    threads = torch.get_num_threads()
+    key = (func, layout, str(device), threads, torch.backends.mkldnn.enabled)
     try:
         known = _known.get(key)
     except TypeError:
         return "an argument cannot be looked up"
     if known is None:
-        known = _known[key] = _asked(func, inputs, tensors, device)
+        known = _known[key] = _asked(func, inputs, tensors, device, threads)
     return known
 
 
@@ -110,7 +116,7 @@ def _kind(func: Any) -> tuple[bool, bool]:
     return kind
 
 
-def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device) -> int | str:
+def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int) -> int | str:
     """Runs an operation alone."""
     if any(type(x) is not FakeTensor and not _compat.is_plain_kind(type(x)) for x in tensors):
         return "a tensor is of a class of its own"
@@ -121,10 +127,13 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
         return "what is free here is not known"
     if 2 * sum(tensor.untyped_storage().nbytes() for tensor in tensors) > free:
         return "there is no memory to run it alone"
+    if _work(str(func), inputs[0], tensors) > MOST_WORK * threads:
+        return "it would take too long to run it alone"
     found: list[int] = []
 
     def run() -> None:
         try:
+            torch.set_num_threads(threads)  # a new thread has the environment's number until it is told
             with torch.no_grad():
                 args, kwargs = _real(inputs, device)
                 call: Callable[[], object] = lambda: func(*args, **(kwargs or {}))  # noqa: E731
@@ -136,6 +145,21 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
     thread.start()
     thread.join()
     return found[0] if found else "it cannot be run alone"
+
+
+def _work(name: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
+    """Multiplications of an operation, about; of a convolution's backward those of either gradient."""
+    if "convolution" in name:
+        back = "backward" in name
+        x, weight = tensors[back : back + 2]
+        stride, transposed = args[3 + back], args[6 + back]
+        places = x.numel() // max(1, x.shape[1]) // (1 if transposed else math.prod(stride))
+        return places * weight.numel()
+    if "attention" in name:
+        back = "backward" in name
+        query, key = tensors[back : back + 2]
+        return 2 * query.numel() * key.shape[-2]
+    return max(tensor.numel() for tensor in tensors)
 
 
 def _on_cpu(call: Callable[[], object]) -> int:

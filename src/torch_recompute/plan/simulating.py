@@ -41,7 +41,8 @@ def simulate(
     attention mask (as those of transformers do, to leave out one that masks nothing) does what it would do in a real
     run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed, and
     `result.assumed` says so. The kernels are those of the device: on a build without CUDA a simulation is of the CPU's,
-    which save other things for attention and dropout.
+    which save other things for attention and dropout. What kernels take while they run (convolutions, mostly) is found
+    by running such an operation once, alone, on tensors of zeros; where that cannot be done, `result.assumed` says so.
 
     Args:
         model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded

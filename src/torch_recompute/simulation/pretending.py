@@ -108,7 +108,7 @@ class Pretend(TorchDispatchMode):
     def workspace(self, func: Any, inputs: Any) -> int:
         """Bytes that an operation takes while it runs; where they are not known, that is noted."""
         if self._composed:
-            taken = f"it is not run on {self._composed} here" if takes(func) else 0
+            taken = f"operations are not run on {self._composed} here" if takes(func) else 0
         else:
             taken = workspace(func, inputs)
         if isinstance(taken, str):

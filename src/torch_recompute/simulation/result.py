@@ -16,10 +16,12 @@ from ..memory.snapshot import write_snapshot
 class Moment(NamedTuple):
     """One point of a simulated timeline: the bytes alive right after an operation that changed them.
 
+    An operation with a workspace has two points: one with it, and one after it was given back.
+
     Attributes:
         event: The number of the operation in the step.
-        op: The operation, as `aten.gelu.default`.
-        live_bytes: The bytes alive after it.
+        op: The operation, as `aten.gelu.default`; "" where a workspace was given back.
+        live_bytes: The bytes alive after it, its workspace included.
         phase: "forward", "loss", "backward", "replay" or "optimizer".
         module: Path of the module that ran it, or whose backward it belongs to; "" for none and for the model itself.
     """
@@ -36,7 +38,7 @@ class Simulation(NamedTuple):
 
     Attributes:
         device: The device that the figures are of.
-        peak_bytes: The most bytes alive after any one operation, or when the step began.
+        peak_bytes: The most bytes alive at any one operation, workspaces included, or when the step began.
         live_bytes: The bytes alive after the step.
         by_category: `peak_bytes`, split as `measure` splits it; every category is there, and they sum to it.
         live_by_category: `live_bytes`, split in the same way.
