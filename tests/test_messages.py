@@ -507,6 +507,24 @@ def makes_a_saved_call_only_in_the_forward() -> None:
     step(Turns(lambda x: attention(x.exp()), lambda x: x.exp()))
 
 
+def reads_an_unread_output_after_its_replay() -> None:
+    held: list[torch.Tensor] = []
+    product = no_recompute(torch.sin, name="product", unread=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = product(x.exp())
+        held.append(y)
+        return y + x.cos().exp()
+
+    step(layer)
+    held[-1].sum()
+
+
+def says_that_a_sparse_output_is_unread() -> None:
+    product = no_recompute(torch.Tensor.to_sparse, name="product", unread=True)
+    step(lambda x: product(x.exp()).to_dense().exp())
+
+
 def makes_a_choice_where_there_was_a_saved_call() -> None:
     attention = no_recompute(torch.sin, name="attention")
     step(Turns(lambda x: attention(x).exp().exp(), lambda x: x[replay(torch.argmax)(x)].exp()))
@@ -1768,6 +1786,23 @@ CASES = [
         MismatchError,
         makes_a_saved_call_only_in_the_forward,
         f"the replay of layer 3 did not reach the saved call attention, which its forward made.{WHY}",
+    ),
+    Case(
+        "read_outside",
+        MismatchError,
+        reads_an_unread_output_after_its_replay,
+        "aten.sum.default needs the values of what product returned in a replay, where it is said to be unread and has "
+        "none; and no replay can make them, because the tensor was taken out of the one that it belongs to (into an "
+        "attribute, a list, another region).\n"
+        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread.",
+    ),
+    Case(
+        "unread_kind",
+        ArgumentError,
+        says_that_a_sparse_output_is_unread,
+        "the saved call product is said to be unread, and returns a Tensor (sparse_coo); a tensor without values can "
+        "stand in for a plain one only.\n"
+        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread.",
     ),
     Case(
         "other_inputs",

@@ -15,6 +15,7 @@ import torch
 
 from . import errors
 from ._compat import is_parameter, storage_id
+from ._hollow import Hollow, missing
 from ._tree import Call, apart, wants_grad
 from .stores import Kept, Store
 
@@ -75,6 +76,8 @@ class Inputs:
         self.ids: dict[int, int] = ids if store is None else {}
 
     def _hold(self, tensor: torch.Tensor, region: str) -> Any:
+        if type(tensor) is Hollow:
+            raise missing(tensor, f"the region {region}, whose input it is")
         if self._store is not None:
             return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
         held = apart(tensor)

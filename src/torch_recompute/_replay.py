@@ -19,6 +19,7 @@ from . import _compat, _tree, errors
 from ._compat import parameter_of, storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
+from ._hollow import Hollow, missing
 from ._saved_call import SavedCall
 from ._slots import Packed, Slot, Stop, unpack, without_history
 from ._tree import meta
@@ -127,8 +128,11 @@ class Replay(Run):
         """The pack hook of the replay: fills the next slot."""
         if id(tensor) in self._ids:
             return tensor, tensor._version
-        if (type(tensor) is not torch.Tensor or self._aliased or tensor._is_view()) and self._is_kept(tensor):
-            return tensor, tensor._version
+        if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
+            if type(tensor) is Hollow:
+                raise missing(tensor, "autograd, which saves it")
+            if self._is_kept(tensor):
+                return tensor, tensor._version
         if self._done:
             raise Stop(self)
         rebuilt = tensor.detach()

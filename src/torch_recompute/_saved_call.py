@@ -3,7 +3,8 @@
 In forward the call runs under its own pack hook, which sorts by storage what autograd saves (see `region.py`). What
 the record keeps for the replay is the least that lets later code run as it did: the output, unless it is a view of
 something that the replay has; the contents of inputs that the call changed in place; the state of every generator
-that it advanced, so that random numbers drawn after the call are the same ones.
+that it advanced, so that random numbers drawn after the call are the same ones. Of a call whose result is said to be
+unread, the output's layout alone is kept, and a replay is handed a tensor without values (`_hollow.py`).
 
 A record belongs to the trace of the innermost region. Replays of outer regions pass by it as well and are handed the
 same output, so a saved call runs once however deep it lies.
@@ -20,6 +21,7 @@ import torch
 
 from . import _compat, _tree, errors
 from ._compat import parameter_of, storage_id, version_of
+from ._hollow import Hollow, Layout, missing
 from ._slots import Owner, Packed, Slot, unpack
 from ._tree import wants_grad
 from .state import Ambient, advanced
@@ -42,6 +44,13 @@ class Stored(NamedTuple):
     grad: bool
 
 
+class Unkept(NamedTuple):
+    """An output of which a replay needs the layout only."""
+
+    layout: Layout
+    grad: bool
+
+
 class SavedCall:
     """The record of one saved call.
 
@@ -49,14 +58,21 @@ class SavedCall:
         name: The call's name.
         key: The moment of the call in its region's forward.
         spare: Set once no replay of its own region needs the output; dropped when no outer one does either.
+        unread: Whether the values of its output are said not to be needed.
+        read: Whether a replay needed them all the same; the call is then repeated.
     """
 
-    __slots__ = ("_after", "_metas", "_mutated", "_outputs", "_returned", "_spec", "_views", "key", "name", "spare")
+    __slots__ = (
+        *("_after", "_metas", "_mutated", "_outputs", "_returned", "_spec", "_views"),
+        *("key", "name", "read", "spare", "unread"),
+    )
 
-    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor], unread: bool = False) -> None:
         self.name = name
         self.key = key
         self.spare = False
+        self.unread = unread
+        self.read = False
         self._metas = [_tree.meta(t) for t in inputs]
         self._views: list[tuple[weakref.ref[Slot], int, _tree.AnyGeometry]] = []
         self._outputs: list[Any] | None = None
@@ -114,6 +130,8 @@ class SavedCall:
                 if view is None:
                     then, now = self._sides(index, inputs[index])
                     raise errors.MismatchError(errors.other_inputs(region, self.name, index, then, now))
+                if type(view) is Hollow:
+                    raise missing(view, self.name)
                 if storage_id(view) in restored:  # its contents will not outlive the replay
                     view = view.clone()
                 slot.version = view._version
@@ -132,8 +150,9 @@ class SavedCall:
                 text = errors.other_inputs(region, self.name, i, _tree.say(then), _tree.say(now))
                 raise errors.MismatchError(text)
 
-    def result(self, region: str, inputs: Sequence[torch.Tensor]) -> Any:
-        """Does to the world what the call did, and returns what it returned."""
+    def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any]) -> Any:
+        """Does to the world what the call did, and returns what it returned; calls `again` where values are missing."""
+        fresh = _compat.tree_leaves(again()) if self.read else None
         for ambient, value in self._after:
             ambient.restore(value)
         for index, stored in self._mutated:
@@ -145,6 +164,11 @@ class SavedCall:
         if self._outputs is None:
             raise errors.MismatchError(errors.missed_call(region, self.name))
         leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
+        for place, output in enumerate(self._outputs) if self.unread else ():
+            if isinstance(output, Unkept):
+                made = Hollow.make(output.layout, self) if fresh is None else fresh[place].detach()
+                with torch.enable_grad():  # the function may change it in place, which no leaf may be
+                    leaves[place] = made.requires_grad_(output.grad).clone()
         return leaves[0] if self._spec is None else _compat.tree_unflatten(leaves, self._spec)
 
     def _hand_out(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
@@ -205,7 +229,7 @@ class SavedCall:
             if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
                 outputs.append(leaf)
                 continue
-            outputs.append(_view(leaf, inputs) or self._keep(leaf, store))
+            outputs.append(_view(leaf, inputs) or (self._unkept(leaf) if self.unread else self._keep(leaf, store)))
         self._outputs = outputs
         self._returned = True
         return self.held()
@@ -214,6 +238,11 @@ class SavedCall:
         if store is None:
             return Stored((tensor.detach(), version_of(tensor)), wants_grad(tensor))
         return Stored(Kept(store, tensor.detach(), self.name), wants_grad(tensor))
+
+    def _unkept(self, tensor: torch.Tensor) -> Unkept:
+        if not _compat.is_plain(tensor) or tensor.layout is not torch.strided:
+            raise errors.ArgumentError(errors.unread_kind(self.name, tensor))
+        return Unkept(Layout.of(tensor), wants_grad(tensor))
 
     def pack(
         self,
@@ -275,6 +304,7 @@ def record_call(
     scope: tuple[Owner | None, Container[int]],
     store: Store | None,
     name: str,
+    unread: bool,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -286,7 +316,7 @@ def record_call(
     """
     inputs = tensors_of(fn, args, kwargs)
     versions = [version_of(t) for t in inputs]
-    record = SavedCall(name, run.key(), inputs)
+    record = SavedCall(name, run.key(), inputs, unread)
     before = [ambient.capture() for ambient in run.ambients]
 
     def pack(tensor: torch.Tensor) -> Packed:
@@ -308,3 +338,13 @@ def record_call(
     kept = record.record(result, inputs, versions, store, advanced(run.ambients, before))
     inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
     return result, kept
+
+
+def call_again(run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeats a saved call in a replay, for the values of its output alone."""
+    thread.run = None
+    try:
+        with torch.no_grad():
+            return fn(*args, **kwargs)
+    finally:
+        thread.run = run

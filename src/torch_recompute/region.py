@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from . import _tiles, errors
 from ._frame import NEVER, Frame, Options, hand_over, mark_spare
 from ._replay import Replay
-from ._saved_call import SavedCall, record_call, tensors_of
+from ._saved_call import SavedCall, call_again, record_call, tensors_of
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
 from .values import Run, name_of, thread
@@ -150,7 +150,9 @@ def _traced(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwa
     return _torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
-def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | None = None) -> Callable[P, R]:
+def no_recompute(
+    fn: Callable[P, R], *, name: str | None = None, store: Store | None = None, unread: bool = False
+) -> Callable[P, R]:
     """Wraps a call whose work is not repeated when the region around it is recomputed.
 
         attention = no_recompute(F.scaled_dot_product_attention)
@@ -165,12 +167,17 @@ def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | 
         name: How errors and reports call it, by default its own name; one that is given here can also stand among
             the labels of a `RecomputeConfig`, which then recomputes the call.
         store: A `Store` for what it keeps, by default where it is.
+        unread: Say that nothing which the region rebuilds needs the values of its output, only the shape, as with a
+            product whose output goes through dropout and out of the region. Then the output is not kept, and the
+            replay goes on with a tensor without values. Where it does meet something that needs them, the call is
+            repeated after all, in a second replay, with a warning.
 
     Returns:
         A callable with `fn`'s signature.
 
     Raises:
-        ArgumentError: `fn` is not callable or `store` is no store.
+        ArgumentError: `fn` is not callable, `store` is no store, or `fn` is said to be unread and returns a tensor
+            subclass or a sparse tensor.
         ChangedError: In backward, the output has been changed in place and the replay needs it.
 
     The idea is that of selective activation recomputation: Korthikanti et al., 2022 (arXiv 2205.05198).
@@ -193,7 +200,7 @@ def no_recompute(fn: Callable[P, R], *, name: str | None = None, store: Store | 
             return _pass_by(run, label, fn, args, kwargs)
         frame = run if isinstance(run, Frame) else None
         scope = (frame, frame.inputs.storages) if frame is not None else (None, frozenset[int]())
-        result, kept = record_call(run, scope, store, label, fn, args, kwargs)
+        result, kept = record_call(run, scope, store, label, unread, fn, args, kwargs)
         if frame is not None:
             frame.alias(kept)
         return result
@@ -207,7 +214,7 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     record.check(run.name, inputs)
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
-    result = record.result(run.name, inputs)
+    result = record.result(run.name, inputs, functools.partial(call_again, run, fn, args, kwargs))
     if isinstance(run, (Replay, Frame)):
         run.alias(record.held())
     return result

@@ -323,6 +323,16 @@ def storage_id(tensor: torch.Tensor) -> int:
         return 0
 
 
+no_torch_function: Any = _C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that does nothing with functions of its own."""
+
+
+def without_memory(kind: type, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has a layout and no memory, and answers for itself in `__torch_dispatch__`."""
+    make = torch.Tensor._make_wrapper_subclass
+    return make(kind, shape, strides=stride, dtype=dtype, device=device)  # pyright: ignore[reportArgumentType]
+
+
 _bytes_at: Callable[[int, int], bytes] = getattr(ctypes, "_string_at", ctypes.string_at)
 
 

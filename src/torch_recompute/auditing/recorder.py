@@ -24,7 +24,7 @@ import torch
 from .. import _compat, _tree
 from .._frame import Frame
 from .._replay import Replay
-from .._saved_call import record_call
+from .._saved_call import call_again, record_call
 from ..memory.births import Birth, Watch, kind_of, leaves
 from ..memory.ledger import storages
 from .comparing import Chosen, Entry, Print, print_of
@@ -39,7 +39,7 @@ _ENGINE = frozenset(
         *("_reach", "stores", "values", "state"),
     )
 )
-_ENDS = (record_call.__code__, Watch.run.__code__)
+_ENDS = (record_call.__code__, call_again.__code__, Watch.run.__code__)
 _VALUES = f"{_ROOT}values.py"
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
 _SORTS = frozenset({"aten.sort", "aten.argsort"})

@@ -10,7 +10,7 @@ input of the region any more. They and all else that the run has written to are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,10 @@ class Again(Replay):
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Runs the function under hooks that only count."""
+        """Runs the function under hooks that only count; calls whose results are not kept are repeated."""
+        unread = list(_unread(self.trace))
+        for record in unread:
+            record.read = True
         _compat.push_hooks(self.pack, unpack)
         try:
             fn(*args, **kwargs)
@@ -56,6 +59,8 @@ class Again(Replay):
             self.stopped = True
         finally:
             _compat.pop_hooks()
+            for record in unread:
+                record.read = False
 
     def event(self) -> None:
         """Goes on."""
@@ -77,6 +82,14 @@ class Again(Replay):
         if child is not None and child.spare and _has_dropped(child):
             raise Stop(self)
         return child
+
+
+def _unread(trace: Trace | None) -> Iterator[SavedCall]:
+    """The calls of a run and of those in it whose results have no values in a replay."""
+    if trace is not None:
+        yield from (one for one in trace.records if isinstance(one, SavedCall) and one.unread and not one.read)
+        for _, child in trace.children:
+            yield from _unread(child)
 
 
 def _has_dropped(trace: Trace) -> bool:

@@ -209,7 +209,9 @@ from .replays import (
     other_results,
     other_tensor,
     other_values,
+    read_outside,
     store_returned,
+    unread_kind,
 )
 from .reports import bad_step_in_plan, no_step_in_plan, too_few_points
 from .sharding import (

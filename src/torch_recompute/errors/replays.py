@@ -96,6 +96,25 @@ def missed_call(region: str, call: str) -> str:
     return f"the replay of {region} did not reach the saved call {call}, which its forward made.\n{_WHY}"
 
 
+def unread_kind(call: str, tensor: Any) -> str:
+    """Text for a saved call that is said to be unread and returns what cannot be handed out without values."""
+    return (
+        f"the saved call {call} is said to be unread, and returns a {type(tensor).__name__} "
+        f"({str(tensor.layout).removeprefix('torch.')}); a tensor without values can stand in for a plain one only.\n"
+        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+    )
+
+
+def read_outside(call: str, op: str) -> str:
+    """Text for values of an unread call that are asked for where no replay can be run again."""
+    return (
+        f"{op} needs the values of what {call} returned in a replay, where it is said to be unread and has none; "
+        "and no replay can make them, because the tensor was taken out of the one that it belongs to (into an "
+        "attribute, a list, another region).\n"
+        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+    )
+
+
 def other_tensor(region: str, position: int, then: str, now: str, op: str) -> str:
     """Text for a replay that saved another tensor."""
     return (

@@ -322,8 +322,8 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     for choice in plan.all_choices:
         for word in choice.keep:
             kind = kind_in(word)
-            path = f"{choice.paths[0]}.{word.removesuffix(kind)}".strip(".")
-            if word != kind:
+            every = [f"{path}.{word.removesuffix(kind)}".strip(".") for path in choice.paths]
+            for path in ([path for path in every if path in modules] or every[:1]) if word != kind else ():
                 module = find(path)
                 new = Scope(module, path, [kind]) if kind else Saved(module, path)
                 kept.setdefault((id(module), kind), (new, []))[1].append(choice)

@@ -64,6 +64,7 @@ MATRICES = PRODUCTS - _named(
     *("nn.functional.linear", "nn.functional.bilinear", "einsum"),
     *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
 )
+ALL_PRODUCTS = frozenset({"@product", "@down", "@matmul"})
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "shard_dim_alltoall"})
 COLLECTIVES: dict[str, frozenset[str]] = {
     "@reduction": REDUCTIONS,
@@ -94,7 +95,7 @@ class Keep(TorchFunctionMode):
     """Makes saved calls of all calls of some kinds.
 
     Args:
-        kinds: Of `plan.KINDS`.
+        kinds: Of `plan.KINDS`; what is both unread and kept is unread.
     """
 
     def __init__(self, kinds: Iterable[str]) -> None:
@@ -102,6 +103,7 @@ class Keep(TorchFunctionMode):
         self._kinds = frozenset(kinds)
         if "@product" in self._kinds:
             self._kinds |= {"@down"}
+        self._unread = ALL_PRODUCTS if "@unread" in self._kinds else frozenset[str]()
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,8 +112,9 @@ class Keep(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_in_parts(*args, **kwargs)
-        if kind_of(func, args, kwargs) in self._kinds:
-            return no_recompute(func)(*args, **kwargs)
+        kind = kind_of(func, args, kwargs)
+        if kind in self._kinds or kind in self._unread:
+            return no_recompute(func, unread=kind in self._unread)(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -9,10 +9,12 @@ region or, with a path before the sign, in one module of it:
     @down                those of them with a matrix that make less than they read, as the last one of an MLP does
     @matmul              products without one: attention scores written by hand
     @attention           scaled dot product attention, and flex attention
+    @unread              products of any kind whose values nothing that is rebuilt needs, such as the last one in front
+                         of a dropout that ends a region: neither kept nor repeated (`no_recompute(fn, unread=True)`)
     @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
                          all-reduce, reduce-scatter, all-to-all, broadcast
     @collective          these, and all-gather
-    mlp.up_proj@product  the products that run in this module
+    mlp.up_proj@product  the products that run in this module; of several regions in those that have such a module
 
 Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
 part on each rank of a group, and any other word is one that the stores given to `apply` are called by.
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from .profile import Profile
 
 VERSION = 1
-KINDS = ("@product", "@down", "@matmul", "@attention", "@reduction", "@collective")
+KINDS = ("@product", "@down", "@matmul", "@attention", "@unread", "@reduction", "@collective")
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
@@ -56,7 +58,7 @@ class Choice:
     Attributes:
         paths: The module, or several that the model calls one after the other and that are recomputed together; or
             named calls in one.
-        keep: Calls inside that are not repeated. Several modules take kinds of calls only: a path begins at one.
+        keep: Calls inside that are not repeated. Several modules take kinds of calls only, no modules to keep whole.
         carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
             replay and not made again; for whatever routes tokens.
         labels: The words that asked for it.
@@ -236,7 +238,7 @@ def _check(choices: tuple[Choice, ...]) -> None:
         twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
         if twice:
             raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
-        if not choice.paths or (len(choice.paths) > 1 and any(not k.startswith("@") for k in choice.keep)):
+        if not choice.paths or (len(choice.paths) > 1 and any("@" not in word for word in choice.keep)):
             raise errors.ArgumentError(errors.bad_plan(f"{choice!r} has no path, or keeps modules inside of several"))
         unknown = [word for word in choice.keep if kind_in(word) not in ("", *KINDS)]
         if unknown:

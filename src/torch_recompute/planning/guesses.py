@@ -3,7 +3,8 @@
 A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
 with its norm) and, in each, the calls that are kept. There are hundreds. What each stores and runs again follows from
 the graph by three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what
-backward needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed.
+backward needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed,
+but for the products of which nothing that is made again reads the values: these are unread.
 
 The guess is close, but it is only used to leave out choices: those that are worse than another in everything, and those
 far from the convex hull of seconds over bytes. A mixture of two layers on the hull is as good as any choice above it.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan.anatomy import inside, relative
+from ..plan.calls import ALL_PRODUCTS
 from ..plan.cost import paths_of
 from ..plan.plan import kind_in
 from .ops import Op
@@ -116,6 +118,7 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
     at = [next((path for path in regions if _covers(path, made.module)), None) for made in found.made]
     stored: set[int] = set()
     again: set[int] = set()
+    read: set[int] = set()
     open_ = [(i, at[i]) for i, made in enumerate(found.made) if made.needed]
     takes_input = found.input_needed
     while open_:
@@ -123,25 +126,28 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
         if i < 0:
             takes_input = True
             continue
+        region = at[i]
+        if region == asked_in:
+            read.add(found.made[i].call)
         if i in stored or i in again:
             continue
-        region = at[i]
         if region is None or region != asked_in or found.made[i].call in regions[region]:
             stored.add(i)  # no region makes it again, or it is an input of the one that asks, or it is kept
         else:
             again.add(i)
             open_.extend((read, region) for read in found.made[i].inputs)
     total, rebuilt = 0.0, 0
+    words: list[tuple[str, tuple[str, ...]]] = []
     for path, kept in regions.items():
         here = [i for i in again if at[i] == path]
-        last = max(here, default=-1)
-        total += sum(
-            seconds[i] for i, made in enumerate(found.made) if i <= last and at[i] == path and made.call not in kept
-        )
+        passed = [i for i in range(max(here, default=-1) + 1) if at[i] == path and found.made[i].call not in kept]
+        idle = {found.made[i].call for i in passed} - read - {-1}
+        unread = {call: said for call in sorted(idle) if (said := _unread(found, path, call))}
+        total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
         rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
-    words = tuple((path, _words(found, path, kept)) for path, kept in regions.items())
+        words.append((path, (*_words(found, path, kept), *(word for said in unread.values() for word in said))))
     saved = sum(found.made[i].bytes for i in stored) + (found.input_bytes if takes_input else 0)
-    return Guess(words, saved, rebuilt, total)
+    return Guess(tuple(words), saved, rebuilt, total)
 
 
 def _covers(region: str, module: str) -> bool:
@@ -161,6 +167,18 @@ def _words(found: Trace, path: str, kept: frozenset[int]) -> tuple[str, ...]:
         else kind_in(word)
         for word in words
     )
+
+
+def _unread(found: Trace, path: str, call: int) -> tuple[str, ...]:
+    """The words that a call of products is unread, as seen from a region; none where words cannot tell it apart."""
+    modules = [word.removesuffix(kind_in(word)) for word in found.calls[call]]
+    others = [w.removesuffix(kind_in(w)) for n, words in enumerate(found.calls) if n != call for w in words]
+    if found.kinds[call] not in ALL_PRODUCTS or any(inside(other, module) for other in others for module in modules):
+        return ()
+    around = [next((part for part in paths_of(path) if inside(m, part) and m != part), None) for m in modules]
+    if None in around:
+        return ()
+    return tuple(f"{relative(m, part or '')}@unread" for m, part in zip(modules, around, strict=True))
 
 
 def _nearest(found: Sequence[Guess], size: Callable[[Guess], int]) -> list[Guess]:

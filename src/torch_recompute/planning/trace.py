@@ -3,7 +3,8 @@
 Idea. The segment runs once, on fake tensors. A dispatch mode writes down which storage each operation makes and reads,
 saved-tensor hooks which of them backward needs, and a function mode which call of a kind (`plan/calls.py`) the
 operation belongs to. Everything is said of storages: a view is its base, a write in place belongs to the node of what
-it writes (what it reads counts only if it was made earlier, so the graph has no cycle; the bound stays one).
+it writes (what it reads counts only if it was made earlier, so the graph has no cycle; the bound stays one). What an
+operation asks the layout of (`empty_like`, a dropout for its mask) it does not read.
 
 Calls become candidates, each the words that a plan writes into `Choice.keep` (`self_attn.q_proj@product`). What cannot
 be told apart by words is one candidate: the calls of one module, the members of a list of experts, the parts of a
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _compat
 from .._compat.functions import attention_in_parts
+from .._hollow import ASK_FOR_LAYOUT, DROPOUT
 from ..memory.ledger import storages
 from ..plan.anatomy import inside
 from ..plan.calls import kind_of
@@ -103,18 +105,24 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     index: dict[int, int] = {id(storage): -1 for _, storage in storages(list(inputs))}
     held: list[Any] = [*inputs]  # no storage may die and give its identity to another
     calls = _Calls(module)
-    read: list[set[int]] = []
 
     def seen(op: Op, arguments: Any, result: Any) -> None:
         reads = {index[id(s)] for _, s in storages(list(arguments)) if id(s) in index}
         held.append(result)
-        read.append(reads)
         results = [s for _, s in storages([result])]
         fresh = [s for s in results if id(s) not in index and id(s) not in _ids(arguments)]
+        drawn = op.func is DROPOUT and len(fresh) == 2
+        if op.func in ASK_FOR_LAYOUT:
+            reads = set[int]()
+        if drawn:  # first the mask, which follows from the layout alone
+            fresh.reverse()
         written = [index[id(s)] for s in results if id(s) in index and index[id(s)] >= 0]
         for storage in fresh:
             index[id(storage)] = len(found.made)
-            found.made.append(Made(int(storage.nbytes()), [], set(reads), calls.current, calls.module))
+            own = set[int]() if drawn and storage is fresh[0] else set(reads)
+            found.made.append(Made(int(storage.nbytes()), [], own, calls.current, calls.module))
+            if drawn:
+                reads.add(index[id(fresh[0])])
         for place in written[:1] if not fresh else ():
             found.made[place].inputs |= {read for read in reads if read < place}
         owner = index[id(fresh[0])] if fresh else written[0] if written else None

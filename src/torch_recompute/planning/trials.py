@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .. import _compat
+from .._hollow import refusing
 from ..memory.ledger import storages
 from ..memory.measurement import Measurement
 from ..plan.apply import apply
@@ -153,7 +154,7 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
         pretend: The mode of its fake tensors, which is active.
 
     Raises:
-        RecomputeError: The engine refuses the choices.
+        RecomputeError: The engine refuses the choices, or they say that what is read is unread.
     """
     holder = nn.ModuleList(call.modules)
     parameters = list(holder.parameters())
@@ -162,7 +163,8 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
     stores = {"host": host} if any(choice.store for choice in choices) else {}
     handle = apply(holder, Plan(tuple(choices)), stores=stores)
     try:
-        return _run(call, holder, _Books(pretend), host)
+        with refusing():
+            return _run(call, holder, _Books(pretend), host)
     finally:
         handle.remove()
         for parameter, gradient in zip(parameters, gradients, strict=True):
