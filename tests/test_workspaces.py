@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from test_blocks import alive
 from test_zoo import plans
-from torch_recompute import BudgetError, Plan, apply, make_plan, measure, simulate
+from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._compat.allocations import cpu_allocations
 from torch_recompute.bench.frontier.models import build as build_big
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.workspaces import COPYING, TAKING, workspace
+from torch_recompute.planning.planner import Planner
 from torch_recompute.simulation import simulate_step
 from zoo import build, scalar_loss
 
@@ -193,7 +194,7 @@ class _Comparing(TorchDispatchMode):
         return out[0]
 
 
-@pytest.mark.parametrize("name", ["convnext", "vit", "whisper", "timm_vit", "mamba", "t5"])
+@pytest.mark.parametrize("name", ["convnext", "vit", "whisper", "mamba", "t5"])
 def test_it_is_the_same_in_a_step(name: str) -> None:
     """In a real step each operation takes what is said of it, and what is not asked takes no more than 256 bytes."""
     model, inputs = build(name)
@@ -204,11 +205,11 @@ def test_it_is_the_same_in_a_step(name: str) -> None:
     assert mode.compared
 
 
-@pytest.mark.parametrize("name", ["convnext", "vit", "whisper", "timm_vit"])
+@pytest.mark.parametrize("name", ["convnext", "vit", "whisper"])
 def test_a_simulated_peak_is_the_allocators(name: str) -> None:
-    """Of models with convolutions the peak is within 0.5 % of the allocator's, plain and under every kind of plan."""
-    model, _ = build(name)
-    for plan in [Plan(), *plans(model).values()]:
+    """Of models with convolutions the peak is within 0.5 % of the allocator's, plain and under a plan."""
+    known = list(plans(build(name)[0]).values())
+    for plan in (Plan(), known[len(known) // 2]):
         model, inputs = build(name)
         simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss).peak_bytes
         apply(model, plan)
@@ -227,12 +228,13 @@ def test_a_planned_convolutional_network_is_within_its_budget() -> None:
     model, batch = build_big("convnext", 6, 32, 256, 2)
     plain = peak_of_step(model, lambda: model(batch).backward())
     model.zero_grad()
+    planner = Planner(model, (batch,), None, device="h100")
     with pytest.raises(BudgetError) as caught:
-        make_plan(model, (batch,), budget=plain // 2, device="h100")
+        planner.plan(plain // 2)
     least = caught.value.smallest
     assert least < plain
     for share in (0.0, 0.2, 0.4, 0.6, 0.8):
-        plan = make_plan(model, (batch,), budget=least + round(share * (plain - least)), device="h100")
+        plan = planner.plan(least + round(share * (plain - least)))
         assert plan.prediction is not None
         handle = apply(model, plan)
         model(batch).backward()  # generators and libraries are warm

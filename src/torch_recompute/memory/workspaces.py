@@ -66,6 +66,7 @@ COPYING = frozenset(
 
 MOST_WORK = 10**11
 """Multiplications of an operation that is run alone, per thread: some five seconds."""
+NO_MEMORY = "there is no memory to run it alone"
 
 _taking: dict[Any, tuple[bool, bool]] = {}
 _known: dict[Any, int | str] = {}
@@ -99,7 +100,9 @@ def workspace(func: Any, inputs: Any) -> int | str:
     except TypeError:
         return "an argument cannot be looked up"
     if known is None:
-        known = _known[key] = _asked(func, inputs, tensors, device, threads)
+        known = _asked(func, inputs, tensors, device, threads)
+        if known != NO_MEMORY:  # which may be different the next time
+            _known[key] = known
     return known
 
 
@@ -126,7 +129,7 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
     if free is None:
         return "what is free here is not known"
     if 2 * sum(tensor.untyped_storage().nbytes() for tensor in tensors) > free:
-        return "there is no memory to run it alone"
+        return NO_MEMORY
     if _work(str(func), inputs[0], tensors) > MOST_WORK * threads:
         return "it would take too long to run it alone"
     found: list[int] = []
