@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torch_recompute import doctor
 from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.prices import DEVICES, Roofline, composed_for
+from torch_recompute.planning.prices import DEVICES, Roofline, where
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.simulation.composing import AsOnCuda
 
@@ -181,9 +181,9 @@ def test_a_plan_for_a_gpu_is_for_its_operations_where_the_model_has_no_weights()
 def test_a_device_of_which_nothing_is_said_changes_nothing() -> None:
     """Every data sheet is of a CUDA device; a roofline of the user's own is of none unless it says so."""
     meta = Norms().to("meta")
-    assert {composed_for(meta, roofline) for roofline in DEVICES.values()} == {"cuda"}
+    assert {where(name, meta).composed for name in DEVICES} == {"cuda"}
     mine = Roofline("mine", {1: 1e12}, 1e12, 1e-6)
-    assert composed_for(meta, mine) == composed_for(meta, None) == composed_for(Norms(), DEVICES["h100"]) == ""
+    assert where(mine, meta).composed == where(None, meta).composed == where("h100", Norms()).composed == ""
 
 
 def test_the_doctor_examines_the_step_that_a_plan_is_for() -> None:

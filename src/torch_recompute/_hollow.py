@@ -97,8 +97,12 @@ class Hollow(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The tensors that it is made of, for those who count bytes: none."""
+        """The tensors that it is made of, for those who count bytes: none. Compiled code would be compiled for it."""
+        if _compat.being_traced():
+            raise missing(self, "compiled code")
         return [], None
+
+    __tensor_unflatten__: Any = None
 
     def tolist(self) -> Any:
         """Needs values, as the next three do, which ask no operation."""

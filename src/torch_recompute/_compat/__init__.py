@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.overrides as _overrides
 import torch.utils.checkpoint as _checkpoint
+from torch._guards import TracingContext as _TracingContext
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
@@ -321,6 +322,11 @@ def storage_id(tensor: torch.Tensor) -> int:
         return cast("Any", tensor.untyped_storage())._cdata
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def being_traced() -> bool:
+    """Whether torch.compile is just looking at values that code is called with."""
+    return _TracingContext.try_get() is not None
 
 
 no_torch_function: Any = _C._disabled_torch_function_impl

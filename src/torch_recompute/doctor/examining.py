@@ -27,7 +27,7 @@ from ..plan.planned import bytes_of
 from ..planning.free import free_bytes
 from ..planning.hosts import stores_for
 from ..planning.planner import Loss, MakeOptimizer, Planner
-from ..planning.prices import composed_for, where
+from ..planning.prices import where
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .check import Check, Evidence, Simulated
@@ -180,7 +180,6 @@ class _Examination:
     def _step(self, plan: Plan, loss: Callable[[Any], torch.Tensor], watch: Any = None) -> Simulation:
         stores = stores_for(plan, self._model, self._device)
         prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
-        place = self._device if isinstance(self._device, torch.device) or self._device == "cpu" else None
         return simulate_step(
             self._model,
             self._args,
@@ -189,8 +188,7 @@ class _Examination:
             watch=watch,
             loss=loss,
             optimizer=self._optimizer,
-            device=place,
-            composed=composed_for(self._model, where(self._device)[0]),
+            **where(self._device, self._model).step,
         )
 
     def _planner(self) -> Planner:

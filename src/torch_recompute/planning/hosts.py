@@ -86,7 +86,7 @@ def stores_for(plan: Plan, model: nn.Module, device: torch.device | str | Roofli
     """
     if all(choice.store != "host" for choice in plan.all_choices):
         return {}
-    roofline, place = where(device)
+    roofline, place, _ = where(device, model)
     if roofline is None and place is None:
         place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if place.type == "meta" and torch.accelerator.is_available():

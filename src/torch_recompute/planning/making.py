@@ -20,7 +20,7 @@ from ..plan.stages import StagePlans, Stages
 from ..simulation import simulate_step
 from .pipeline import Schedule
 from .planner import Loss, MakeOptimizer, Planner
-from .prices import Roofline, composed_for, where
+from .prices import Roofline, where
 from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
 from .stages import plan_stages
 
@@ -174,9 +174,7 @@ def make_plan(
         raise errors.ArgumentError(errors.bad_budget(budget))
 
     def peak(plan: Plan, call: Call) -> int:
-        roofline, place = where(device)
-        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": place}
-        step["composed"] = composed_for(model, roofline)
+        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, **where(device, model).step}
         return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
 
     if isinstance(sizes, str):

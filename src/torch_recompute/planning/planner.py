@@ -48,7 +48,7 @@ from .guesses import guesses
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .pieces import Pieces
-from .prices import Measured, Roofline, composed_for, prices_for, where
+from .prices import Measured, Roofline, prices_for, where
 from .trace import trace
 from .trials import Call, Tried, attempt
 
@@ -90,15 +90,10 @@ class Planner:
     ) -> None:
         self._model = model
         self._call = args, kwargs
-        roofline, device = where(device)
-        self._composed = composed_for(model, roofline)
+        place = where(device, model)
+        roofline, self._composed = place.roofline, place.composed
         limit = limit_of(offload) if offload is not False else None
-        self._step: dict[str, Any] = {
-            "loss": loss,
-            "optimizer": optimizer,
-            "device": device,
-            "composed": self._composed,
-        }
+        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, **place.step}
         ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)

@@ -251,31 +251,43 @@ class Measured:
         return value
 
 
-def where(device: torch.device | str | Roofline | None) -> tuple[Roofline | None, torch.device | None]:
-    """The roofline of a device that is named by its data sheet or given as such, or the device of this machine.
+class Where(NamedTuple):
+    """Where a step is to run.
+
+    Attributes:
+        roofline: That of a device that is named by its data sheet or given as such; None for one of this machine.
+        device: The device of this machine; None for where the model is.
+        composed: The type of device that a model's functions are to be composed for; "" for where its tensors are.
+    """
+
+    roofline: Roofline | None
+    device: torch.device | None
+    composed: str
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """What of it `simulate_step` is told."""
+        return {"device": self.device, "composed": self.composed}
+
+
+def where(device: torch.device | str | Roofline | None, model: object) -> Where:
+    """Where the step of a model is to run, as users say it.
+
+    A model on meta that is planned for a device by its data sheet runs nowhere but there, and is composed for it. One
+    with weights may run where these are, and is promised what it takes there.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: The device is no data sheet's and no device.
     """
-    if isinstance(device, Roofline):
-        return device, None
-    if isinstance(device, str) and device.lower() in DEVICES:
-        return DEVICES[device.lower()], None
+    roofline = DEVICES.get(device.lower()) if isinstance(device, str) else device
+    if isinstance(roofline, Roofline):
+        module = model if isinstance(model, torch.nn.Module) else None  # what it is else, whoever simulates it will say
+        nowhere = module is not None and all(x.is_meta for x in (*module.parameters(), *module.buffers()))
+        return Where(roofline, None, roofline.kind if nowhere else "")
     try:
-        return None, None if device is None else torch.device(device)
+        return Where(None, None if device is None else torch.device(device), "")  # pyright: ignore[reportArgumentType]
     except (RuntimeError, TypeError):
         raise errors.ArgumentError(errors.unknown_device(device, [*DEVICES])) from None
-
-
-def composed_for(model: object, roofline: Roofline | None) -> str:
-    """The type of device that a model's functions are to be composed for; "" for where its tensors are.
-
-    A model on meta that is planned for a device by its data sheet runs nowhere but there. One with weights may run
-    where these are, and is promised what it takes there.
-    """
-    if roofline is None or not isinstance(model, torch.nn.Module):  # which whoever simulates it will say
-        return ""
-    return roofline.kind if all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) else ""
 
 
 def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:

@@ -20,7 +20,7 @@ from ..plan.plan import Plan
 from ..planning.hosts import stores_for
 from ..planning.ops import Op, op_of
 from ..planning.planner import Loss, MakeOptimizer
-from ..planning.prices import Measured, Roofline, composed_for, prices_for, where
+from ..planning.prices import Measured, Roofline, prices_for, where
 from ..simulation import Simulation, simulate_step
 
 
@@ -103,15 +103,10 @@ class Clock:
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._asked = device
         self._price: Roofline | Measured | None
-        roofline, device = where(device)
-        self._price = roofline
+        place = where(device, model)
+        self._price = place.roofline
         self.device = ""
-        self._step: dict[str, Any] = {
-            "loss": loss,
-            "optimizer": optimizer,
-            "device": device,
-            "composed": composed_for(model, roofline),
-        }
+        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, **place.step}
 
     def timed(self, plan: Plan) -> Timed:
         """The step with a plan."""
