@@ -134,7 +134,7 @@ class Hollow(torch.Tensor):
         if func is DROPOUT and args[0] is hollow:  # a mask depends on how the elements lie
             _, mask = func(_blank(hollow, hollow.device), *args[1:], **kwargs)
             return Hollow.make(Layout.of(hollow), hollow.call), mask
-        if not _goes_through(func):
+        if not goes_through(func):
             raise missing(hollow, str(func))
         written = _compat.written_by(func, args, kwargs)
         if written:
@@ -188,7 +188,7 @@ def refusing() -> Generator[None]:
         _refusing.pop()
 
 
-def _goes_through(func: Any) -> bool:
+def goes_through(func: Any) -> bool:
     """Whether an operation makes each element of one of each tensor, or moves elements, so that it need not be run."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False

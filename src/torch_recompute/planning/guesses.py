@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from .._hollow import goes_through
 from ..plan.anatomy import inside, relative
 from ..plan.calls import ALL_PRODUCTS
 from ..plan.cost import paths_of
@@ -142,6 +143,7 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
         here = [i for i in again if at[i] == path]
         passed = [i for i in range(max(here, default=-1) + 1) if at[i] == path and found.made[i].call not in kept]
         idle = {found.made[i].call for i in passed} - read - {-1}
+        idle = {call for call in idle if _goes_nowhere(found, call, passed)}
         unread = {call: said for call in sorted(idle) if (said := _unread(found, path, call))}
         total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
         rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
@@ -167,6 +169,17 @@ def _words(found: Trace, path: str, kept: frozenset[int]) -> tuple[str, ...]:
         else kind_in(word)
         for word in words
     )
+
+
+def _goes_nowhere(found: Trace, call: int, passed: Sequence[int]) -> bool:
+    """Whether nothing in a replay reads the values of a call, or of what is computed from them."""
+    hollow = {i for i in passed if found.made[i].call == call}
+    for i in passed:
+        if found.made[i].inputs & hollow:
+            if not all(goes_through(op.func) for op in found.made[i].ops):
+                return False
+            hollow.add(i)
+    return True
 
 
 def _unread(found: Trace, path: str, call: int) -> tuple[str, ...]:
