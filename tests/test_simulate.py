@@ -117,6 +117,23 @@ def test_says_which_module_keeps_what() -> None:
     assert set(result.by_category) == set(CATEGORIES)
 
 
+def test_says_what_activations_are_for() -> None:
+    """Those of the peak are saved, of the loss or transient; a plan turns what is saved into what passes."""
+    model, x = Stack(8, 4096), torch.randn(64, 8)
+    logits = 64 * 4096 * 4
+    results = [
+        simulate(model, (x,), plan=plan, loss=cross_entropy) for plan in (None, Plan((Choice(("layers",)),)), Plan())
+    ]
+    for result in results:
+        assert sum(result.activations_by_use.values()) == result.by_category["activations"]
+        assert result.activations_by_use["loss"] == logits + 4
+        assert f"{result.activations_by_use['saved'] / 2**20:,.2f} MiB    saved" in str(result)
+    plain, planned, again = (result.activations_by_use for result in results)
+    assert plain == again
+    assert planned["saved"] < plain["saved"] == 2 * 64 * 8 * 4
+    assert planned["transient"] == plain["transient"] >= logits
+
+
 def test_flops_of_replays_are_predicted() -> None:
     """A region around the layers adds its products but the last, which backward does not need, to the replay."""
     model, x = Stack(8, 8), torch.randn(4, 8)

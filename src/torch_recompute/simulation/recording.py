@@ -6,7 +6,7 @@ PyTorch's own formulas (`torch.utils.flop_counter`), each operation on its own; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from ..memory.measurement import Measurement
 from .places import PHASES, Places
 from .pretending import Pretend
 
+USES = ("saved", "loss", "transient")
 Watch = Callable[[str, Any, Any, Any, Any], None]
 
 
@@ -33,7 +34,7 @@ class Recording(Measurement):
 
     Attributes:
         flops: FLOPs by phase.
-        kept: What the forward keeps for backward: entries of activations and their bytes.
+        kept: What the (last) forward keeps for backward: entries of activations and their bytes.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Recording(Measurement):
         self._told = watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
+        self._ever_kept: list[Entry] = []
         self.at: dict[int, Place] = {}
 
     def _watcher(self) -> AbstractContextManager[Any]:
@@ -90,6 +92,16 @@ class Recording(Measurement):
         ledger = self.books(device)
         ledger.book_deaths()
         self.kept = [(entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS]
+        self._ever_kept += [entry for entry, _ in self.kept]
+
+    def by_use(self, activations: Iterable[tuple[Entry, int]]) -> dict[str, int]:
+        """Bytes of activations, by what they are there for."""
+        kept = {id(entry) for entry in self._ever_kept}
+        sums: dict[str, int] = dict.fromkeys(USES, 0)
+        for entry, nbytes in activations:
+            of_loss = entry.place.phase == "loss"
+            sums["loss" if of_loss else "saved" if id(entry) in kept else "transient"] += nbytes
+        return sums
 
     def go_on_from(self, other: Recording, phase: str) -> None:
         """Takes over what another recording knows of the storages that are alive, as an event that begins a phase."""

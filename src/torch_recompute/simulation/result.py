@@ -41,7 +41,9 @@ class Simulation(NamedTuple):
         peak_bytes: The most bytes alive at any one operation, workspaces included, or when the step began.
         live_bytes: The bytes alive after the step.
         by_category: `peak_bytes`, split as `measure` splits it; every category is there, and they sum to it.
-        live_by_category: `live_bytes`, split in the same way.
+        activations_by_use: The activations among `by_category`, split: "saved" by a forward for its backward, made by
+            the "loss", and "transient", which is all else: gradients of activations, what a replay makes, workspaces.
+        live_by_category: `live_bytes`, split as `by_category`.
         timeline: The bytes alive when the step began, and after each operation that changed them.
         blocks: What lay in memory: each storage with its category, its bytes, who made it, and from which event to
             which it was alive; those alive after an event sum to the timeline there.
@@ -60,6 +62,7 @@ class Simulation(NamedTuple):
     peak_bytes: int
     live_bytes: int
     by_category: dict[str, int]
+    activations_by_use: dict[str, int]
     live_by_category: dict[str, int]
     timeline: tuple[Moment, ...]
     blocks: tuple[Block, ...]
@@ -94,6 +97,7 @@ class Simulation(NamedTuple):
         lines = [
             f"peak {_said(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
             *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in self.by_category.items() if nbytes),
+            *(f"  {_said(nbytes):>13}    {name}" for name, nbytes in self.activations_by_use.items() if nbytes),
             f"kept for backward {_said(self.saved_bytes)}",
             *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in _grouped(self.saved_by_module)[:_LINES]),
             "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),

@@ -221,6 +221,7 @@ class _Step:
             peak_bytes=peak_bytes,
             live_bytes=parts[-1].live_bytes,
             by_category=categories,
+            activations_by_use=books.by_use(activations),
             live_by_category=parts[-1].live_by_category,
             timeline=tuple(timeline),
             blocks=blocks_of(*(recording.books(device).changes for recording in recordings)),
