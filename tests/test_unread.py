@@ -87,6 +87,9 @@ UNREAD: dict[str, Tail] = {
     "dropped paths": dropped_path,
     "a mask drawn by hand": drawn_mask,
     "views and types": views,
+    "rows moved about": lambda y, x: (
+        x + F.dropout(torch.stack([y, y.flip(0)]).transpose(1, 2).reshape(2, 8, 8)[0], 0.3).t()
+    ),
     "fused dropout": fused,
     "a region inside": dropped_inside,
 }

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from . import _compat, errors
-from ._compat.fakes import without_modes
+from ._compat.fakes import is_operator, without_modes
 from .values import thread
 
 aten: Any = torch.ops.aten
@@ -37,7 +37,10 @@ ASK_FOR_LAYOUT = frozenset(
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 )
-_MOVES = frozenset({aten._to_copy.default, aten.clone.default, aten.cat.default})
+_MOVES = frozenset(
+    getattr(aten, name).default
+    for name in ("_to_copy", "clone", "_unsafe_view", "cat", "stack", "repeat", "roll", "flip")
+)
 _refusing: list[bool] = []
 _said: set[tuple[str, str]] = set()
 DROPOUT = aten.native_dropout.default
@@ -190,7 +193,7 @@ def refusing() -> Generator[None]:
 
 def goes_through(func: Any) -> bool:
     """Whether an operation makes each element of one of each tensor, or moves elements, so that it need not be run."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if not is_operator(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return func.is_view or torch.Tag.pointwise in func.tags or func in _MOVES
 
