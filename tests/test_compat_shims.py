@@ -582,6 +582,41 @@ def test_what_an_operation_writes_to() -> None:
     assert _compat.written_by(len, (x,), {}) == []
 
 
+class Shown(torch.Tensor):
+    """A tensor without memory that answers for itself."""
+
+    __torch_function__ = _compat.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        """Answers with nothing."""
+        return torch.empty(0)
+
+
+def test_a_tensor_without_memory() -> None:
+    """It has the layout that is asked for and no address, and functions reach its own dispatch."""
+    made = _compat.without_memory(Shown, (2, 3), (1, 2), torch.float16, torch.device("cpu"))
+    assert type(made) is Shown
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.float16, "cpu")
+    assert not made.requires_grad
+    assert torch.Tensor.data_ptr(made) == 0
+    assert made.sin().shape == (0,)
+
+
+def test_whether_code_is_being_traced() -> None:
+    """Only while torch.compile looks at code."""
+    seen: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(_compat.being_traced())
+        return graph
+
+    assert not _compat.being_traced()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert seen == [True]
+    assert not _compat.being_traced()
+
+
 def test_every_shim_is_tried() -> None:
     """This file speaks of each public name of `_compat.py`, so a new shim cannot come without its test."""
     names = {

@@ -281,7 +281,9 @@ def test_a_profile_is_data() -> None:
         assert plan == solve(taken, budget=budget)
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.predicted_peak_bytes is not None
-        assert make_plan(model, args, budget=budget, device="h100").choices == plan.choices
+        assert plan.prediction is not None
+        again = make_plan(model, args, budget=plan.prediction.budget_bytes, device="h100")
+        assert again.choices == plan.choices
     with pytest.raises(BudgetError) as caught:
         solve(read, budget=1)
     assert isinstance(caught.value.solution, Plan)
