@@ -393,6 +393,34 @@ def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     assert simulated.flops["replay"] == 3 * both / 2
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_fills_a_cache(training: bool) -> None:
+    """A Hugging Face model with the cache that its configuration asks for is planned, and keeps the promise."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
+    config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).train(training)
+    ids = torch.randint(0, 50, (2, 16))
+    call = {"input_ids": ids, "labels": ids}
+    plan = make_plan(model, kwargs=call, budget=0.3, device="h100")
+    assert plan.choices
+
+    def gradients(**more: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(**call, **more).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients(use_cache=not training)  # in training a plan keeps the model from filling one
+    apply(model, plan)
+    model.zero_grad()
+    with measure(model) as m:
+        torch.manual_seed(1)
+        model(**call).loss.backward()
+    assert m.peak_bytes <= plan.prediction.budget_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+
+
 def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
     torch.manual_seed(0)

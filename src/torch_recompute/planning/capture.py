@@ -27,6 +27,9 @@ from torch import nn
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
 from ..plan.anatomy import Units, inside
+from ..plan.apply import apply
+from ..plan.caches import Note, is_cache
+from ..plan.plan import Plan
 from ..plan.units import find_units
 from ..simulation.faking import Faker
 from ..simulation.pretending import Pretend
@@ -101,8 +104,10 @@ def capture(
     found = Captured(units, Pretend(fakes, lambda: "", composed))
     modules = dict(copy.named_modules())
     seen = _Seen({path: modules[path] for path in segments(units, copy)})
+    handle = apply(copy, Plan())  # which keeps a model from filling a cache in training
     with found.running(), seen:
         copy(*args, **kwargs)
+    handle.remove()
     numbers: dict[Any, int] = {}
     times = Counter(path for path, _, _ in seen.calls)
     for path, call, ran in seen.calls:
@@ -154,7 +159,8 @@ class _Seen:
             self._open.append([])
             if leaves and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor):
                 self.chained.add(path)
-            self.calls.append((path, Call((module,), (tuple(leaves),), (spec,)), self._open[-1]))
+            noted = tuple(Note(leaf) if is_cache(leaf) else leaf for leaf in leaves)
+            self.calls.append((path, Call((module,), (noted,), (spec,)), self._open[-1]))
 
         return enter
 
