@@ -27,6 +27,7 @@ import torch
 
 from . import _compat, errors
 from ._compat.fakes import is_operator, without_modes
+from ._tree import mapped
 from .values import thread
 
 aten: Any = torch.ops.aten
@@ -145,8 +146,8 @@ class Hollow(torch.Tensor):
                 raise missing(hollow, str(func))
             return written[0]
         with without_modes():
-            made = func(*_mapped(args, _on_meta), **_mapped(kwargs, _on_meta))
-        return _mapped(made, lambda x: Hollow.make(Layout.of(x)._replace(device=hollow.device), hollow.call))
+            made = func(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
+        return mapped(made, lambda x: Hollow.make(Layout.of(x)._replace(device=hollow.device), hollow.call))
 
 
 def missing(tensor: torch.Tensor, op: str) -> BaseException:
@@ -206,14 +207,3 @@ def _blank(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     with without_modes():
         return _blank(tensor, "meta")
-
-
-def _mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """The same nest with `fn` of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, fn) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, fn) for key, item in value.items()}
-    return value

@@ -15,7 +15,7 @@ from that other one once it exists again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -281,3 +281,14 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     local = d.to_local(grad_placements=[Replicate() if p.is_partial() else p for p in placements])
     layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
     return type(d).from_local(local.clone(), d.device_mesh, placements, **layout)
+
+
+def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """An operation's arguments or results, with `fn` of each tensor among them."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, fn) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, fn) for key, item in cast("dict[Any, Any]", value).items()}
+    return value

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ import torch
 from .. import _compat, errors
 from .._compat.allocations import cpu_allocations
 from .._compat.fakes import FakeTensor, device_of
+from .._tree import mapped
 from . import allocator
 from .host import host_memory
 
@@ -86,7 +87,7 @@ def workspace(func: Any, inputs: Any) -> int | str:
     taking, copying = _kind(func)
     if not taking and not copying:
         return 0
-    tensors = list(_tensors(inputs))
+    tensors = [leaf for leaf in _compat.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     if not tensors or (copying and all(tensor.is_contiguous() for tensor in tensors)):
         return 0
     device = device_of(tensors[0])
@@ -138,7 +139,7 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
         try:
             torch.set_num_threads(threads)  # a new thread has the environment's number until it is told
             with torch.no_grad():
-                args, kwargs = _real(inputs, device)
+                args, kwargs = mapped(inputs, lambda tensor: _zeros(tensor, device))
                 call: Callable[[], object] = lambda: func(*args, **(kwargs or {}))  # noqa: E731
                 found.append(_on_cpu(call) if device.type == "cpu" else _on_cuda(call, device))
         except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: said by whoever asked
@@ -192,16 +193,6 @@ def _free_bytes(device: torch.device) -> int | None:
         return None
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(cast("dict[str, Any]", value).values()))
-    elif isinstance(value, (list, tuple)):
-        for item in cast("tuple[Any, ...]", value):
-            yield from _tensors(item)
-
-
 def _layout(value: Any) -> Any:
     """What of an argument decides."""
     if isinstance(value, torch.Tensor):
@@ -213,14 +204,8 @@ def _layout(value: Any) -> Any:
     return type(value), value
 
 
-def _real(value: Any, device: torch.device) -> Any:
-    """The same arguments with tensors of zeros."""
-    if isinstance(value, torch.Tensor):
-        made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
-        made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).zero_()  # some of it may repeat
-        return made
-    if isinstance(value, dict):
-        return {name: _real(item, device) for name, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_real(item, device) for item in cast("tuple[Any, ...]", value))
-    return value
+def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Zeros of the same layout."""
+    made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device)
+    made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).zero_()  # some of it may repeat
+    return made

@@ -119,7 +119,7 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
     at = [next((path for path in regions if _covers(path, made.module)), None) for made in found.made]
     stored: set[int] = set()
     again: set[int] = set()
-    read: set[int] = set()
+    asked: set[int] = set()
     open_ = [(i, at[i]) for i, made in enumerate(found.made) if made.needed]
     takes_input = found.input_needed
     while open_:
@@ -129,7 +129,7 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
             continue
         region = at[i]
         if region == asked_in:
-            read.add(found.made[i].call)
+            asked.add(found.made[i].call)
         if i in stored or i in again:
             continue
         if region is None or region != asked_in or found.made[i].call in regions[region]:
@@ -142,7 +142,7 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
     for path, kept in regions.items():
         here = [i for i in again if at[i] == path]
         passed = [i for i in range(max(here, default=-1) + 1) if at[i] == path and found.made[i].call not in kept]
-        idle = {found.made[i].call for i in passed} - read - {-1}
+        idle = {found.made[i].call for i in passed} - asked - {-1}
         idle = {call for call in idle if _goes_nowhere(found, call, passed)}
         unread = {call: said for call in sorted(idle) if (said := _unread(found, path, call))}
         total += sum(seconds[i] for i in passed if found.made[i].call not in unread)

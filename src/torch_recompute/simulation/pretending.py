@@ -29,6 +29,7 @@ import torch
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
 from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes, writes
+from .._tree import mapped
 from ..memory.workspaces import takes, workspace
 from .composing import AsOnCuda
 from .kernels import Kernels
@@ -182,7 +183,7 @@ class Pretend(TorchDispatchMode):
         def real(value: Any) -> Any:
             return self._stand_in(value, str(func)) if type(value) is FakeTensor else value
 
-        args, kwargs = _mapped(args, real), _mapped(kwargs, real)
+        args, kwargs = mapped(args, real), mapped(kwargs, real)
         with without_modes():
             return func(*args, **kwargs)
 
@@ -209,7 +210,7 @@ class Pretend(TorchDispatchMode):
 
         if isinstance(out, torch.Tensor):
             return decide(out) if not _floats(out) else out
-        return _mapped(out, decide)
+        return mapped(out, decide)
 
     def _choice(self, func: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         name = func.overloadpacket.__name__
@@ -239,10 +240,10 @@ class Pretend(TorchDispatchMode):
 
     def _kept(self, out: Any) -> Any:
         """Results of a real operation on stand-ins: integers as they are, the rest fake."""
-        return _mapped(out, lambda value: value if _stays(value) else self._fake(value))
+        return mapped(out, lambda value: value if _stays(value) else self._fake(value))
 
     def _all_fake(self, values: Any) -> Any:
-        return _mapped(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
+        return mapped(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         with self._fakes:
@@ -282,14 +283,3 @@ def _tensors(values: Any, more: dict[str, Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, torch.Tensor))
     return found
-
-
-def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nest with `fn` of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, fn) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, fn) for key, item in value.items()}
-    return value
