@@ -149,12 +149,17 @@ def _count(body: Sequence[Line | Block], around: tuple[str, ...], found: Counter
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a value: `locked`, PyTorch forbids to change it in place; `index_of`, the shape it indexes."""
+    """What is known of a value.
+
+    `locked`: PyTorch forbids to change it in place. `index_of`: the shape it indexes. `constant`: it is an input that
+    does not require grad.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     locked: bool = False
     index_of: tuple[int, ...] | None = None
+    constant: bool = False
 
     @property
     def floating(self) -> bool:
@@ -254,6 +259,23 @@ IN_PLACE = (
     "{a}.detach().mul_(0.5)",
     "{a}.zero_()",
 )
+CONSTANT = "({a}.detach() if {a}.requires_grad else {a})"
+# Each is {a}, or the global {g}, by another way.
+SAME = (
+    "{a}",
+    "replay(lambda t: t.detach() if t.requires_grad else t)({a})",
+    "replay(lambda t: (t.detach() if t.requires_grad else t).contiguous())({a})",
+    "save",
+    "save",
+    "no_recompute(lambda t: t)({a})",
+    "no_recompute(lambda: {a})()",
+    "recompute(lambda t: t)({a})",
+    "recompute(lambda: {a})()",
+    "{g}",
+    "{g}",
+    "no_recompute(lambda: {g})()",
+    "recompute(lambda: {g} * 1)()",
+)
 CONTEXTS = (
     ("torch.no_grad()", "no_grad", 4),
     ('torch.autocast("cpu", dtype=torch.bfloat16)', "autocast", 2),
@@ -274,6 +296,7 @@ class Writer:
         self.draw = draw
         self.names = 0
         self.budget = 34
+        self.globals: dict[str, Kind] = {}
         # A store copies what a kernel may fill after it was saved (RReLU's noise), in plain PyTorch as well.
         self.stores = self.chance(30)
         self.makers: list[Callable[[Scope], list[Line | Block] | None]] = []
@@ -290,6 +313,7 @@ class Writer:
             (self.module, 2),
             (self.context, 3),
             (self.again, 2),
+            (self.same, 6),
             (self.rebind, 1),
             (self.reduce, 1),
         ):
@@ -526,6 +550,30 @@ class Writer:
             Block("else:", save),
         ]
 
+    def same(self, scope: Scope) -> list[Line | Block] | None:
+        """Another name for a tensor that there is."""
+        text = self.of(SAME)
+        if text.startswith("recompute") and scope.regions >= REGIONS_DEEP:
+            text = "{a}"
+        if "{g}" in text:
+            a = self.of(list(self.globals))
+            kind = self.globals[a]
+        else:
+            constant = self.value(scope, lambda k: k.constant) if self.chance(50) else None
+            a = constant or self.floating(scope)
+            kind = scope.values[a]
+        name, used = self.new(scope, kind), self.new(scope, Kind(kind.shape, kind.dtype))
+        use = Line(f"{used} = ({name} * b.sum().to({name}.dtype)).sin()")  # autograd saves it, and then another
+        if text != "save":
+            return [Line(f"{name} = {text.format(a=a, g=a)}", "same tensor"), use]
+        key = f'key="{self.name("k")}"'
+        save = (Line(f"{name} = {CONSTANT.format(a=a)}"), Line(f"save_for_recompute({name}, {key})"))
+        return [
+            Block("if doing_recompute():", (Line(f"({name},) = get_recompute_data({key})"),), "same tensor"),
+            Block("else:", save),
+            use,
+        ]
+
     def use(self, scope: Scope) -> list[Line | Block] | None:
         """Uses an index or a mask."""
         i = self.value(scope, lambda k: not k.floating)
@@ -674,6 +722,14 @@ def _returning(how: str, names: Sequence[str]) -> str:
     return f"return (None, [{', '.join(names)}], 3)" if how == "nested" else f"return {', '.join(names)}"
 
 
+GLOBAL = "the_{}"
+
+
+def _scale(inputs: Sequence[Input]) -> Input:
+    """The input that is a buffer, too: a constant, if there is one."""
+    return next((i for i in inputs if i.role == "const"), inputs[-1])
+
+
 SHAPES = ((2, 3), (3,), (3, 3), (2, 2, 3), (3, 2), (1, 3), ())
 
 
@@ -686,7 +742,7 @@ def programs(draw: Any) -> Program:
     for i in range(1 + writer.below(3)):
         other = writer.of(FLOATS) if writer.chance(15) else dtype
         shape = writer.of(SHAPES[: 2 if writer.chance(50) else None])
-        role = "leaf" if i == 0 else writer.of(("leaf", "leaf", "const"))
+        role = "leaf" if i == 0 else writer.of(("leaf", "const"))
         inputs.append(Input(f"x{i}", role, shape, other))
     # The recipe comes before the body: what is drawn last varies least.
     way = draw(st.sampled_from(WAYS))
@@ -697,7 +753,11 @@ def programs(draw: Any) -> Program:
     own_thread = writer.chance(12) and way != "second"
     recipe = Recipe(way, writer.below(5), writer.below(32), drop, poke, own_thread)
     seed = writer.below(100)
-    scope = Scope({i.name: Kind(i.shape, i.dtype, i.role != "const") for i in inputs})
+    scope = Scope(
+        {i.name: Kind(i.shape, i.dtype, i.role != "const", constant=i.role == "const") for i in inputs},
+    )
+    writer.globals = {GLOBAL.format(i.name): scope.values[i.name] for i in inputs}
+    writer.globals["lin.scale"] = scope.values[_scale(inputs).name]
     body: list[Line | Block] = []
     if writer.chance(50):
         # A stretch of ordinary code first, so that regions have temporaries to take.
@@ -782,10 +842,13 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _cells(fn: Any) -> list[Any]:
-    """The tensors that a function closes over, those of functions in its closure included; a module's parameters."""
+    """The tensors that a function closes over, those of functions in its closure included, and the globals it names.
+
+    Of a module, the parameters.
+    """
     if isinstance(fn, torch.nn.Module):
         return list(fn.parameters())
-    found: list[Any] = []
+    found: list[Any] = [fn.__globals__[name] for name in _names(fn.__code__) if name.startswith(GLOBAL.format(""))]
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # deleted
             if isinstance(cell.cell_contents, types.FunctionType):
@@ -793,6 +856,10 @@ def _cells(fn: Any) -> list[Any]:
             elif isinstance(cell.cell_contents, torch.Tensor):
                 found.append(cell.cell_contents)
     return found
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 class Plain(Mode):
@@ -920,6 +987,11 @@ def _start(program: Program) -> tuple[list[torch.Tensor], torch.nn.Module, torch
     dtype = getattr(torch, program.dtype)
     torch.manual_seed(program.seed)
     lin, norm = torch.nn.Linear(3, 3, dtype=dtype), torch.nn.BatchNorm1d(3, dtype=dtype)
+    scale = tensors[program.inputs.index(_scale(program.inputs))]
+    if isinstance(scale, torch.nn.Parameter):
+        lin.scale = scale
+    else:
+        lin.register_buffer("scale", scale)
     return tensors, lin, norm, torch.Generator().manual_seed(program.seed + 1)
 
 
@@ -989,9 +1061,10 @@ def _step(program: Program, code: types.CodeType, mode: Mode) -> Result:
     result = Result()
     tensors, lin, norm, generator = _start(program)
     namespace = mode.names()
+    namespace.update((GLOBAL.format(i.name), tensor) for i, tensor in zip(program.inputs, tensors, strict=True))
     exec(code, namespace)
     torch.manual_seed(program.seed)
-    leaves = [t for t in tensors if t.requires_grad] + [*lin.parameters(), *norm.parameters()]
+    leaves = [t for t in tensors if t.requires_grad] + [lin.weight, lin.bias, *norm.parameters()]
 
     def attempt(act: Callable[[], Any]) -> Any:
         try:
@@ -1035,6 +1108,7 @@ def _step(program: Program, code: types.CodeType, mode: Mode) -> Result:
     result.state = [torch.default_generator.get_state().tolist(), generator.get_state().tolist(), buffers]
     if result.raised is None or not result.in_forward:
         result.state.append([bits(t)[3] for t in tensors])
+    namespace.clear()  # the functions in it hold it
     return result
 
 

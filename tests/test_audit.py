@@ -607,3 +607,20 @@ def test_a_call_of_no_region_is_refused() -> None:
         audit(nn.Linear(WIDTH, WIDTH), (leaf(),))
     with pytest.raises(ArgumentError, match="called no region"):
         audit(recompute(torch.sin), (leaf().detach(),))
+
+
+def test_what_the_engine_cannot_watch_is_found_where_the_model_changes_it() -> None:
+    """Issue item 0: a tensor two attributes deep, changed in place by a later layer, is named by the audit."""
+    holder = Holder(torch.ones(WIDTH))
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.sin() * holder.get()).exp()
+
+    class Changes(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            holder.get().mul_(2)
+            return super().forward(x)
+
+    found = audit(nn.Sequential(Scaled(), Changes()), (leaf(),), modules=["0", "1"])
+    assert ("differs", "0", "aten.mul") in rows(found, "kind", "region", "op")

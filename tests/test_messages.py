@@ -1731,20 +1731,20 @@ CASES = [
         "fewer",
         MismatchError,
         saves_more_at_first,
-        f"the replay of layer 3 saved fewer tensors than its forward: 1 now, 2 then. {FEWER} It is needed by "
+        f"the replay of layer 3 saved fewer tensors than its forward: 2 now, 3 then. {FEWER} It is needed by "
         f"ExpBackward0 (result).{WHY}",
     ),
     Case(
         "more",
         MismatchError,
         saves_more_later,
-        f"the replay of layer 3 saved more tensors than its forward: 1 then, and now at least one more. {MORE}{WHY}",
+        f"the replay of layer 3 saved more tensors than its forward: 2 then, and now at least one more. {MORE}{WHY}",
     ),
     Case(
         "other_tensor",
         MismatchError,
         saves_another_shape,
-        "the replay of layer 3 saved another tensor than its forward at position 0:\n"
+        "the replay of layer 3 saved another tensor than its forward at position 1:\n"
         "      forward: float32[3] on cpu\n"
         "      replay:  float32[1] on cpu\n"
         "  (Recomputed values for the following tensors have different metadata than during the forward pass.) It is "

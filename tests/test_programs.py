@@ -101,6 +101,7 @@ AT_LEAST = {  # percent of the programs
     "replay": 20,
     "save_for_recompute": 8,
     "decided value used": 3,
+    "same tensor": 30,
     "name deleted": 2,
     "poke": 1,
     "backward:sum": 5,

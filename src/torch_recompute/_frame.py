@@ -26,7 +26,7 @@ from ._late import store_for, waiting
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
-from ._slots import Packed, Slot, lend, unpack, without_history
+from ._slots import KEPT, Packed, Slot, lend, unpack, without_history
 from ._task import leaves_undone, this_task
 from ._trace import OpTrace
 from ._tree import meta
@@ -55,6 +55,7 @@ class Frame(Run):
     """One call of a region: its forward run, and what its replays need.
 
     Attributes:
+        slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
         later: Slots outside of the region that are views of its results (`_discard.py`), filled by its replays.
         names: Who decides about calls with a name in it.
         clock: Runs the replays of all frames, while somebody takes their time.
@@ -160,21 +161,30 @@ class Frame(Run):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def saved(self) -> int:
-        """How many slots there are by now."""
+        """How many tensors autograd has saved by now."""
         return len(self.slots)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a replay may have something to do; where all that was saved is alive anyway, none ever runs."""
+        slots = self.slots
+        return slots.count(KEPT) < len(slots) or self.trace is not None or not self.options.early_stop
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """The pack hook of the forward."""
         version = self._ids.get(id(tensor))
         if version is not None:
             now = tensor._version  # once changed here, its history leads to the very node that saves it
+            self.slots.append(KEPT)
             return (tensor if now == version else tensor.detach()), now
         if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
             parameter = parameter_of(tensor)
             if parameter is not None:
+                self.slots.append(KEPT)
                 return (tensor if tensor is parameter else tensor.detach()), tensor._version
             storage = storage_id(tensor)
             if storage in self.inputs.storages or storage in self._aliases:
+                self.slots.append(KEPT)
                 return tensor.detach(), tensor._version
         slot = Slot(self, meta(tensor))
         self.slots.append(weakref.ref(slot))
@@ -219,7 +229,7 @@ class Frame(Run):
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()
-        if self.slots or self.trace is not None or not self.options.early_stop:
+        if self.replays:
             self._world.settle()
         else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this frame
             self._world.forget()

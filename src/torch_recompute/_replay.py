@@ -1,8 +1,12 @@
 """One replay of a region's call: its function run again, to fill the slots that backward still waits for.
 
-The replay's pack hook meets the same tensors in the same order as the forward's did and puts each, detached, into the
-slot of its turn. Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak
-(softmax, exp), so what the replay's own graph holds is the detached tensor too; that graph is dropped at once.
+The replay's pack hook meets as many tensors in the same order as the forward's did and puts each, detached, into the
+slot of its turn, if it has one: what the forward kept in the graph is passed by. So the forward alone tells inputs and
+stored outputs from the rest. A replay could not: one tensor of the forward may be two there, if it is an input and also
+a global, a carried value, or the output of a saved call.
+
+Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak (softmax, exp), so
+what the replay's own graph holds is the detached tensor too; that graph is dropped at once.
 
 Where it ends is said in `region.py`. Ending means raising `Stop` through the user's function; nothing else leaves it.
 """
@@ -10,18 +14,18 @@ Where it ends is said in `region.py`. Ending means raising `Stop` through the us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _compat, _tree, errors
-from ._compat import parameter_of, storage_id
+from ._compat import storage_id
 from ._diagnose import reader_of
 from ._fingerprints import Fingerprints
 from ._hollow import Hollow, missing
 from ._saved_call import SavedCall
-from ._slots import Packed, Slot, Stop, unpack, without_history
+from ._slots import KEPT, Packed, Slot, Stop, unpack, without_history
 from ._tree import meta
 from .values import Key, Run
 
@@ -33,8 +37,6 @@ class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
     __slots__ = (
-        "_aliased",
-        "_aliases",
         "_check",
         "_done",
         "_fingerprints",
@@ -61,21 +63,6 @@ class Replay(Run):
         self.filled = 0
         self._ids = ids
         self._restored = frame.restored
-        self._aliased = False
-        self._aliases: dict[int, torch.Tensor] | None = None
-
-    def alias(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes stored outputs of saved calls, as the forward did."""
-        self._aliased = True
-        if self._frame.store is None:
-            self._aliases = {**(self._aliases or {}), **{storage_id(tensor): tensor for tensor in tensors}}
-
-    def _is_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether the forward left this tensor in the graph: a view of a parameter, an input, a saved call's output."""
-        if parameter_of(tensor) is not None:
-            return True
-        storage = storage_id(tensor)
-        return storage in self._frame.inputs.storages or (self._aliases is not None and storage in self._aliases)
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
@@ -101,7 +88,7 @@ class Replay(Run):
             self._frame.later.fill(self.name, results, self._restored)
 
     def saved(self) -> int:
-        """How many slots have been passed."""
+        """How many tensors autograd has saved by now."""
         return self.filled
 
     def skip(self, saved: int, records: int, children: int) -> bool:
@@ -126,29 +113,27 @@ class Replay(Run):
 
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """The pack hook of the replay: fills the next slot."""
-        if id(tensor) in self._ids:
+        index = self.filled
+        ref = self._slots[index] if index < len(self._slots) else None
+        if ref is KEPT:
+            self.filled = index + 1
             return tensor, tensor._version
-        if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
-            if type(tensor) is Hollow:
-                raise missing(tensor, "autograd, which saves it")
-            if self._is_kept(tensor):
-                return tensor, tensor._version
         if self._done:
             raise Stop(self)
+        self.filled = index + 1
+        slot = None if ref is None else ref()
+        if type(tensor) is Hollow:
+            raise missing(tensor, "autograd, which saves it")
         rebuilt = tensor.detach()
         restored = self._restored and storage_id(tensor) in self._restored
         if restored:
             rebuilt = rebuilt.clone()
-        index = self.filled
-        self.filled = index + 1
-        if index < len(self._slots):
-            slot = self._slots[index]()
-            if slot is not None:
-                if self._check and slot.meta != meta(tensor):
-                    self._differs(slot, index, tensor)
-                slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
-                slot.tensor = rebuilt
-        elif self._frame.complete:  # else replayed for a backward inside its own forward, which is not there yet
+        if slot is not None:
+            if self._check and (slot.meta != meta(tensor) or id(tensor) in self._ids):
+                self._differs(slot, index, tensor)
+            slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
+            slot.tensor = rebuilt
+        elif ref is None and self._frame.complete:  # else for a backward inside its own forward, not there yet
             raise errors.MismatchError(errors.more(self.name, len(self._slots)))
         if self._fingerprints is not None and not restored:
             self._fingerprints.add(index, tensor)
@@ -166,6 +151,8 @@ class Replay(Run):
 
     def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
         then, now = _tree.say(slot.meta), _tree.say(meta(tensor))
+        if id(tensor) in self._ids:
+            now += ", an input of the region"
         raise errors.MismatchError(errors.other_tensor(self.name, index, then, now, reader_of(slot)))
 
     def compare_values(self) -> None:

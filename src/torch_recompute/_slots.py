@@ -14,7 +14,7 @@ done; where it is, a second read costs a second replay at worst.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -60,6 +60,10 @@ class Slot:
         self.owner = owner
         self.meta = meta
         self.tensor: torch.Tensor | weakref.ref[torch.Tensor] | None = None
+
+
+KEPT: weakref.ref[Slot] = weakref.ref(Slot(cast("Any", None), ()))
+"""Stands among a frame's slots for a tensor that the graph holds itself. The reference is dead from the start."""
 
 
 class Stop(BaseException):

@@ -7,7 +7,8 @@ autograd would have kept them, and die when their node has read them: no table o
 backward call, and the order in which memory is freed is autograd's own.
 
 What is never a slot: a parameter or an input of the region, and any view of one. These are alive anyway; the graph
-holds them directly, with their version, and a region that saves nothing else is never replayed.
+holds them directly, with their version, and a region that saves nothing else is never replayed. They are counted as
+slots are, so a replay knows by its place in the order what a tensor was in forward.
 
 `no_recompute(fn)` in a region is a saved call. What autograd saves inside it is sorted by storage: parameters and
 region inputs cost nothing; views of the call's own inputs become slots too, filled from the replayed input; the rest
@@ -215,7 +216,7 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
     result = record.result(run.name, inputs, functools.partial(call_again, run, fn, args, kwargs))
-    if isinstance(run, (Replay, Frame)):
+    if isinstance(run, Frame):
         run.alias(record.held())
     return result
 

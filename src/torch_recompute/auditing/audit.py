@@ -22,7 +22,7 @@ from ..plan import Choice, Plan, apply
 from .findings import Findings
 from .listing import Audit
 from .recorder import Record, Recorder
-from .rerun import is_replayed, run_again
+from .rerun import run_again
 from .surroundings import Generators, Places
 from .waits import Calls
 
@@ -151,7 +151,7 @@ class _Audit:
     def _both(self, recorder: Recorder) -> Audit:
         model, args, kwargs = self._call
         result = model(*args, **kwargs)  # alive to the end: its graph is what backward would replay
-        firsts = [record for record in recorder.records.values() if is_replayed(record.frame)]
+        firsts = [record for record in recorder.records.values() if record.frame.replays]
         findings = Findings(self._modules)
         for first in reversed(firsts):
 

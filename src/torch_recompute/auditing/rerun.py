@@ -10,7 +10,7 @@ input of the region any more. They and all else that the run has written to are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,8 +41,8 @@ class Again(Replay):
 
     __slots__ = ("stopped",)
 
-    def __init__(self, frame: Frame, ids: Container[int]) -> None:
-        super().__init__(frame, ids, None)
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame, (), None)
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -66,9 +66,8 @@ class Again(Replay):
         """Goes on."""
 
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
-        """Counts the tensor, where the forward made a slot for it."""
-        if id(tensor) not in self._ids and not self._is_kept(tensor):
-            self.filled += 1
+        """Counts the tensor."""
+        self.filled += 1
         return tensor.detach()
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
@@ -126,11 +125,6 @@ class Outcome:
         self.names: dict[int, str] = {}
 
 
-def is_replayed(frame: Frame) -> bool:
-    """Whether backward ever replays this call: one that saves nothing has let go of its arguments."""
-    return bool(frame.slots) or frame.trace is not None or not frame.options.early_stop
-
-
 def run_again(
     recorder: Recorder, first: Record, around: Callable[[Any], Places], noise: float = 0.0, seed: int = 0
 ) -> Outcome:
@@ -153,7 +147,7 @@ def run_again(
         except errors.ChangedError as error:
             outcome.changed = error
         try:
-            args, kwargs, cells, ids = frame.inputs.open()
+            args, kwargs, cells, _ = frame.inputs.open()
         except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
             outcome.inputs_differ, outcome.error = True, error
             return outcome
@@ -164,7 +158,7 @@ def run_again(
         outcome.names = _names(fn)
         places, generators = around(fn), Generators()
         contexts = frame._contexts  # pyright: ignore[reportPrivateUsage]
-        run = Again(frame, ids)
+        run = Again(frame)
         grad, outer = torch.is_grad_enabled(), thread.run
         _compat.set_grad_enabled(True)
         thread.run = run

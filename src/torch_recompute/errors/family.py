@@ -36,7 +36,16 @@ class MismatchError(RecomputeError, CheckpointError):
 
 
 class ChangedError(RecomputeError):
-    """Something that a replay needs has been changed in place since the forward."""
+    """Something that a replay needs has been changed in place since the forward.
+
+    What is watched: the region's arguments, its closure, defaults and partials, globals that the function itself names,
+    lists, tuples and dicts among these, parameters, buffers and direct tensor attributes of modules, direct attributes
+    of other objects that the function is bound to, carried values, and outputs of saved calls. Not watched: tensors
+    behind further attributes (`module.cache.keys`) and globals of functions that the function calls. If they are
+    changed in place between forward and backward, the replay computes with the new values and no error is raised; pass
+    them to the region as arguments. `audit` finds what the rest of the model's forward changes of them, and
+    `check="values"` the rest.
+    """
 
 
 class SaveError(RecomputeError, AssertionError):
