@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laws.watch import no_collector
 from torch_recompute import (
     MismatchError,
     NotRecomputingError,
@@ -122,12 +124,13 @@ def test_any_pytree_is_replayed(make: Callable[[], Any]) -> None:
     assert alike(seen[1], calls[0])
 
 
-def test_leaves_are_handed_over_by_identity() -> None:
-    """Tensors and objects are kept by reference: no copy is made of either."""
-    tensor, thing = torch.arange(3), object()
-    _, read = carried(lambda: (tensor, thing))
-    assert read[0][0][0] is tensor
+def test_leaves_are_not_copied() -> None:
+    """Objects and parameters are returned as they are, tensors over the same memory."""
+    tensor, thing, frozen = torch.arange(3), object(), nn.Parameter(torch.ones(3), requires_grad=False)
+    _, read = carried(lambda: (tensor, thing, frozen))
+    assert read[0][0][0].data_ptr() == tensor.data_ptr()
     assert read[0][0][1] is thing
+    assert read[0][0][2] is frozen
 
 
 def test_containers_are_fresh() -> None:
@@ -488,24 +491,24 @@ def test_every_replay_reads_the_same() -> None:
 def test_values_die_with_the_graph() -> None:
     """A carried tensor is freed when the graph is dropped, and when backward is done and the output dropped."""
     for backward in (False, True):
-        alive: list[weakref.ref[torch.Tensor]] = []
+        made: list[StorageWeakRef] = []
 
-        def fn(x: torch.Tensor, alive: list[weakref.ref[torch.Tensor]]) -> torch.Tensor:
+        def fn(x: torch.Tensor, made: list[StorageWeakRef]) -> torch.Tensor:
             if not doing_recompute():
                 mask = torch.ones(3)
-                alive.append(weakref.ref(mask))
+                made.append(StorageWeakRef(mask.untyped_storage()))
                 save_for_recompute(mask)
             chosen = replay(lambda: torch.zeros(3))()
             if not doing_recompute():
-                alive.append(weakref.ref(chosen))
+                made.append(StorageWeakRef(chosen.untyped_storage()))
             return x.sin().exp()
 
-        loss = recompute(fn)(vector(), alive).sum()
-        assert all(ref() is not None for ref in alive)
+        loss = recompute(fn)(vector(), made).sum()
+        assert not any(ref.expired() for ref in made)
         if backward:
             loss.backward()
         del loss
-        assert [ref() for ref in alive] == [None, None]
+        assert all(ref.expired() for ref in made)
 
 
 # --- replay(fn) -------------------------------------------------------------------------------------------------------
@@ -810,3 +813,18 @@ def test_a_number_of_steps_that_depends_on_data() -> None:
     fn(other).sum().backward()
     assert reads == [3, 3]
     assert torch.equal(x.grad, other.grad)
+
+
+def test_a_value_that_gets_a_history_later_is_freed() -> None:
+    """A carried value that the region writes a gradient's work into leaves nothing alive (law 8)."""
+    made: list[StorageWeakRef] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        mask = replay(torch.sign)(x.detach())
+        made.append(StorageWeakRef(mask.untyped_storage()))
+        mask[0] = x.exp().sin()[0]
+        return mask.exp()
+
+    with no_collector():
+        recompute(body)(torch.randn(3, requires_grad=True))
+        assert made[0].expired()

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from . import _compat, errors
-from ._compat import version_of
+from ._compat import is_parameter, version_of
 from ._compat.capture import capturing
 from .state import Ambient, advanced
 
@@ -169,13 +169,17 @@ thread = Thread()
 
 
 class Values:
-    """A pytree of values without grad, kept as it was: containers rebuilt, tensors watched for in-place changes."""
+    """A pytree of values without grad, kept as it was: containers rebuilt, tensors watched for in-place changes.
+
+    Tensors are held and returned detached: one that is changed in place later has a history that may lead back to here.
+    """
 
     __slots__ = ("_leaves", "_spec", "_versions", "moment")
 
     def __init__(self, tree: Any, moment: tuple[int, int, int] = (0, 0, 0)) -> None:
         self.moment = moment
-        self._leaves, self._spec = _compat.tree_flatten(tree)
+        leaves, self._spec = _compat.tree_flatten(tree)
+        self._leaves = list(map(_without_history, leaves))
         self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
 
     def get(self, region: str) -> Any:
@@ -183,7 +187,11 @@ class Values:
         for leaf, version in zip(self._leaves, self._versions, strict=True):
             if isinstance(leaf, torch.Tensor) and version_of(leaf) != version:
                 raise errors.ChangedError(errors.changed_value(region, version, version_of(leaf)))
-        return _compat.tree_unflatten(list(self._leaves), self._spec)
+        return _compat.tree_unflatten(list(map(_without_history, self._leaves)), self._spec)
+
+
+def _without_history(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and not is_parameter(leaf) else leaf
 
 
 def _first_with_grad(tree: Any) -> tuple[int, torch.Tensor] | None:
