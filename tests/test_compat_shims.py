@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
-from torch_recompute._compat import capture, fakes, partitioning, storages
+from torch_recompute._compat import capture, devices, fakes, flags, partitioning, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -387,12 +387,83 @@ def test_device_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _compat.device_generators() is generators
 
 
-def test_accelerator() -> None:
-    """The type of the accelerator that this machine has, or None."""
-    if torch.accelerator.is_available():
-        assert torch.accelerator.current_accelerator().type == _compat.ACCELERATOR
-    else:
-        assert _compat.ACCELERATOR is None
+def test_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type that torch was built for is known without asking; that of this machine is None where there is none."""
+    built_for = torch.accelerator.current_accelerator()
+    assert getattr(built_for, "type", None) == _compat.ACCELERATOR
+    monkeypatch.setattr(devices, "ACCELERATOR", "cuda")
+    for there in (True, False):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
+        assert _compat.accelerator() == ("cuda" if there else None)
+
+
+def test_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator is in use once its module says so, or has nothing to say; without one nothing is."""
+    monkeypatch.setattr(devices, "ACCELERATOR", None)
+    assert not _compat.in_use()
+    monkeypatch.setattr(devices, "ACCELERATOR", "npu")
+    for module, used in ((types.SimpleNamespace(is_initialized=lambda: False), False), (types.SimpleNamespace(), True)):
+        monkeypatch.setattr(torch, "npu", module, raising=False)
+        assert _compat.in_use() is used
+
+
+def test_device_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One state per device of an accelerator without generators, each put back alone; none for CUDA and XPU."""
+    states = {0: torch.zeros(2), 1: torch.ones(2)}
+    module = types.SimpleNamespace(device_count=lambda: 2, get_rng_state=states.get)
+    module.set_rng_state = lambda state, index: states.update({index: state})
+    assert _compat.device_states() == []
+    monkeypatch.setattr(devices, "ACCELERATOR", "npu")
+    monkeypatch.setattr(torch, "npu", module, raising=False)
+    assert [state.tolist() for state in _compat.device_states()] == [[0, 0], [1, 1]]
+    _compat.set_device_state(1, torch.full((2,), 7.0))
+    assert [state.tolist() for state in _compat.device_states()] == [[0, 0], [7, 7]]
+
+
+class Stream:
+    """A stream of an acted machine."""
+
+    def __init__(self, device_index: int, name: str, waits: list[Any]) -> None:
+        self.device_index, self.name, self.waits = device_index, name, waits
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append((self.name, other.name))
+
+
+def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is put on streams of several devices, waits both ways where they are others, and all is as before."""
+    waits: list[Any] = []
+    recorded: list[Any] = []
+    a, b, c, d = (Stream(i, name, waits) for i, name in ((0, "a"), (1, "b"), (0, "c"), (1, "d")))
+    present, here = {0: a, 1: b}, [0]
+    monkeypatch.setattr(devices, "ACCELERATOR", "meta")
+    monkeypatch.setattr(devices, "_module", lambda: types.SimpleNamespace(current_stream=None))
+    monkeypatch.setattr(devices, "_present_device", lambda: here[0])
+    monkeypatch.setattr(devices, "_present_stream", lambda index: present[index or 0])
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda s: present.update({s.device_index: s}))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: here.__setitem__(0, index))
+    far = types.SimpleNamespace(device=torch.device("meta", 1), record_stream=lambda s: recorded.append(s.name))
+    tensors: Any = [torch.ones(2), torch.ones(2, device="meta"), far]
+    assert _compat.streams_of(tensors) == (b, a)
+    assert _compat.stream_for(tensors[0]) is None
+    assert _compat.stream_for(tensors[2]) is b
+    with _compat.on_streams((b, a)):
+        assert not waits
+    with pytest.raises(KeyError), _compat.on_streams((c, d)):
+        assert present == {0: c, 1: d}
+        assert here == [1]
+        raise KeyError
+    assert present == {0: a, 1: b}
+    assert here == [0]
+    assert waits == [("c", "a"), ("d", "b"), ("a", "c"), ("b", "d")]
+    _compat.wait_for(b, tensors[2])
+    assert len(waits) == 4
+    _compat.wait_for(d, tensors[2])
+    assert waits[4:] == [("b", "d")]
+    assert recorded == ["b"]
+    monkeypatch.setattr(devices, "_module", types.SimpleNamespace)
+    assert _compat.streams_of(tensors) == ()
 
 
 def changes() -> Iterator[Any]:
@@ -432,6 +503,30 @@ def test_settings_are_put_back() -> None:
     finally:
         _compat.set_flags(outside)
     assert _compat.settings() == outside
+
+
+def test_preferred_kernels_are_read_again() -> None:
+    """What the process prefers now is taken into settings that were read before; what else has changed is not."""
+    taken = _compat.settings()
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
+        _compat.update_kernels(taken)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert taken == _compat.settings()
+
+
+def test_without_the_newer_interface_to_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has one interface to the precision of float32, that one is read and written."""
+    monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
+    lesser, before = load(inspect.getsource(_compat)), torch.get_float32_matmul_precision()
+    default = lesser.settings()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert lesser.settings() != default
+        lesser.set_flags(default)
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(default) == len(_compat.settings()) - 9
 
 
 SETTINGS = [
@@ -630,7 +725,7 @@ def test_every_shim_is_tried() -> None:
     # Pytrees are public in all but name, and tried by tests/test_tree.py.
     missing = {n for n in names if not n.startswith("_") and f"_compat.{n}" not in text} - PYTREES
     assert not missing
-    for module in (capture, fakes, partitioning, storages):
+    for module in (capture, devices, fakes, flags, partitioning, storages):
         made = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, STATEMENTS)]
         unspoken = {n.name for n in made if not n.name.startswith("_") and n.name not in text}
         assert not unspoken, module.__name__
@@ -652,6 +747,7 @@ def test_every_stand_in_is_tried() -> None:
         "_C.'_get_graph_exec_group'",  # test_without_execution_groups
         "_C.f'_get_{name}'",  # test_a_setting_that_torch_lacks_is_left_out
         "_C.f'_set_{setter or name}'",
+        "_C.'_get_fp32_precision_getter'",  # test_without_the_newer_interface_to_precision
         "torch.'xpu'",  # test_device_generators
         "torch.UntypedStorage.'_new_with_weak_ptr'",  # test_memory_that_torch_cannot_find_again
         "config.'activation_memory_budget'",  # test_the_budget_of_compiled_code

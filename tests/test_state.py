@@ -3,7 +3,11 @@
 import contextlib
 import contextvars
 import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
+from torch_recompute._compat import devices
 from torch_recompute.state import (
     Ambient,
     CpuRng,
@@ -220,11 +225,12 @@ def test_what_was_not_used_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_no_device_no_state() -> None:
     """Where no accelerator is initialised its generators are none, and restoring none is harmless."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
     assert DeviceRng().capture() == []
     DeviceRng().restore([])
-    assert states.DEFAULT == (states.CPU_RNG,)
+    if torch.accelerator.current_accelerator() is None:  # torch was built for none, so there can be none later
+        assert states.DEFAULT == (states.CPU_RNG,)
 
 
 @pytest.mark.gpu
@@ -349,6 +355,337 @@ def test_grad_mode_inside() -> None:
         y.backward()
         assert not torch.is_grad_enabled()
     assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+
+
+class FirstChoice(torch.autograd.Function):
+    """Attention whose first call in the process decides for good which kernel comes first, as on a Hopper GPU.
+
+    What it saves has another shape for each kernel: CUDA's flash attention saves [B, H, S], cuDNN's [B, H, S, 1].
+    """
+
+    decided = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if not FirstChoice.decided:
+            FirstChoice.decided = True
+            order = torch._C._get_sdp_priority_order()
+            torch._C._set_sdp_priority_order([int(SDPBackend.CUDNN_ATTENTION.value), *order[:3], *order[4:]])
+        first = torch._C._get_sdp_priority_order()[0]
+        ctx.save_for_backward(x.detach().new_ones(first + 1))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        assert ctx.saved_tensors[0].numel() == torch._C._get_sdp_priority_order()[0] + 1
+        return grad * 2
+
+
+@pytest.mark.parametrize("check", ["metadata", "none"])
+def test_the_first_attention_of_a_process_may_choose_its_kernel(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 1: a priority order that the forward itself set for good is what its replay finds, nested regions too."""
+    order = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(FirstChoice, "decided", False)
+    attend = recompute(lambda x: FirstChoice.apply(x.sin()).exp(), check=check)
+    try:
+        x = vector()
+        recompute(lambda x: attend(x.cos()), check=check)(x).sum().backward()
+        assert torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value
+    finally:
+        torch._C._set_sdp_priority_order(order)
+    assert torch.equal(x.grad, torch.autograd.grad((x.cos().sin() * 2).exp().sum(), x)[0])
+
+
+def test_an_order_around_the_forward_is_not_its_own() -> None:
+    """Finding 1: inside `sdpa_kernel` a region finds that order in its replay, and leaves the present one alone."""
+    seen: list[Any] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._get_sdp_priority_order())
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+            return x.sin().exp()
+
+    outside = torch._C._get_sdp_priority_order()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        y = recompute(fn)(vector())
+    y.sum().backward()
+    assert seen[0] == seen[1] != outside
+    assert torch._C._get_sdp_priority_order() == outside
+
+
+PRECISION = """
+    import itertools, os, sys, warnings
+    import torch
+    from torch_recompute import recompute
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    b = torch.backends
+    nodes = (b, b.cuda.matmul, b.cudnn, b.mkldnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv)
+    ways = [lambda node=node, value=value: setattr(node, "fp32_precision", value)
+            for value, these in (("tf32", nodes), ("ieee", nodes[:4])) for node in these]
+    ways += [lambda: setattr(b.mkldnn.matmul, "fp32_precision", "bf16"), lambda: None]
+    ways += [lambda v=v: torch.set_float32_matmul_precision(v) for v in ("high", "medium", "highest")]
+    ways += [lambda: setattr(b.cuda.matmul, "allow_tf32", True), lambda: setattr(b.cudnn, "allow_tf32", False)]
+
+    def older(get):
+        try:
+            return get()
+        except RuntimeError:
+            return None
+
+    def found():
+        legacy = (torch.get_float32_matmul_precision, lambda: b.cuda.matmul.allow_tf32, lambda: b.cudnn.allow_tf32)
+        return [node.fp32_precision for node in nodes], [older(get) for get in legacy]
+
+    def same(now, then):
+        return now[0] == then[0] and all(old is None or new == old for new, old in zip(now[1], then[1]))
+
+    def one(before, after):
+        seen = []
+        def fn(x):
+            seen.append(found())
+            return x.sin().exp()
+        before()
+        y = recompute(fn)(torch.ones(2, requires_grad=True))
+        after()
+        present = found()
+        y.sum().backward()
+        assert len(seen) == 2 and same(seen[1], seen[0]), seen
+        assert same(found(), present), (found(), present)
+
+    for i, j in itertools.product(range(len(ways)), repeat=2):
+        child = os.fork()
+        if child == 0:
+            try:
+                one(ways[i], ways[j])
+            except BaseException as error:
+                print(i, j, type(error), error, flush=True)
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+"""
+
+
+def script(text: str) -> None:
+    """Runs a script in a process of its own."""
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_float32_precision_in_every_spelling() -> None:
+    """Finding 2: regions run whichever interface set the precision of float32, and the replay finds the forward's."""
+    script(PRECISION)
+
+
+def test_precision_inherits_again_after_a_replay() -> None:
+    """Finding 2: a replay under another precision leaves no setting behind that would stop inheriting."""
+    script("""
+        import torch
+        from torch_recompute import recompute
+        b = torch.backends
+        with b.flags(fp32_precision="tf32"):
+            y = recompute(lambda x: x.sin().exp())(torch.ones(2, requires_grad=True))
+        y.sum().backward()
+        for value in ("ieee", "tf32"):
+            b.fp32_precision = value
+            assert {n.fp32_precision for n in (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul)} == {value}
+    """)
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+BUILT_FOR = """
+    import torch
+    def asked(*args, **kwargs):
+        raise AssertionError("the driver was started")
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device({device!r})
+    for owner in (torch.accelerator, torch.cuda):
+        owner.is_available = owner.device_count = asked
+    torch.cuda._lazy_init = torch.cuda.current_device = torch.cuda.is_current_stream_capturing = asked
+"""
+
+
+def test_importing_starts_no_driver() -> None:
+    """Finding 6: on a build for CUDA, neither the import nor a region on the CPU asks the driver for anything."""
+    script(
+        textwrap.dedent(BUILT_FOR.format(device="cuda"))
+        + textwrap.dedent("""
+        import torch_recompute
+        from torch_recompute import state, no_recompute, OnHost
+        assert state.DEFAULT == (state.CPU_RNG, state.DEVICE_RNG)
+        x = torch.ones(3, requires_grad=True)
+        def fn(x):
+            return torch.dropout(no_recompute(torch.sin)(x).exp(), 0.5, True).exp()
+        torch_recompute.recompute(fn, check="values")(x).sum().backward()
+        """)
+    )
+
+
+@pytest.mark.gpu
+def test_fork_and_visible_devices_after_the_import() -> None:
+    """Finding 6: a child forked after the import uses the device; `CUDA_VISIBLE_DEVICES` set after it has an effect."""
+    script("""
+        import os
+        import torch, torch_recompute
+        child = os.fork()
+        if child == 0:
+            try:
+                x = torch.ones(3, device="cuda", requires_grad=True)
+                torch_recompute.recompute(lambda x: x.sin().exp())(x).sum().backward()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        assert torch.cuda.device_count() == 0
+    """)
+
+
+@pytest.mark.gpu
+def test_the_first_attention_on_a_device() -> None:
+    """Finding 1: the first attention of a process is recomputed by the kernel that computed it."""
+    script("""
+        import torch
+        from torch.nn import functional as F
+        from torch_recompute import recompute
+        q = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        attend = lambda q: F.scaled_dot_product_attention(q.sin(), q.cos(), q, is_causal=True).exp()
+        recompute(attend)(q).sum().backward()
+        torch.testing.assert_close(q.grad, torch.autograd.grad(attend(q).sum(), q)[0])
+    """)
+
+
+class Accelerator:
+    """A device module that shows its generators' states only, as `torch.npu` does."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(i) for i in range(2)]
+        self.is_initialized = lambda: True
+        self.device_count = lambda: 2
+
+    def get_rng_state(self, device: int) -> torch.Tensor:
+        return self.generators[device].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.generators[device].set_state(state)
+
+
+def test_random_numbers_of_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 8: a replay on MPS, NPU, HPU or MTIA draws what the forward drew, and leaves the generators alone."""
+    npu = Accelerator()
+    monkeypatch.setattr(devices, "ACCELERATOR", "npu")
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    masks: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        masks.append(torch.rand(3, generator=npu.generators[1]))
+        return (x.sin() * masks[-1]).exp()
+
+    y = recompute(fn, state=[states.DEVICE_RNG])(vector())
+    torch.rand(7, generator=npu.generators[1])
+    present = [generator.get_state() for generator in npu.generators]
+    y.sum().backward()
+    assert torch.equal(*masks)
+    assert all(torch.equal(g.get_state(), then) for g, then in zip(npu.generators, present, strict=True))
+
+
+class Stream:
+    """A stream of an acted device, which writes down who waits for whom."""
+
+    device_index = 0
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append((self.name, other.name))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The CPU acts a device with streams; `now` is the present one."""
+    acted = SimpleNamespace(now=None, waits=[], recorded=[])
+    acted.stream = lambda name: Stream(name, acted.waits)
+    monkeypatch.setattr(devices, "ACCELERATOR", "cpu")
+    monkeypatch.setattr(devices, "_module", lambda: SimpleNamespace(current_stream=None))
+    monkeypatch.setattr(devices, "_present_device", lambda: 0)
+    monkeypatch.setattr(devices, "_present_stream", lambda index: acted.now)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(acted, "now", stream))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: acted.recorded.append(stream.name))
+    return acted
+
+
+def test_the_replay_runs_on_the_stream_of_the_forward(streams: SimpleNamespace) -> None:
+    """Finding 14: whoever asks for the replay, it runs where the forward ran, between the two streams' waits."""
+    seen: list[str] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(streams.now.name)
+        return x.sin().exp()
+
+    streams.now = streams.stream("main")
+    y = recompute(fn)(vector())
+    streams.now = other = streams.stream("other")
+    y.sum().backward()
+    assert seen == ["main", "main"]
+    assert streams.now is other
+    assert streams.waits[:2] == [("main", "other"), ("other", "main")]
+    assert set(streams.waits[2:]) <= {("other", "main")}  # readers of what was computed on main
+
+
+def test_a_reader_on_another_stream_waits(streams: SimpleNamespace) -> None:
+    """Finding 14: what a region rebuilt on a side stream is read on another one only after a wait, and recorded there.
+
+    The function makes a stream of its own in each run, so what was recorded in the replay is on another than the nodes.
+    """
+    main, sides = streams.stream("main"), iter(["side 1", "side 2"])
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        streams.now = streams.stream(next(sides))
+        y = x.sin().exp()
+        streams.now = main
+        return no_recompute(torch.cos)(y.exp())
+
+    streams.now = main
+    y = recompute(fn)(vector())
+    y.sum().backward()
+    assert streams.waits
+    assert set(streams.waits) == {("main", "side 2")}
+    assert set(streams.recorded) == {"main"}
+
+
+def test_equal_streams_cost_no_wait(streams: SimpleNamespace) -> None:
+    """Finding 14: where forward and backward run on one stream nobody waits."""
+    streams.now = streams.stream("main")
+    recompute(lambda x: no_recompute(torch.cos)(x.sin().exp()).exp())(vector()).sum().backward()
+    assert not streams.waits
+    assert not streams.recorded
+
+
+@pytest.mark.gpu
+def test_a_region_with_a_side_stream() -> None:
+    """Finding 14: a region that forks to a side stream has the gradients of the plain call, however late that is."""
+    side = torch.cuda.Stream()
+    weight = torch.randn(256, 256, device="cuda", requires_grad=True)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            shared = (h @ weight).exp()
+        routed = h.exp().cos()
+        torch.cuda.current_stream().wait_stream(side)
+        return (routed + shared).tanh()
+
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+    expected = torch.autograd.grad(fn(x).sum(), (x, weight))
+    for _ in range(50):
+        torch.testing.assert_close(torch.autograd.grad(recompute(fn)(x).sum(), (x, weight)), expected)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

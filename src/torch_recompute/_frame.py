@@ -85,6 +85,7 @@ class Frame(Run):
         "size",
         "slots",
         "store",
+        "streams",
         "transient",
     )
 
@@ -106,10 +107,10 @@ class Frame(Run):
         self._watch: Callable[[torch.Tensor], None] | None = None
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
-        self._first = _compat.sequence_number()
+        self._first, self._lock = _compat.sequence_number(), RLock()
         self._contexts: contextlib.AbstractContextManager[Any] | None = None
-        self._lock = RLock()
         call = _tree.Call(args, kwargs)
+        self.streams = _compat.streams_of(call.leaves[i] for i in call.tensors) if _compat.in_use() else ()
         found = reach(fn, self._look_at(call) if call.others else ())
         if found is None:
             self._template: Any = fn
@@ -270,7 +271,8 @@ class Frame(Run):
         with self._lock:
             if not isinstance(slot.tensor, torch.Tensor):
                 try:
-                    filled = self._replay() if Frame.clock is None else Frame.clock(self._replay)
+                    with _compat.on_streams(self.streams):
+                        filled = self._replay() if Frame.clock is None else Frame.clock(self._replay)
                 except errors.MismatchError as error:
                     self.release()
                     if isinstance(self._contexts, OpTrace):

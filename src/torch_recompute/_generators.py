@@ -59,30 +59,37 @@ class GeneratorRng:
     def capture(self) -> torch.Tensor | InGraph:
         """The generator's state: a uint8 tensor on the CPU."""
         if self.generator.device.type == "cuda" and capturing():
-            return InGraph((captured_state(self.generator),))
+            try:
+                return InGraph((captured_state(self.generator),))
+            except RuntimeError:  # not registered with the graph: torch lets nobody draw from it there
+                return InGraph(())
         return self.generator.get_state()
 
     def restore(self, value: torch.Tensor | InGraph) -> None:
         """Sets the generator's state."""
         if self in _still.ambients:
             return
-        if isinstance(value, InGraph):
-            set_captured_state(self.generator, value.pairs[0])
-        else:
+        if not isinstance(value, InGraph):
             self.generator.set_state(value)
+        elif value.pairs:
+            set_captured_state(self.generator, value.pairs[0])
 
 
 class DeviceRng:
-    """The default generators of all initialised accelerator devices, as (seed, offset) pairs."""
+    """The default generators of all initialised accelerator devices, as (seed, offset) pairs.
 
-    def capture(self) -> list[tuple[int, int]] | InGraph:
-        """One (seed, philox offset) pair per device; in a capture that of the present device."""
+    MPS, NPU, HPU and MTIA show no such pair; there it is what their device module returns, as bytes.
+    """
+
+    def capture(self) -> list[tuple[int, int]] | list[torch.Tensor] | InGraph:
+        """One (seed, philox offset) pair, or state, per device; in a capture that of the present device."""
         if capturing():
             return InGraph((captured_state(_present()),))
-        return [(g.initial_seed(), g.get_offset()) for g in _compat.device_generators()]
+        generators = _compat.device_generators()
+        return [(g.initial_seed(), g.get_offset()) for g in generators] if generators else _compat.device_states()
 
-    def restore(self, value: list[tuple[int, int]] | InGraph) -> None:
-        """Sets seed and offset of each generator, touching only those that differ.
+    def restore(self, value: Any) -> None:
+        """Sets the state of each generator, touching only those that differ.
 
         A device that was initialised after `capture` had drawn nothing then: its offset was 0.
         """
@@ -90,6 +97,12 @@ class DeviceRng:
             return
         if isinstance(value, InGraph):
             set_captured_state(_present(), value.pairs[0])
+            return
+        states = _compat.device_states()
+        for i, (state, then) in enumerate(zip(states, value, strict=False)):
+            if not _compat.same_bytes(state, then):
+                _compat.set_device_state(i, then)
+        if states:
             return
         for generator, pair in itertools.zip_longest(_compat.device_generators(), value):
             seed, offset = pair or (generator.initial_seed(), 0)
@@ -161,6 +174,8 @@ def same(a: Any, b: Any) -> bool:
     """Whether two captured states of a generator are the same, decided without a device sync."""
     if type(a) is torch.Tensor:  # a generator's state: bytes, in host memory for every kind of device
         return _compat.same_bytes(a, b)
+    if type(a) is list and a and type(a[0]) is torch.Tensor:
+        return len(a) == len(b) and all(map(_compat.same_bytes, a, b))
     return bool(a == b)
 
 
@@ -175,7 +190,7 @@ def elsewhere(ambient: Any, value: Any) -> bool:
     if not capturing():
         return True
     present: Any = ambient.capture()
-    return present.pairs[0][1] <= value.pairs[0][1]
+    return any(now <= then for (_, now), (_, then) in zip(present.pairs, value.pairs, strict=False))
 
 
 @contextlib.contextmanager

@@ -131,6 +131,7 @@ class Replay(Run):
         if slot is not None:
             if self._check and (slot.meta != meta(tensor) or id(tensor) in self._ids):
                 self._differs(slot, index, tensor)
+            slot.stream = _compat.stream_for(rebuilt) if self._frame.streams else None
             slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
             slot.tensor = rebuilt
         elif ref is None and self._frame.complete:  # else for a backward inside its own forward, not there yet

@@ -135,6 +135,7 @@ class SavedCall:
                 if storage_id(view) in restored:  # its contents will not outlive the replay
                     view = view.clone()
                 slot.version = view._version
+                slot.stream = _compat.stream_for(view) if slot.owner.streams else None
                 slot.tensor = view
 
     def held(self) -> list[torch.Tensor]:

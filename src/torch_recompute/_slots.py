@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from . import errors
-from ._compat import current_node, in_backward, reads_once
+from ._compat import current_node, in_backward, reads_once, wait_for
 from ._tree import Meta, apart
 from .stores import Kept
 
@@ -30,6 +30,7 @@ class Owner(Protocol):
     name: str
     brief: bool  # what is read is not read again, except by a node that may: the graph is not retained
     transient: bool  # what is read is let go of, as far as the owner can say
+    streams: tuple[Any, ...]  # those that the forward ran on; none where no accelerator is in use
 
     def rebuild(self, slot: Slot) -> torch.Tensor:
         """Replays the region and returns the slot's tensor."""
@@ -52,9 +53,10 @@ class Slot:
         meta: Shape, dtype and device of the tensor.
         tensor: The rebuilt tensor, detached, while it is here; a weak reference to it once it has been lent out.
         version: The tensor's version when it was saved in the replay; set with `tensor`.
+        stream: The stream on which it was saved there, None on the CPU; set with `tensor`.
     """
 
-    __slots__ = ("__weakref__", "meta", "owner", "tensor", "version")
+    __slots__ = ("__weakref__", "meta", "owner", "stream", "tensor", "version")
 
     def __init__(self, owner: Owner, meta: Meta) -> None:
         self.owner = owner
@@ -97,6 +99,8 @@ def unpack(packed: Any) -> torch.Tensor:
             tensor = packed.owner.rebuild(packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
+        if packed.stream is not None:
+            wait_for(packed.stream, tensor)
         owner = packed.owner
         if owner.brief:
             if reads_once(current_node()):

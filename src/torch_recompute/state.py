@@ -5,8 +5,9 @@ blocks, drawn random numbers, called `model.eval()` or updated running statistic
 can depend on besides its arguments when a region is entered, and puts it in place around each replay:
 
 * settings: autocast, the SDPA / cuDNN / precision switches, the stack of `TorchFunctionMode`s (default device,
-  context parallelism), dispatch modes, context variables. Reading them all takes about 2 us; they are compared at
-  the replay and only written where they differ.
+  context parallelism), dispatch modes, context variables. Reading them all takes about 3 us; they are compared at
+  the replay and only written where they differ. Which kernels are preferred is read again after the forward: torch
+  itself changes that for good in the first attention of a process, and the replay must find what that left.
 * consumables: random generators and the user's own `Ambient` objects. A generator's state is read before and after
   the forward and dropped when the two are equal: that is how we know that nothing was drawn, and then the replay
   touches no generator (`_generators.py`).
@@ -217,7 +218,8 @@ class World:
         self._reached = None if reach is None or reach.idle(cells) else _Reached(reach, cells)
 
     def settle(self) -> None:
-        """After the forward: forgets what it did not touch."""
+        """After the forward: forgets what it did not touch, and takes the kernels that it chose for good."""
+        _compat.update_kernels(self._settings)
         if self._cpu is not None and _compat.same_bytes(self._cpu, _cpu_state()):
             self._cpu = None
         if self._consumed:

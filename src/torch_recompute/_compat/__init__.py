@@ -23,18 +23,31 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.overrides as _overrides
 import torch.utils.checkpoint as _checkpoint
 from torch._guards import TracingContext as _TracingContext
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 from torch.utils._traceback import CapturedTraceback
 
+from .devices import ACCELERATOR as ACCELERATOR
+from .devices import accelerator as accelerator
+from .devices import device_generators as device_generators
+from .devices import device_states as device_states
+from .devices import in_use as in_use
+from .devices import on_streams as on_streams
+from .devices import set_device_state as set_device_state
+from .devices import stream_for as stream_for
+from .devices import streams_of as streams_of
+from .devices import wait_for as wait_for
+from .flags import autocast_on as autocast_on
+from .flags import function_modes as function_modes
+from .flags import pop_dispatch_mode as pop_dispatch_mode
+from .flags import push_dispatch_mode as push_dispatch_mode
+from .flags import set_flags as set_flags
+from .flags import set_function_modes as set_function_modes
+from .flags import settings as settings
+from .flags import split_settings as split_settings
+from .flags import update_kernels as update_kernels
 from .trees import is_container as is_container
 from .trees import tree_flatten as tree_flatten
 from .trees import tree_leaves as tree_leaves
@@ -168,116 +181,6 @@ def function_of(node: Any) -> type | None:
 
 
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
-
-# --- ambient modes ------------------------------------------------------------------------------------------------
-
-_count_function_modes: Callable[[], int] = _C._len_torch_function_stack
-_function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
-_count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
-
-
-def function_modes() -> tuple[Any, ...]:
-    """The TorchFunctionModes active on this thread, outermost first."""
-    return tuple(_function_mode_at(i) for i in range(_count_function_modes()))
-
-
-def set_function_modes(modes: Sequence[Any]) -> None:
-    """Make `modes` the active TorchFunctionModes, without entering or leaving any of them."""
-    while _count_function_modes():
-        _overrides._pop_mode()
-    for mode in modes:
-        _overrides._push_mode(mode)
-
-
-def push_dispatch_mode(mode: Any) -> None:
-    """Activate `mode` without entering it."""
-    _push_mode(mode)
-
-
-def pop_dispatch_mode() -> None:
-    """Deactivate the innermost dispatch mode without leaving it."""
-    _pop_mode()
-
-
-# --- devices ------------------------------------------------------------------------------------------------------
-
-
-def device_generators() -> Sequence[torch.Generator]:
-    """The default generators of every accelerator that has been initialised; empty on a CPU-only machine."""
-    for module in (torch.cuda, getattr(torch, "xpu", None)):
-        if module is not None and module.is_initialized():
-            return cast("Sequence[torch.Generator]", module.default_generators)
-    return ()
-
-
-_accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-ACCELERATOR: str | None = None if _accelerator is None else _accelerator.type
-
-# --- settings that choose a kernel ---------------------------------------------------------------------------------
-
-
-def _setting(name: str, setter: str | None = None) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    get = getattr(_C, f"_get_{name}", None)
-    put = getattr(_C, f"_set_{setter or name}", None)
-    return None if get is None or put is None else (get, put)
-
-
-def _autocast(device: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    return [
-        (partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
-        (partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
-    ]
-
-
-def autocast_on(device: str) -> bool:
-    """Whether autocast is on for a type of device; False where it knows no autocast, such as "meta"."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    *_autocast("cpu"),
-    *(_autocast(ACCELERATOR) if ACCELERATOR is not None else ()),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    *filter(
-        None,
-        (
-            _setting("flash_sdp_enabled", "sdp_use_flash"),
-            _setting("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
-            _setting("math_sdp_enabled", "sdp_use_math"),
-            _setting("cudnn_sdp_enabled", "sdp_use_cudnn"),
-            _setting("overrideable_sdp_enabled", "sdp_use_overrideable"),
-            _setting("sdp_priority_order"),
-            _setting("cudnn_enabled"),
-            _setting("mkldnn_enabled"),
-            _setting("float32_matmul_precision"),
-        ),
-    ),
-]
-_getters = [get for get, _ in _SETTINGS]
-
-
-def settings() -> list[Any]:
-    """What decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
-    values = [get() for get in _getters]
-    if _count_function_modes() or _count_dispatch_modes():
-        values += [function_modes(), tuple(_get_current_dispatch_mode_stack())]
-    return values
-
-
-def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
-    """What `settings` returned, as flags, function modes and dispatch modes."""
-    count = len(_getters)
-    if len(values) == count:
-        return values, (), ()
-    return values[:count], values[count], values[count + 1]
-
-
-def set_flags(values: Sequence[Any]) -> None:
-    """Puts back the flags among the settings."""
-    for (get, put), value in zip(_SETTINGS, values, strict=True):
-        if get() != value:
-            put(value)
-
 
 # --- tensors ----------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from . import ACCELERATOR
+from .devices import ACCELERATOR
 
 
 def capturing() -> bool:
     """Whether the present stream records a CUDA graph instead of running what it is given."""
-    return ACCELERATOR == "cuda" and torch.cuda.is_current_stream_capturing()
+    return ACCELERATOR == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def captured_state(generator: torch.Generator) -> tuple[int, int]:

@@ -116,9 +116,9 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
         found = next((p.device for p in (*model.parameters(), *model.buffers()) if p.device.type != "meta"), None)
         if found is not None:
             return found
-        return torch.device(_compat.ACCELERATOR or "cpu")
+        return torch.device(_compat.accelerator() or "cpu")
     device = torch.device(device)
-    if device.type not in ("cpu", _compat.ACCELERATOR):
+    if device.type not in ("cpu", _compat.accelerator()):
         raise errors.ArgumentError(errors.no_such_device(str(device)))
     return device
 
