@@ -26,6 +26,8 @@ class _Entry:
 class OpTrace(_compat.TorchDispatchMode):
     """Writes down the operations that run under it."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, forward: OpTrace | None = None) -> None:
         super().__init__()
         self.entries: list[_Entry] = []

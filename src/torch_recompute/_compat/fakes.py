@@ -6,8 +6,9 @@ PyTorch's compiler uses them; their names are private. `simulation/` is what use
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,31 @@ without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDisp
 
 below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
 """A context in which operations are run without autograd, and are not taken apart for it."""
+
+_mode_of: Callable[[Any], object] = _C._get_dispatch_mode
+_TRACERS = tuple(getattr(_C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def traced() -> bool:
+    """Whether torch traces a function just now, as an operator of functions does with those that it is given."""
+    return any(_mode_of(key) is not None for key in _TRACERS)
+
+
+@contextmanager
+def flex_uncompiled() -> Generator[None]:
+    """A context in which `flex_attention` does not compile itself, which it cannot where a dispatch mode is active."""
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    before = getattr(module, _FLEX, None)
+    if before is not None:
+        setattr(module, _FLEX, True)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(module, _FLEX, before)
+
+
+_FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 
 is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
 """Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _compat, _tree
+from .._compat.fakes import traced
 from .._frame import Frame
 from .._replay import Replay
 from .._saved_call import call_again, record_call
@@ -162,7 +163,7 @@ class Recorder(Watch):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not (self._running and self._listening):
+        if not (self._running and self._listening) or traced():
             return func(*args, **kwargs)
         op = str(getattr(func, "overloadpacket", func))
         with _no_function_modes():

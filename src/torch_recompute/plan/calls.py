@@ -125,6 +125,8 @@ class KeepCollectives(_compat.TorchDispatchMode):
         kinds: Keys of `COLLECTIVES`.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
         self._names: frozenset[str] = frozenset().union(*(COLLECTIVES[kind] for kind in kinds))

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from .. import _compat
 from .._compat.capture import capturing
+from .._compat.flops import flops
 from .._frame import Frame
 from ..values import Run, save_for_recompute
 
@@ -147,6 +147,8 @@ def between(start: Any, end: Any) -> float:
 class _Flops(_compat.TorchDispatchMode):
     """Counts the FLOPs of products."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
@@ -155,7 +157,5 @@ class _Flops(_compat.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula: Any = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        self.flops += flops(func, args, kwargs or {}, out)
         return out

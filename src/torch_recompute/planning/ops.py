@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from .. import _compat
 from .._compat.fakes import is_operator, writes
+from .._compat.flops import flops
 from ..memory.ledger import storages
 
 
@@ -47,7 +47,7 @@ class Op:
     """One operation on tensors of given shapes.
 
     Attributes:
-        func: The overload, such as `aten.mm.default`.
+        func: The overload, such as `aten.mm.default`, or an operator of functions, such as `flex_attention`.
         args: Its positional arguments, tensors as `Meta`, lists as tuples.
         kwargs: Its keyword arguments, likewise.
         results: Its tensors.
@@ -102,12 +102,13 @@ def _is_view(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> Op | None:
     """The key of an operation that has run; None for one that does nothing."""
     kwargs = kwargs or {}
-    if not is_operator(func) or _is_view(func, args, kwargs, out):
+    if _is_view(func, args, kwargs, out):
         return None
-    formula: Any = flop_registry.get(func.overloadpacket)
-    flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+    counted = flops(func, args, kwargs, out)
+    if not is_operator(func):  # of an operator of functions the tensors are enough for its price
+        args, kwargs = tuple(x for x in _compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), {}
     named = tuple((name, _plain(value)) for name, value in sorted(kwargs.items()))
-    return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), flops)
+    return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), counted)
 
 
 class Log(_compat.TorchDispatchMode):

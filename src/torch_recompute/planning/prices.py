@@ -24,7 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import errors
-from .._compat.fakes import without_modes
+from .._compat.fakes import is_operator, without_modes
+from .._compat.flops import fused_on_cpu
 from .kept import Kept, full_name, key_of
 from .ops import Meta, Op, metas
 
@@ -75,26 +76,7 @@ def flops_of(op: Op) -> int:
 
     A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
     """
-    times = _ATTENTION.get(op.func.name())
-    if op.flops or times is None:
-        return op.flops
-    query, key, value = list(metas(op.args))[times.first : times.first + 3]
-    batch, heads, tokens, width = query.shape
-    return batch * heads * tokens * key.shape[-2] * 2 * (times.keys * width + times.values * value.shape[-1])
-
-
-class _Products(NamedTuple):
-    """Where queries stand among an operation's tensors, and how many products there are over each width."""
-
-    first: int
-    keys: int
-    values: int
-
-
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _Products(0, 1, 1),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Products(1, 3, 2),
-}
+    return op.flops or fused_on_cpu(op.func, op.args)
 
 
 def sent_bytes(op: Op) -> int | None:
@@ -192,7 +174,7 @@ class Measured:
         key = (self._full_name, op)
         expected = self._roofline(op)
         if key not in self._known:
-            self._known[key] = self._measured(op) if expected < LONGEST else None
+            self._known[key] = self._measured(op) if expected < LONGEST and is_operator(op.func) else None
         seconds = self._known[key]
         if seconds is not None:
             self._scales.append(seconds / expected)

@@ -21,14 +21,23 @@ Invariants. No tensor of the caller's is written to: what stays real is a copy. 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
-from .._compat.fakes import FakeTensor, FakeTensorMode, device_of, is_operator, without_modes, writes
+from .._compat.fakes import (
+    FakeTensor,
+    FakeTensorMode,
+    device_of,
+    flex_uncompiled,
+    is_operator,
+    traced,
+    without_modes,
+    writes,
+)
 from .._tree import mapped
 from ..memory.workspaces import takes, workspace
 from .composing import AsOnCuda
@@ -87,15 +96,17 @@ class Pretend(TorchDispatchMode):
         self.assumed: dict[str, None] = {}
         self._seen: Callable[[Any, Any, Any], None] | None = None
         self._composed = composed
-        self._composing = AsOnCuda() if composed == "cuda" else nullcontext()
+        self._around = ExitStack()
 
     def __enter__(self) -> Any:
-        self._composing.__enter__()
+        self._around.enter_context(flex_uncompiled())
+        if self._composed == "cuda":
+            self._around.enter_context(AsOnCuda())
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._composing.__exit__(*exception)
+        self._around.close()
 
     @contextmanager
     def showing(self, seen: Callable[[Any, Any, Any], None]) -> Generator[None]:
@@ -127,6 +138,8 @@ class Pretend(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # how a fake tensor is asked for its device, at every turn
             return device_of(args[0])
+        if traced():
+            return func(*args, **(kwargs or {}))
         out = self._out(func, args, kwargs or {})
         if self._seen is not None and out is not NotImplemented:
             self._seen(func, (args, kwargs), out)
@@ -143,7 +156,7 @@ class Pretend(TorchDispatchMode):
                 return NotImplemented
         if not is_operator(func):
             with self._fakes:
-                return func(*args, **kwargs)
+                return func(*self._all_fake(args), **self._all_fake(kwargs))
         if not fake:
             return self._real(func, args, kwargs, real)
         kind = _kind(func)

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
+from .._compat.flops import flops
 from ..memory.ledger import ACTIVATIONS, Entry, Ledger, Place, storages
 from ..memory.measurement import Measurement
 from .places import PHASES, Places
@@ -69,13 +69,10 @@ class Recording(Measurement):
             ledger.place = place
         self.at[place.event] = place
         super().record(func, inputs, outputs)
+        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
         if self._told is not None:
-            args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
             self._told(phase, func, args, kwargs or {}, outputs)
-        formula: Any = flop_registry.get(getattr(func, "overloadpacket", None))
-        if formula is not None:
-            args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
-            self.flops[phase] += formula(*args, **(kwargs or {}), out_val=outputs)
+        self.flops[phase] += flops(func, args, kwargs or {}, outputs)
 
     def _place(self, func: object) -> Place:
         return self.at[self._events]

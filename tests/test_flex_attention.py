@@ -1,0 +1,180 @@
+"""Operators of functions: eager `flex_attention` in regions, plans, simulations and audits.
+
+It has no backward on the CPU but for a check of the device, which is taken away here; what runs is PyTorch's own eager
+implementation. The operator is called as such where torch cannot compile it, which is under any mode.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
+from torch_recompute._compat.flops import flops
+from torch_recompute.planning.ops import Log
+from torch_recompute.planning.prices import DEVICES, flops_of
+
+TOKENS, HEADS, HEAD = 128, 2, 16
+WIDTH = HEADS * HEAD
+OPERATOR: Any = torch.ops.higher_order.flex_attention
+PLAN = Plan(tuple(Choice((f"layers.{i}",)) for i in range(2)))
+
+
+class Block(nn.Module):
+    """Attention with a causal mask, by the operator or by the function around it."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.function = function
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, TOKENS, TOKENS, device="cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(1, TOKENS, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
+        if self.function:
+            seen: Any = flex.flex_attention(q, k, v, block_mask=self.mask)
+        else:
+            seen = OPERATOR(q, k, v, flex._identity, self.mask.as_tuple(), 0.25, {}, (), ())[0]
+        return x + self.out(seen.transpose(1, 2).reshape(1, TOKENS, WIDTH))
+
+
+class Net(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self, function: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(function) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+@pytest.fixture(autouse=True)
+def trainable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the CPU train through it, and keeps the hint on its speed to itself."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_warn_once", lambda *_, **__: None)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x()).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("keep", [(), ("@collective",), ("@product",)])
+def test_an_applied_plan_runs_it(keep: tuple[str, ...]) -> None:
+    """Finding 4: no mode that a placed region enters stops at an operator of functions; gradients stay the same."""
+    model = Net()
+    plain = gradients(model)
+    handle = apply(model, Plan(tuple(Choice((f"layers.{i}",), keep=keep) for i in range(2))))
+    for _ in range(2):
+        assert all(map(torch.equal, plain, gradients(model)))
+    handle.remove()
+
+
+def test_the_debug_mode_of_checkpoint_runs_it() -> None:
+    """Finding 4: `debug=True` writes it down as an operation."""
+    block, y = Block(False), x().requires_grad_()
+    checkpoint(block, y, use_reentrant=False, debug=True).sum().backward()
+    assert y.grad is not None
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("device", [None, "h100"])
+def test_it_is_planned(function: bool, device: str | None) -> None:
+    """A model that calls it is simulated and planned, for this machine and for a device by name."""
+    plan = make_plan(Net(function), (x(),), loss=lambda out: out, budget=0.5, device=device)
+    assert plan.predicted_peak_bytes
+    assert plan.choices
+
+
+def test_a_simulation_keeps_what_the_step_keeps() -> None:
+    """The peak is the measured one, less the masks, which the measured model holds since before."""
+    model, batch = Net(), x()
+    with measure(model) as seen:
+        model(batch).backward()
+    simulated = simulate(model, (batch,), loss=lambda out: out)
+    assert simulated.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.001)
+    assert simulated.flops["forward"] > 2 * 2 * 2 * HEADS * TOKENS * TOKENS * HEAD
+
+
+def test_what_looks_at_a_model_runs_it() -> None:
+    """`saved_activations` and `audit` look at a step with it."""
+    model = Net()
+    assert saved_activations(model, (x(),)).total_bytes > 0
+    handle = apply(model, PLAN)
+    assert audit(model, (x(),)) is not None
+    handle.remove()
+
+
+def test_its_price_is_that_of_its_products() -> None:
+    """It is no operation that runs alone, and is priced by its FLOPs and bytes."""
+    seen: list[Any] = []
+    with Log(lambda op, inputs, out: seen.append(op)), torch.no_grad():
+        Block(False)(x())
+    (op,) = [op for op in seen if op.func is OPERATOR]
+    assert flops_of(op) == 4 * HEADS * TOKENS * TOKENS * HEAD
+    assert op.bytes > 4 * 4 * TOKENS * WIDTH
+    assert DEVICES["h100"](op) > 0
+
+
+class Raising(TorchDispatchMode):
+    """Refuses to read values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_formula_that_raises_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 3: a step under a plan goes on where PyTorch's formula raises, as torch 2.11's does for grouped heads."""
+
+    def raises(*_: Any, **__: Any) -> int:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+    net = nn.Sequential(*model["layers"])
+    plan = Plan((Choice(("0",)), Choice(("1",))))
+    handle = apply(net, plan)
+    monkeypatch.setitem(torch.utils.flop_counter.flop_registry, torch.ops.aten.addmm, raises)
+    net(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    handle.remove()
+    assert simulate(net, (torch.ones(2, 4),), loss=torch.sum).flops["backward"] > 0
+    assert make_plan(net, (torch.ones(2, 4),), budget=0.5, device="h100", loss=torch.sum).predicted_peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_grouped_heads_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Finding 3: attention is counted from its shapes, whatever PyTorch's formula says of grouped heads."""
+    q, k, v = (torch.empty(2, heads, 8, width, device="meta") for heads, width in ((4, 6), (2, 6), (2, 10)))
+    forward, backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{end}") for end in ("", "_backward")
+    )
+    for func in (forward, backward):
+        monkeypatch.setitem(torch.utils.flop_counter.flop_registry, func, lambda *_, **__: 1 / 0)
+    products = 2 * 2 * 4 * 8 * 8
+    assert flops(forward.default, (q, k, v), {}, None) == products * (6 + 10)
+    assert flops(backward.default, (q, q, k, v), {}, None) == products * (3 * 6 + 2 * 10)
+
+
+def test_packed_sequences_are_counted_without_reading_their_lengths() -> None:
+    """Finding 3: counting waits for no device: lengths of packed sequences are not read."""
+    tokens, starts = torch.empty(10, 2, 4), torch.tensor([0, 4, 10])
+    with Raising():
+        found = flops(
+            torch.ops.aten._flash_attention_forward.default,
+            (tokens, tokens, tokens, starts, starts, 6, 6, 0.0, True, False),
+            {},
+            None,
+        )
+    assert found == 2 * 2 * 10 * 6 * (4 + 4)
