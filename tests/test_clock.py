@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment,
 from torch_recompute.planning import planner
 from torch_recompute.planning.clock import Clocked, Replays, Scale, clock, obstacle
 from torch_recompute.planning.planner import Planner
+from torch_recompute.planning.prices import Measured
 from torch_recompute.simulation.step import loss_of
 
 CPU = torch.device("cpu")
@@ -73,15 +76,15 @@ def test_replays_are_timed_once() -> None:
         return replays(inner)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_recompute.planning.clock.stamp", lambda: float(next(ticks)))
-        with Replays() as replays:
+        patch.setattr("torch_recompute.planning.clock.now", lambda device: float(next(ticks)))
+        with Replays(CPU) as replays:
             assert replays(outer) == 7  # from tick 0 to 3
             assert replays(inner) == 7  # from tick 4 to 6
         assert replays.seconds() == 5.0
     model, ids = Gpt(2), at(32)
     found = clock(model, (ids,), {}, loss_of, Plan((Choice(("blocks.0", "blocks.1"), nested=True),)), CPU)
     assert 0 < found.replays < found.backward
-    with Replays() as replays:
+    with Replays(CPU) as replays:
         pass
     apply(model, Plan((Choice(("blocks.0",)),)))
     model(ids).backward()
@@ -167,3 +170,78 @@ def test_a_plan_without_regions_is_timed_as_it_is() -> None:
     assert "a step that was run without regions" in plan.prediction.timing
     assert plan.prediction.step_seconds == plan.prediction.plain_step_seconds
     assert all(p.grad is None for p in model.parameters())
+
+
+class Devices:
+    """Two CUDA devices of which one is the current one, as far as a clock looks at them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.seen = 0, Counter[tuple[str, int]]()
+        devices = self
+
+        class Device:
+            def __init__(self, device: torch.device) -> None:
+                self.index = device.index
+
+            def __enter__(self) -> None:
+                self.before, devices.current = devices.current, self.index
+
+            def __exit__(self, *_: object) -> None:
+                devices.current = self.before
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                devices.saw("event")
+
+            def synchronize(self) -> None:
+                devices.saw("event")
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1000.0
+
+        monkeypatch.setattr(torch.cuda, "device", Device)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.saw("wait"))
+        monkeypatch.setattr("torch_recompute.plan.observe.torch.cuda.is_initialized", lambda: True)
+
+    def saw(self, what: str) -> None:
+        self.seen[what, self.current] += 1
+
+
+def test_operations_are_timed_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 10: events are recorded on the stream of the device that is asked about, not of the current one."""
+    devices = Devices(monkeypatch)
+    prices = object.__new__(Measured)
+    prices._device = torch.device("cuda", 1)
+    assert prices._times(lambda: devices.saw("run")) == [1.0] * 3
+    assert devices.seen == {("event", 1): 9, ("run", 1): 4}
+    assert devices.current == 0
+
+
+def test_a_step_is_timed_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 10: what is waited for, and the stream that replays are timed on, are those of the step's device."""
+    devices = Devices(monkeypatch)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    clock(model, (torch.ones(2, 4),), {}, loss_of, Plan((Choice(("0",)),)), torch.device("cuda", 1))
+    assert devices.seen["wait", 1] > 0
+    assert devices.seen["event", 1] > 0
+    assert devices.seen["wait", 0] == 0
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_an_accelerator_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 20: where work is queued, the clock is read when it is done; MPS knows one device, and no context."""
+    waited: list[str] = []
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: types.SimpleNamespace(synchronize=lambda: waited.append(device.type))
+    )
+    prices = object.__new__(Measured)
+    prices._device = torch.device(kind)
+    assert len(prices._times(lambda: None)) == 3
+    assert waited == [kind] * 6
+    with Replays(torch.device(kind)) as replays:
+        replays(lambda: 1)
+    assert waited == [kind] * 8

@@ -25,6 +25,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -38,6 +39,7 @@ from ..plan.cost import Costs, Graph, Kind, Option, Solution
 from ..plan.observe import Stamp, between, stamp
 from ..plan.plan import Plan
 from ..state import DEFAULT
+from .prices import now, on
 
 TIMES, MOST_TIMES = 5, 20
 ENOUGH, LONGEST = 1.0, 30.0  # seconds: after the one no more than TIMES are run, after the other none
@@ -160,7 +162,7 @@ def clock(
     """
     states = [(ambient, ambient.capture()) for ambient in DEFAULT]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), on(device):
             same = _copy(model)
             apply(same, plan)
             began = time.perf_counter()
@@ -196,22 +198,27 @@ def _step(
 ) -> tuple[float, float, float, float]:
     """Seconds of one forward without gradients, of one with them, of its backward, and of the replays in that."""
     with torch.no_grad():
-        early = _now(device)
+        early = now(device)
         loss(model(*_fresh(args), **_fresh(kwargs)))
-    start = _now(device)
+    start = now(device)
     value = loss(model(*_fresh(args), **_fresh(kwargs)))
-    turn = _now(device)
-    with Replays() as replays:
+    turn = now(device)
+    with Replays(device) as replays:
         value.backward()
-    end = _now(device)
+    end = now(device)
     model.zero_grad()
     return start - early, turn - start, end - turn, replays.seconds()
 
 
 class Replays:
-    """Takes the time of all replays of regions while it is entered; one inside another counts once."""
+    """Takes the time of all replays of regions while it is entered; one inside another counts once.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where they run; on CUDA events are taken, so that a replay is not waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._now: Callable[[], Stamp] = stamp if device.type == "cuda" else partial(now, device)
         self._moments: list[tuple[Stamp, Stamp]] = []
         self._inside = False
 
@@ -226,12 +233,12 @@ class Replays:
         """Runs a replay."""
         if self._inside:
             return replay()
-        self._inside, start = True, stamp()
+        self._inside, start = True, self._now()
         try:
             return replay()
         finally:
             self._inside = False
-            self._moments.append((start, stamp()))
+            self._moments.append((start, self._now()))
 
     def seconds(self) -> float:
         """Of all replays so far."""
@@ -243,9 +250,3 @@ def _fresh(arguments: Any) -> Any:
     leaves, spec = _compat.tree_flatten(arguments)
     made = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
     return _compat.tree_unflatten(made, spec)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +33,7 @@ from .ops import Meta, Op, metas
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 LONGEST = 0.5  # seconds
 TIMES = 3
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,13 @@ _processor: list[Roofline] = []
 def processor() -> Roofline:
     """The roofline of this machine's processor, measured once by a product and a copy, and kept."""
     if not _processor:
-        kept = Kept(full_name(torch.device("cpu")))
+        kept = Kept(full_name(CPU))
         if not {"product", "copy", "launch"} <= kept.seconds.keys():
             with without_modes(), torch.no_grad():
                 a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
-                kept.seconds["product"] = min(_seconds(lambda: a @ a, 5))
-                kept.seconds["copy"] = min(_seconds(big.clone, 5))
-                kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50))
+                kept.seconds["product"] = min(_seconds(lambda: a @ a, 5, CPU))
+                kept.seconds["copy"] = min(_seconds(big.clone, 5, CPU))
+                kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50, CPU))
             kept.save()
         speed = 2 * 512**3 / kept.seconds["product"]
         moved = 2 * 4 * (1 << 22)
@@ -141,13 +143,26 @@ def processor() -> Roofline:
     return _processor[0]
 
 
-def _seconds(call: Any, times: int) -> list[float]:
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a device is the current one of its kind, where its kind knows several."""
+    several = None if device.type == "cpu" else getattr(torch.get_device_module(device), "device", None)
+    return nullcontext() if several is None else several(device)
+
+
+def now(device: torch.device) -> float:
+    """The present moment, after all that the current device of this kind has been told to do."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter()
+
+
+def _seconds(call: Any, times: int, device: torch.device) -> list[float]:
     call()
     found: list[float] = []
     for _ in range(times):
-        start = time.perf_counter()
+        start = now(device)
         call()
-        found.append(time.perf_counter() - start)
+        found.append(now(device) - start)
     return found
 
 
@@ -209,8 +224,10 @@ class Measured:
             return None
 
     def _times(self, call: Any) -> list[float]:
-        if self._device.type != "cuda":
-            return _seconds(call, TIMES)
+        with on(self._device):
+            return self._events(call) if self._device.type == "cuda" else _seconds(call, TIMES, self._device)
+
+    def _events(self, call: Any) -> list[float]:
         call()
         found: list[float] = []
         for _ in range(TIMES):
