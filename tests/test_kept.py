@@ -140,3 +140,58 @@ def test_the_usual_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert folder() == tmp_path / "torch-recompute"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert folder() == Path.home() / ".cache" / "torch-recompute"
+
+
+SHEETS = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie",
+    "NVIDIA RTX A1000": None,
+    "NVIDIA RTX A1000 Laptop GPU": None,
+    "NVIDIA RTX A6000": "rtx-a6000",
+    "NVIDIA A10": "a10",
+    "NVIDIA A10G": None,
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H200": "h200",
+    "NVIDIA H20": "h20",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40": "l40",
+    "NVIDIA L40S": "l40s",
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla T4": "t4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "AMD Instinct MI300X": None,
+}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_a_device_has_its_own_data_sheet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 19: names are matched by whole words; a device without a sheet says whose speeds are taken instead."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = prices.roofline_of(torch.device("cuda", 0))
+    assert found.name == (SHEETS[name] or f"an h100, since no data sheet of {name} is known")
+    assert found.name in found.timing
+
+
+def test_products_in_32_bits_run_at_their_own_speed_unless_tf32_is_on() -> None:
+    """Finding 19: by default a product is not computed in TF32 and a convolution is; the settings decide."""
+    device, one = prices.DEVICES["h100"], Meta((1,), (1,), torch.float32)
+    work = 10**15
+    product = Op(torch.ops.aten.mm.default, (one, one), (), (one,), work)
+    convolution = Op(torch.ops.aten.convolution.default, (one, one), (), (one,), work)
+    half = Op(torch.ops.aten.mm.default, (), (), (Meta((1,), (1,), torch.bfloat16),), work)
+    before = torch.get_float32_matmul_precision()
+    assert device(product) == pytest.approx(work / 67e12 / 0.7, rel=1e-3)
+    assert device(convolution) == pytest.approx(work / 495e12 / 0.7, rel=1e-3)
+    assert device(half) == pytest.approx(work / 989e12 / 0.7, rel=1e-3)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert device(product) == pytest.approx(work / 495e12 / 0.7, rel=1e-3)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -26,22 +26,9 @@ from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..stores import Bandwidth, OnHost, bandwidth
 from ..stores.parcels import Depot
-from .prices import REACHED_BYTES, Roofline, where
+from .prices import DEVICES, Roofline, where
 
-
-def _data_sheet(gigabytes: float) -> Bandwidth:
-    """A link by its GB/s each way, less the share that copies do not reach."""
-    return Bandwidth(gigabytes * 1e9 * REACHED_BYTES, gigabytes * 1e9 * REACHED_BYTES)
-
-
-# PCI Express of 16 lanes: 4.0 for the first two, 5.0 for the others.
-LINKS = {
-    "a100": _data_sheet(32),
-    "rtx4090": _data_sheet(32),
-    "h100": _data_sheet(64),
-    "h200": _data_sheet(64),
-    "b200": _data_sheet(64),
-}
+LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
 
 
 def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
@@ -51,9 +38,9 @@ def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
         ArgumentError: The device is the CPU, or one that nothing is known of.
     """
     if roofline is not None:
-        if roofline.name not in LINKS:
+        if roofline.host is None:
             raise errors.ArgumentError(errors.no_link(roofline.name, [*LINKS]))
-        return LINKS[roofline.name]
+        return Bandwidth(roofline.host, roofline.host)
     if device.type == "cpu":
         raise errors.ArgumentError(errors.nowhere_to_offload([*LINKS]))
     return bandwidth(device)

@@ -3,7 +3,8 @@
 A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
 launch besides. A collective takes that of the bytes that a ring sends and receives over the links between the devices.
 The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share
-that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with.
+that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with. Products in 32
+bits run at the speed of TF32 only where PyTorch's settings allow it, which they do for convolutions alone by default.
 
 Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
 fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
@@ -15,11 +16,12 @@ Prices decide between plans, so what counts is how they compare. What a step tak
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ import torch
 from .. import errors
 from .._compat.fakes import is_operator, without_modes
 from .._compat.flops import fused_on_cpu
+from .._compat.on_cuda import tf32
 from .kept import Kept, full_name, key_of
 from .ops import Meta, Op, metas
 
@@ -47,6 +50,9 @@ class Roofline:
         launch: Seconds that any operation takes at least.
         link: Bytes per second from a device to the next one of its group; None for as many as its memory.
         kind: The type of device, as PyTorch calls it; "" where it is not said.
+        tf32: FLOPs per second of products in 32 bits where TF32 is on; None where it makes no difference.
+        host: Bytes per second to host memory and back; None where it is not known.
+        capability: Of a CUDA device, which decides on its kernels.
     """
 
     name: str
@@ -55,6 +61,14 @@ class Roofline:
     launch: float
     link: float | None = None
     kind: str = ""
+    tf32: float | None = None
+    host: float | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def composed(self) -> str:
+        """What `simulate_step` is told of it: its type and capability."""
+        return self.kind if self.capability is None else f"{self.kind} {'.'.join(map(str, self.capability))}"
 
     @property
     def timing(self) -> str:
@@ -70,6 +84,8 @@ class Roofline:
 
     def _speed(self, op: Op) -> float:
         size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
+        if size == 4 and self.tf32 is not None and tf32(str(op.func)):
+            return self.tf32
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
 
@@ -105,22 +121,79 @@ _RINGS = {
 }
 
 
-def _data_sheet(name: str, half: float, single: float, gigabytes: float, link: float) -> Roofline:
-    """A device by its data sheet: TFLOP/s in 16 and 32 bits (TF32), GB/s of its memory and to one neighbour."""
-    speeds = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
-    return Roofline(name, speeds, gigabytes * 1e9 * REACHED_BYTES, 5e-6, link * 1e9 * REACHED_BYTES, "cuda")
+class _Sheet(NamedTuple):
+    """A device by its maker's data sheet, without sparsity.
+
+    Attributes:
+        name: What it is called here; its words are in the name that CUDA has for it.
+        capability: As `torch.cuda.get_device_capability` says it.
+        half: TFLOP/s in 16 bits.
+        tf32: TFLOP/s in TF32; those in 32 bits where it knows none.
+        single: TFLOP/s in 32 bits.
+        memory: GB/s of its memory.
+        link: GB/s to one neighbour.
+        host: GB/s to host memory.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    half: float
+    tf32: float
+    single: float
+    memory: float
+    link: float
+    host: float
+
+    @property
+    def roofline(self) -> Roofline:
+        """Its two speeds, less the share that kernels do not reach."""
+        flops = {2: self.half * 1e12 * REACHED_FLOPS, 4: self.single * 1e12 * REACHED_FLOPS}
+        memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in (self.memory, self.link, self.host))
+        tf32 = self.tf32 * 1e12 * REACHED_FLOPS
+        return Roofline(self.name, flops, memory, 5e-6, link, "cuda", tf32, host, self.capability)
 
 
-DEVICES = {
-    roofline.name: roofline
-    for roofline in (
-        _data_sheet("a100", 312, 156, 2039, 300),
-        _data_sheet("h100", 989, 495, 3350, 450),
-        _data_sheet("h200", 989, 495, 4800, 450),
-        _data_sheet("b200", 2250, 1125, 8000, 900),
-        _data_sheet("rtx4090", 165, 83, 1008, 32),
-    )
-}
+# Of the makers' data sheets; "link" and "host" are one way, PCI Express where there is no NVLink.
+_SHEETS = (
+    _Sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
+    _Sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
+    _Sheet("a10", (8, 6), 125, 62.5, 31.2, 600, 32, 32),
+    _Sheet("a30", (8, 0), 165, 82, 10.3, 933, 100, 32),
+    _Sheet("a40", (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
+    _Sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
+    _Sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
+    _Sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
+    _Sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32),
+    _Sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32),
+    _Sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32),
+    _Sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64),
+    _Sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64),
+    _Sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64),
+    _Sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64),
+    _Sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64),
+    _Sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64),
+    _Sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64),
+    _Sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450),
+    _Sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64),
+    _Sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
+    _Sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
+    _Sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32),
+    _Sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64),
+)
+DEVICES = {sheet.name: sheet.roofline for sheet in _SHEETS}
+_OTHER = frozenset({"laptop", "max", "mobile", "super", "ti", "d"})  # which share a name and not its speeds
+
+
+def data_sheet_of(name: str) -> Roofline | None:
+    """The data sheet of a device by the name that CUDA has for it; None where it is not known.
+
+    All words of a sheet's name are words of the device's: an RTX A1000 is no A100. The most words count, so that an
+    H100 PCIe is not an H100.
+    """
+    said = {*re.findall("[a-z0-9]+", name.lower())}
+    words = {sheet: {*sheet.replace("rtx", "rtx-").replace("--", "-").split("-")} for sheet in DEVICES}
+    fitting = [sheet for sheet in DEVICES if words[sheet] <= said and not said & _OTHER]
+    return DEVICES[max(fitting, key=lambda sheet: len(words[sheet]))] if fitting else None
 
 
 _processor: list[Roofline] = []
@@ -256,7 +329,7 @@ class Where(NamedTuple):
     Attributes:
         roofline: That of a device that is named by its data sheet or given as such; None for one of this machine.
         device: The device of this machine; None for where the model is.
-        composed: The type of device that a model's functions are to be composed for; "" for where its tensors are.
+        composed: What a model's functions are to be composed for, as "cuda 9.0"; "" for where its tensors are.
     """
 
     roofline: Roofline | None
@@ -282,7 +355,7 @@ def where(device: torch.device | str | Roofline | None, model: object) -> Where:
     if isinstance(roofline, Roofline):
         module = model if isinstance(model, torch.nn.Module) else None  # what it is else, whoever simulates it will say
         nowhere = module is not None and all(x.is_meta for x in (*module.parameters(), *module.buffers()))
-        return Where(roofline, None, roofline.kind if nowhere else "")
+        return Where(roofline, None, roofline.composed if nowhere else "")
     try:
         return Where(None, None if device is None else torch.device(device), "")  # pyright: ignore[reportArgumentType]
     except (RuntimeError, TypeError):
@@ -300,8 +373,9 @@ def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measu
 
 
 def roofline_of(device: torch.device) -> Roofline:
-    """The roofline of a device of this machine; that of an h100 where its data sheet is not known."""
+    """The roofline of a device of this machine; that of an h100, which says so, where no data sheet of it is known."""
     if device.type == "cpu":
         return processor()
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else ""
-    return next((roofline for known, roofline in DEVICES.items() if known in name), DEVICES["h100"])
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    known = data_sheet_of(name) if device.type == "cuda" else None
+    return known or replace(DEVICES["h100"], name=f"an h100, since no data sheet of {name} is known")

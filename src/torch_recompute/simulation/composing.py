@@ -3,8 +3,8 @@
 Problem. A model on meta is planned for a GPU on a machine without one, and its fakes then lie on the CPU. What
 PyTorch makes of a function may depend on where its arguments lie: an RMS norm is one kernel on CUDA, which keeps its
 input and a number per row, and six operations on the CPU, which in 16 bits keep four times as much; dropout keeps a
-byte per element on CUDA and an element on the CPU. A plan made of the CPU's operations buys memory back that the step
-it is for never takes.
+byte per element on CUDA and an element on the CPU; attention whose keys and values differ in width keeps all scores on
+the CPU and none on CUDA. A plan made of the CPU's operations buys memory back that the step it is for never takes.
 
 Idea. A function mode meets these functions before PyTorch takes them apart, and calls the operation that CUDA's way
 leads to. Both are in every build as names with shapes; only their kernels are not.
@@ -12,12 +12,12 @@ leads to. Both are in every build as names with shapes; only their kernels are n
     F.rms_norm    aten::_fused_rms_norm, which has no autograd formula for the CPU's tensors, so the one that it has on
                   CUDA is written down here: input, weight and reciprocal deviation are kept
     F.dropout     aten::native_dropout
-    attention     that drops out: aten::_scaled_dot_product_flash_attention, where the CPU multiplies matrices of
-                  scores. What drops nothing keeps the same on both
+    attention     aten::_scaled_dot_product_{cudnn,flash,efficient}_attention or the composite of products, whichever
+                  PyTorch's rules choose for these types, widths, heads and mask on a device of this capability, and
+                  among those that the user has enabled
 
 The conditions are PyTorch's own (`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp,
-`sdp_utils.cpp`); of attention those shapes and types count that every GPU of the last years takes. Under autocast,
-which casts the arguments first, nothing is done.
+`cuda/sdp_utils.cpp` of 2.13). Arguments are cast first where autocast is on (`autocasting.py`).
 
 Rejected: fakes that say they lie on CUDA; a build without it aborts where it asks for their stream.
 """
@@ -25,7 +25,8 @@ Rejected: fakes that say they lie on CUDA; a build without it aborts where it as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -35,14 +36,23 @@ from torch.overrides import TorchFunctionMode
 from .. import _compat
 from .._compat.fakes import below_autograd
 from .._compat.functions import attention_in_parts
+from .._compat.on_cuda import PREFERRING_CUDNN, enabled_backends
+from .autocasting import as_narrow, as_wide
 
 aten: Any = torch.ops.aten
-_WIDTHS = frozenset(range(8, 257, 8))  # of heads; others are padded to one of these
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Calls what CUDA's way leads to, in the place of functions whose ways differ."""
+    """Calls what CUDA's way leads to, in the place of functions whose ways differ.
+
+    Args:
+        capability: Of the device, as `torch.cuda.get_device_capability` says it.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self._ways = {**_WAYS, F.scaled_dot_product_attention: partial(_attention, capability)}
 
     def __torch_function__(
         self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,8 +60,8 @@ class AsOnCuda(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_in_parts(*args, **(kwargs or {}))
-        here = _HERE.get(func)
-        result = NotImplemented if here is None else here(*args, **(kwargs or {}))
+        way = self._ways.get(func)
+        result = NotImplemented if way is None else way(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
 
@@ -81,8 +91,10 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
+    if _compat.autocast_on(input.device.type):
+        input, weight = as_wide(input, weight)
     mixed = weight is not None and weight.dtype is not input.dtype
-    if mixed or input.is_complex() or _compat.autocast_on(input.device.type) or _channels_last(input):
+    if mixed or input.is_complex() or _channels_last(input):
         return NotImplemented
     return _RmsNorm.apply(input, tuple(normalized_shape), weight, eps)
 
@@ -103,6 +115,7 @@ def _plain_dropout(input: torch.Tensor, p: float, train: bool) -> Any:
 
 
 def _attention(
+    capability: tuple[int, int],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -112,20 +125,149 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    heads = {x.shape[:-2] for x in (query, key, value)}
-    widths = {x.shape[-1] for x in (query, key, value)}
-    square = not is_causal or query.shape[-2] == key.shape[-2]
-    known = query.dim() == 4 and len(heads) == len(widths) == 1 and widths <= _WIDTHS and square
-    plain = attn_mask is None and not enable_gqa and not _compat.autocast_on(query.device.type)
-    if not (0 < dropout_p < 1 and known and plain and query.dtype in (torch.float16, torch.bfloat16)):
-        return NotImplemented
-    return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if _compat.autocast_on(query.device.type):
+        query, key, value, attn_mask = as_narrow(query, key, value, attn_mask)
+    call = _Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability)
+    backend = next((name for name in enabled_backends(capability) if getattr(call, name)), "math")
+    if backend == "math":
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    width = query.shape[-1]
+    if backend == "flash":
+        scale = width**-0.5 if scale is None else scale
+        query, key, value = (F.pad(x, (0, -width % 8)) if width % 8 else x for x in (query, key, value))
+        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
+            0
+        ]
+        return result[..., :width] if width % 8 else result
+    bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
+    sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if backend == "efficient":
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, sums, dropout_p, is_causal, scale=scale
+        )[0]
+    return aten._scaled_dot_product_cudnn_attention(
+        query, key, value, bias, sums, dropout_p, is_causal, False, scale=scale
+    )[0]
 
 
-_HERE: dict[Callable[..., Any], Callable[..., Any]] = {
+class _Attention(NamedTuple):
+    """One call of attention, and which kernels take it on CUDA."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    grouped: bool
+    capability: tuple[int, int]
+
+    @property
+    def _dense(self) -> bool:
+        """Whether any fused kernel takes it."""
+        tensors = (self.query, self.key, self.value)
+        return (
+            all(x.dim() == 4 and x.dtype is self.query.dtype and x.stride(-1) == 1 for x in tensors)
+            and len({x.shape[0] for x in tensors}) == 1
+            and 0 not in (self.query.shape[-2], self.key.shape[-2])
+        )
+
+    @property
+    def _heads(self) -> int:
+        """Heads of queries for each of keys; 0 where they do not fit."""
+        queries, keys, values = (x.shape[1] for x in (self.query, self.key, self.value))
+        return queries // keys if keys == values and queries % keys == 0 else 0
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Of queries and keys, and of values; 0 where queries and keys differ."""
+        query, key, value = (x.shape[-1] for x in (self.query, self.key, self.value))
+        return query if query == key else 0, value
+
+    @property
+    def _trains(self) -> bool:
+        return any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    @property
+    def _half(self) -> bool:
+        return self.query.dtype in ((torch.float16, torch.bfloat16) if self.capability >= (8, 0) else (torch.float16,))
+
+    @property
+    def math(self) -> bool:
+        """Anything."""
+        return True
+
+    @property
+    def flash(self) -> bool:
+        """Equal widths of at most 256, in 16 bits, without a mask."""
+        width, of_values = self._widths
+        large = width > 192 and not (width > 224 and not self.dropout)
+        too_large = self._trains and large and self.capability in _SMALL_SHARED_MEMORY
+        return (
+            self._dense
+            and self._half
+            and self.capability >= (8, 0)
+            and self.mask is None
+            and 0 < width == of_values <= 256
+            and not too_large
+            and (self._heads == 1 or (self.grouped and self._heads > 1))
+            and (not self.causal or self.query.shape[-2] == self.key.shape[-2])
+        )
+
+    @property
+    def efficient(self) -> bool:
+        """Widths that are multiples of 16 bytes, which may differ, as many heads of each."""
+        width, of_values = self._widths
+        half = self.query.dtype in (torch.float16, torch.bfloat16)
+        step = (8 if half else 4) if self.capability >= (8, 0) else (8 if half and self.capability >= (7, 0) else 1)
+        return (
+            self._dense
+            and (self._half or self.query.dtype is torch.float32)
+            and self._heads == 1
+            and min(width, of_values) > 0
+            and width % step == of_values % step == 0
+        )
+
+    @property
+    def cudnn(self) -> bool:
+        """Widths of at most 128, or 192 with values of 128 on the devices whose first choice it is."""
+        width, of_values = self._widths
+        unequal = self.capability[0] in PREFERRING_CUDNN and (width, of_values) == (192, 128)
+        return (
+            self._dense
+            and self._half
+            and self.capability >= (8, 0)
+            and (self._heads == 1 or (self.grouped and self._heads > 1))
+            and (0 < width <= 128 >= of_values or unequal)
+            and width % 8 == of_values % 8 == 0
+            and self.key.shape[-2] != 1
+            and not (self.dropout and self.query.shape[-2] == 1)
+            and (self.dropout * 16).is_integer()
+            and (
+                not torch.are_deterministic_algorithms_enabled()
+                or torch.is_deterministic_algorithms_warn_only_enabled()
+            )
+        )
+
+
+_SMALL_SHARED_MEMORY = frozenset({(8, 6), (8, 7), (8, 8), (8, 9), (12, 0), (12, 1)})
+
+
+def _as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as fused kernels read it: of the queries' type, rows of a multiple of 16 bytes, one for each head."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    last = mask.shape[-1]
+    if last % 8:
+        mask = F.pad(mask, (0, -last % 8))[..., :last]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+_WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.dropout: _dropout,
     torch.dropout: _plain_dropout,
-    F.scaled_dot_product_attention: _attention,
 }

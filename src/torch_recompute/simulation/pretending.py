@@ -40,6 +40,7 @@ from .._compat.fakes import (
 )
 from .._tree import mapped
 from ..memory.workspaces import takes, workspace
+from .autocasting import autocast_of_cuda
 from .composing import AsOnCuda
 from .kernels import Kernels
 
@@ -49,6 +50,10 @@ STAND_INS = 2**22
 
 aten: Any = torch.ops.aten
 _MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
+_DRAWS: set[Any] = {  # whose integers are states of generators
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
 _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
@@ -80,7 +85,8 @@ class Pretend(TorchDispatchMode):
     Args:
         fakes: What simulates; it is not active itself, which saves a turn of each operation.
         where: Says which module is running.
-        composed: "cuda" where functions are to be composed as on CUDA, although the fakes lie on the CPU.
+        composed: "cuda", or "cuda 9.0" with a capability, where functions are to be composed as there, although the
+            fakes lie on the CPU.
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
@@ -100,8 +106,11 @@ class Pretend(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._around.enter_context(flex_uncompiled())
-        if self._composed == "cuda":
-            self._around.enter_context(AsOnCuda())
+        kind, _, capability = self._composed.partition(" ")
+        if kind == "cuda":
+            major, _, minor = (capability or "8.0").partition(".")
+            self._around.enter_context(autocast_of_cuda())
+            self._around.enter_context(AsOnCuda((int(major), int(minor))))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -172,7 +181,7 @@ class Pretend(TorchDispatchMode):
             with self._fakes:
                 return _grouped(*args, **kwargs)
         out = self._simulated(func, args, kwargs, real)
-        if kind.views or kind.writes:
+        if kind.views or kind.writes or func in _DRAWS:
             return out
         return self._decided(func, args, out)
 

@@ -56,7 +56,7 @@ def simulate_step(
         device: Where the step is to run.
         accumulate: How many forwards and backwards there are before the optimizer's step.
         rounding: What sizes are rounded up to.
-        composed: The type of device that functions are composed for (`composing.py`), where it is another one.
+        composed: The device that functions are composed for, as "cuda 9.0" (`composing.py`), where it is another one.
 
     Returns:
         The figures.
@@ -136,7 +136,7 @@ class _Step:
     def __init__(self, device: torch.device, rounding: int | None, watch: Watch | None, composed: str) -> None:
         self._watch, self._composed = watch, composed
         if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, 0)
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         self._device = device
         self._rounding = rounding or (512 if device.type == "cuda" else 1)
         self._fakes = FakeTensorMode()
@@ -179,9 +179,11 @@ class _Step:
                 del output
                 if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
                     raise errors.ArgumentError(errors.not_a_loss(value))
+                torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
                 books.forward_is_over(self._device)
                 self._places.step = "backward"
-                value.backward()
+                with torch.autocast(self._device.type, enabled=False):
+                    value.backward()
                 del value
             state, second = 0, None
             if self._optimizer is not None:
