@@ -16,6 +16,7 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch.utils.flop_counter import FlopCounterMode
 
+from replicas import replicas
 from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
 
 LAYERS, WIDTH = 6, 16
@@ -165,6 +166,30 @@ def kept(m: nn.Module) -> int:
 
 
 ROW = 4 * 4 * 32 * WIDTH
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_replicas_use_their_own_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 7: replicas that `DataParallel` makes have the plan and weights of their own; remove leaves nothing."""
+    plain, ours = model(), model()
+    handle = apply(ours, PLANS[name])
+
+    def step(m: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        m.zero_grad(set_to_none=True)
+        outputs = [replica(data()) for replica in replicas(m, monkeypatch)]
+        torch.stack(outputs).square().mean().backward()
+        return {str(i): y.detach() for i, y in enumerate(outputs)} | {n: p.grad for n, p in m.named_parameters()}
+
+    with handle.watch():
+        found = step(ours)
+    assert_same(found, step(plain))
+    assert not torch.equal(found["0"], found["1"])
+    assert all(row.replays > 1 for row in handle.report().rows if row.saved_bytes)
+    assert [row.saved_bytes is None for row in handle.report().rows] == [False] * len(PLANS[name])
+    handle.remove()
+    assert [m.__dict__.keys() for m in ours.modules()] == [m.__dict__.keys() for m in plain.modules()]
+    assert_same(step(ours), step(plain))
 
 
 @pytest.mark.parametrize(

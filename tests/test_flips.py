@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torch_recompute import Applied, Choice, Plan, apply, doing_recompute, recompute
+from torch_recompute import Applied, Choice, Plan, apply, doing_recompute, recompute, replay
 
 TOKENS, WIDTH, EXPERTS, LAYERS = 32, 8, 4, 2
 
@@ -73,7 +74,8 @@ def test_flips_are_counted(route: Any) -> None:
     """The report says how many tokens the replay sent to other experts, of how many, and what to do about it."""
     m = model(route)
     handle = apply(m, layers())
-    m(data()).square().sum().backward()
+    with handle.watch():
+        m(data()).square().sum().backward()
     report = handle.report()
     assert [row.flips for row in report.rows] == [layer.moved() for layer in m]
     assert 0 < report.flips < report.decisions == LAYERS * TOKENS
@@ -89,7 +91,8 @@ def test_without_a_flip_there_is_none(route: Any) -> None:
     for plan in (Plan(), layers()):
         m = model(route, tilt=0.0)
         handle = apply(m, plan)
-        m(data()).square().sum().backward()
+        with handle.watch():
+            m(data()).square().sum().backward()
         report = handle.report()
         assert (report.flips, report.decisions) == (0, len(plan) * TOKENS)
         found.append([p.grad for p in m.parameters()])
@@ -100,25 +103,48 @@ def test_what_is_carried_cannot_flip() -> None:
     """With decisions carried nothing is compared, and every token goes where it went."""
     m = model()
     handle = apply(m, layers(carry=True))
-    m(data()).square().sum().backward()
+    with handle.watch():
+        m(data()).square().sum().backward()
     assert [layer.moved() for layer in m] == [0] * LAYERS
     report = handle.report()
     assert (report.flips, report.decisions) == (0, 0)
 
 
 def test_one_call_is_looked_at() -> None:
-    """Of several forwards the first is compared, whichever backward comes first, and after a report the next one."""
+    """Of several watched forwards the first is compared, whichever backward comes first."""
     m = model()
     handle = apply(m, layers())
-    first, second = m(data(1)), m(data(2))
-    second.square().sum().backward()
-    first.square().sum().backward()
+    with handle.watch():
+        first, second = m(data(1)), m(data(2))
+        second.square().sum().backward()
+        first.square().sum().backward()
     assert handle.report().decisions == LAYERS * TOKENS
-    y = m(data(3))
-    handle.report()
-    y.square().sum().backward()
-    m(data(4)).square().sum().backward()
-    assert handle.report().decisions >= LAYERS * TOKENS
+
+
+@pytest.mark.parametrize("outside", ["the forward", "the backward", "both"])
+def test_watching_half_a_step_changes_nothing(outside: str) -> None:
+    """A step of which only a part is watched has its gradients, also where the model carries choices of its own."""
+
+    class Chooses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = x.softmax(-1)
+            picked = scores.topk(2, -1).indices
+            again = replay(lambda s: s.argmax(-1))(scores)
+            return x.sin() * scores.gather(-1, picked).sum(-1, keepdim=True) + again[:, None].sin()
+
+    def step(watched: bool) -> torch.Tensor:
+        x = data().requires_grad_()
+        m = nn.Sequential(Chooses(), Chooses())
+        handle = apply(m, layers())
+        during = handle.watch if watched else nullcontext
+        with during() if outside == "the backward" else nullcontext():
+            y = recompute(m)(x)
+        with during() if outside == "the forward" else nullcontext():
+            y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(step(watched=True), step(watched=False))
 
 
 @pytest.mark.parametrize("plan", [Plan((Choice(("0", "1")),)), Plan((Choice(("",)),))], ids=["group", "the model"])
@@ -126,7 +152,8 @@ def test_groups_are_compared_too(plan: Plan) -> None:
     """The layers of one region are compared as each by itself is."""
     m = model()
     handle: Applied = apply(m, plan)
-    m(data()).square().sum().backward()
+    with handle.watch():
+        m(data()).square().sum().backward()
     assert handle.report().decisions == LAYERS * TOKENS
 
 
@@ -134,5 +161,6 @@ def test_inside_a_region_of_the_user() -> None:
     """A plan in a model that is itself called in a region: each decision is compared once."""
     m = model()
     handle = apply(m, layers())
-    recompute(m)(data().requires_grad_()).square().sum().backward()
+    with handle.watch():
+        recompute(m)(data().requires_grad_()).square().sum().backward()
     assert handle.report().decisions == LAYERS * TOKENS

@@ -429,6 +429,13 @@ def runs(*argv: str) -> None:
     args.command(args)
 
 
+def watched_after_removal() -> None:
+    handle = apply(Scale(), Plan((Choice(("",)),)))
+    handle.remove()
+    with handle.watch():
+        pass
+
+
 def watched_without_a_step() -> None:
     with doctor.watch(nn.Linear(2, 2)) as watching:
         watching.report()
@@ -1554,6 +1561,13 @@ CASES = [
         lambda: apply(Scale(), "full"),
         "apply(model, plan) needs a torch.nn.Module and a Plan, but got Scale: Scale() and str: 'full'.\n"
         "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))",
+    ),
+    Case(
+        "watched_after_removal",
+        ArgumentError,
+        lambda: watched_after_removal(),
+        "handle.watch() watches the regions of a plan, but this plan has been removed from Scale.\n"
+        "  Watch before handle.remove(), or apply the plan again:  handle = apply(model, handle.plan)",
     ),
     Case(
         "applied_twice",

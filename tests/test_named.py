@@ -168,7 +168,8 @@ def test_labels_and_names_make_one_plan() -> None:
     assert [choice.paths[0] for choice in plan] == ["mixers.0@scores", "mixers.1", "mixers.1@scores", "mixers.2@scores"]
     handle = apply(m, plan)
     before = [mixer.runs for mixer in m.mixers]  # of the example calls
-    step(m)
+    with handle.watch():
+        step(m)
     assert [mixer.runs - n for mixer, n in zip(m.mixers, before, strict=True)] == [2] * LAYERS
     rows = {row.choice.paths[0]: row for row in handle.report().rows}
     assert [rows[f"mixers.{i}@scores"].replays for i in range(LAYERS)] == [1, 0, 1]

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_recompute import Choice, Plan, apply
+from torch_recompute import ArgumentError, Choice, Plan, apply
+from torch_recompute.plan.placed import placed_on
 from torch_recompute.plan.report import Report, Row
 
 ROWS, WIDTH, FAT = 32, 16, 64
@@ -45,7 +51,8 @@ def test_bytes_and_flops_are_exact() -> None:
     """Each storage that is dropped counts once; FLOPs are those of the products before the replay ends."""
     m = model(Block(), Block())
     handle = apply(m, Plan((Choice(("0",)), Choice(("1",), keep=("@product",)))))
-    steps(m, 3)
+    with handle.watch():
+        steps(m, 3)
     first, second = handle.report().rows
     # tanh's result, a(x) for the sine, and sin and b(x) for the product, and the product for the last matrix
     assert first.saved_bytes == UNIT + 4 * 4 * UNIT
@@ -61,7 +68,8 @@ def test_a_group_is_one_row() -> None:
     """A choice of several modules has the sum of their figures."""
     m = model(Block(), Block(), Block())
     handle = apply(m, Plan((Choice(("0", "1")), Choice(("2",)))))
-    steps(m, 2)
+    with handle.watch():
+        steps(m, 2)
     group, alone = handle.report().rows
     assert group.saved_bytes == 2 * (alone.saved_bytes or 0)
     assert group.modules == ("Block", "Block")
@@ -70,15 +78,113 @@ def test_a_group_is_one_row() -> None:
     assert group.flops == 2 * alone.flops + 2 * ROWS * WIDTH * FAT
 
 
-def test_taking_a_report_starts_again() -> None:
-    """After a report the next step is measured anew, with other shapes if there are."""
+def test_watching_starts_again() -> None:
+    """A report is of the steps last watched, and can be taken twice; what is not watched changes nothing in it."""
+    m = model(Block())
+    handle = apply(m, Plan((Choice(("0",)),)))
+    with handle.watch():
+        steps(m, 2)
+    before = handle.report()
+    m(torch.ones(2 * ROWS, WIDTH)).sum().backward()
+    assert handle.report() == before
+    with handle.watch():
+        m(torch.ones(2 * ROWS, WIDTH)).sum().backward()
+    row = handle.report().rows[0]
+    assert row.saved_bytes == 2 * (before.rows[0].saved_bytes or 0) > 0
+    assert (row.replays, row.seconds) == (1, None)
+    assert "no seconds: watch two steps" in str(handle.report())
+
+
+def test_without_watching_there_are_no_figures() -> None:
+    """A report of steps that nobody watched says so, and what to write; so do its rows and its JSON."""
     m = model(Block())
     handle = apply(m, Plan((Choice(("0",)),)))
     steps(m, 2)
-    once = handle.report().rows[0].saved_bytes or 0
-    assert handle.report().rows[0].saved_bytes is None
-    m(torch.ones(2 * ROWS, WIDTH)).sum().backward()
-    assert handle.report().rows[0].saved_bytes == 2 * once
+    report = handle.report()
+    assert not report.watched
+    assert report.remark(report.rows[0]) == "not watched"
+    assert str(report).startswith(
+        "not watched, so there are no figures. Write, for one step or more:  with handle.watch"
+    )
+    assert json.loads(report.to_json())["watched"] is False
+
+
+def test_a_step_is_watched_wherever_its_backward_runs() -> None:
+    """The call takes its figures along: replays of a watched forward count, those of one that was not do not."""
+    m = model(Block())
+    handle = apply(m, Plan((Choice(("0",)),)))
+    early = m(torch.ones(ROWS, WIDTH)).sum()
+    with handle.watch():
+        watched = m(torch.ones(ROWS, WIDTH)).sum()
+        early.backward()
+    assert handle.report().rows[0].replays == 0
+    watched.backward()
+    assert handle.report().rows[0].replays == 1
+    handle.remove()
+    assert handle.report().rows[0].replays == 1
+    with pytest.raises(ArgumentError, match="has been removed from Sequential"), handle.watch():
+        pass
+
+
+def modes_entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all modes that are entered from now on."""
+    entered: list[str] = []
+    for mode in (TorchDispatchMode, TorchFunctionMode):
+
+        def enter(self: Any, real: Any = mode.__enter__) -> Any:
+            entered.append(type(self).__name__)
+            return real(self)
+
+        monkeypatch.setattr(mode, "__enter__", enter)
+    return entered
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["not watched", "watched before"])
+def test_a_step_is_the_regions_and_nothing_else(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 16: under a plan a step enters no mode, records no event, reads no clock and waits for nothing."""
+    m = model(Block(), Block(), Block())
+    handle = apply(m, Plan((Choice(("0",)), Choice(("1", "2")))))
+    if every:
+        with handle.watch():
+            steps(m, 2)
+    taken: list[str] = []
+
+    def no(what: str) -> Any:
+        return lambda *_, **__: taken.append(what)
+
+    for mode in (TorchDispatchMode, TorchFunctionMode):
+        real = mode.__enter__
+        monkeypatch.setattr(
+            mode, "__enter__", lambda self, real=real: (taken.append(type(self).__name__), real(self))[1]
+        )
+    monkeypatch.setattr(time, "perf_counter", no("perf_counter"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: taken.append("stamp"))
+    for name in ("Event", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, no(name))
+    for _ in range(70):  # the 65th replay waited for its event
+        steps(m, 1)
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "modes"),
+    [(Choice(("0",), keep=("@product",)), {"Keep"}), (Choice(("0",), carry=True), {"Carry"})],
+    ids=["kept by kind", "carried"],
+)
+def test_a_plan_that_meets_calls_by_kind_has_its_mode(
+    choice: Choice, modes: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that are kept or carried by their kind are met by one function mode, and no other mode is entered."""
+    m = model(Block())
+    apply(m, Plan((choice,)))
+    entered: set[str] = set()
+    for mode in (TorchDispatchMode, TorchFunctionMode):
+        real = mode.__enter__
+        monkeypatch.setattr(
+            mode, "__enter__", lambda self, real=real: (entered.add(type(self).__name__), real(self))[1]
+        )
+    steps(m, 2)
+    assert entered == modes
 
 
 def test_measuring_changes_nothing() -> None:
@@ -86,11 +192,11 @@ def test_measuring_changes_nothing() -> None:
     m = model(Block())
     handle = apply(m, Plan((Choice(("0",)),)))
     grads = []
-    for _ in range(3):
+    for watched in (True, True, False):
         m.zero_grad(set_to_none=True)
-        steps(m, 1)
+        with handle.watch() if watched else nullcontext():
+            steps(m, 1)
         grads.append([p.grad.clone() for p in m.parameters()])
-    handle.report()
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
 
 
@@ -98,8 +204,11 @@ def test_a_copy_has_figures_of_its_own() -> None:
     """What a copy of the model does is not in the report of the original."""
     m = model(Block())
     handle = apply(m, Plan((Choice(("0",)),)))
-    steps(copy.deepcopy(m), 2)
+    with handle.watch():
+        other = copy.deepcopy(m)
+        steps(other, 2)
     assert handle.report().rows[0].replays == 0
+    assert all(placed.figures is None for module in other for placed in placed_on(module))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +225,8 @@ def test_a_region_that_frees_nothing_is_marked(run: object, remark: str) -> None
     """A region around one product frees nothing and says so; one that never ran says that."""
     m = model(nn.Linear(WIDTH, WIDTH))
     handle = apply(m, Plan((Choice(("0",)),)))
-    run(m)
+    with handle.watch():
+        run(m)
     report = handle.report()
     assert report.remark(report.rows[0]) == remark
     assert remark in str(report)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from replicas import replicas
 from torch_recompute import (
     ArgumentError,
     BudgetError,
@@ -164,12 +165,14 @@ def test_a_size_holds_up_to_its_shape() -> None:
     handle = apply(planned, BY_HAND)
     ran: dict[int, list[str]] = {}
     for length in (15, 16, 17, 48, 49):
-        assert equal(grads(planned, at(length)), grads(plain, at(length)))
+        with handle.watch():
+            assert equal(grads(planned, at(length)), grads(plain, at(length)))
         ran[length] = ["-".join(row.choice.paths) for row in handle.report().rows if row.replays]
     middle, large = ["blocks.0.mlp", "blocks.3"], ["blocks.0", "blocks.1-blocks.2", "blocks.3"]
     assert ran == {15: [], 16: [], 17: middle, 48: middle, 49: large}
     wide = torch.zeros(BATCH + 1, 4, dtype=torch.long)  # few elements, but more rows than any size
-    grads(planned, wide)
+    with handle.watch():
+        grads(planned, wide)
     assert ["-".join(row.choice.paths) for row in handle.report().rows if row.replays] == large
 
 
@@ -195,7 +198,8 @@ def test_a_part_called_by_itself_goes_by_the_plan_s_own_choices() -> None:
     """Outside of a call of the model no size is known, so the choices that are safe for all hold."""
     planned = gpt()
     handle = apply(planned, BY_HAND)
-    planned.blocks[0](torch.randn(1, 4, WIDTH)).sum().backward()
+    with handle.watch():
+        planned.blocks[0](torch.randn(1, 4, WIDTH)).sum().backward()
     assert [row.choice for row in handle.report().rows if row.replays] == [BY_HAND.choices[0]]
 
 
@@ -206,7 +210,8 @@ def test_copies_and_pickles_go_by_their_own_size() -> None:
     for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
         plain = gpt()
         hook = planned.embed.register_forward_hook(lambda *_, other=other: grads(other, at(60)) and None)
-        found = grads(planned, at(8))
+        with handle.watch():
+            found = grads(planned, at(8))
         hook.remove()
         hook = plain.embed.register_forward_hook(lambda *_, other=other: grads(other, at(60)) and None)
         assert equal(found, grads(plain, at(8)))
@@ -215,6 +220,25 @@ def test_copies_and_pickles_go_by_their_own_size() -> None:
         assert equal(grads(other, at(60)), grads(plain, at(60)))
     handle.remove()
     assert all("forward" not in module.__dict__ for module in planned.modules())
+
+
+def test_replicas_go_by_the_size_that_they_are_given(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 7: a replica of `DataParallel` chooses by its own call, and a warning is said once for all of them."""
+    plain, planned = gpt(), gpt()
+    apply(planned, plan)
+    lengths = (SIZES[0], SIZES[-1] + 1)
+
+    def step(m: Gpt) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        m.zero_grad()
+        losses = [copy(at(length)) for copy, length in zip(replicas(m, monkeypatch), lengths, strict=True)]
+        torch.stack(losses).sum().backward()
+        return [p.grad for p in m.parameters() if p.grad is not None]
+
+    with pytest.warns(RuntimeWarning, match="is called with") as w:
+        found = [step(planned) for _ in range(2)]
+    assert len(w) == 1
+    assert equal(found[1], step(plain))
 
 
 def test_a_call_beyond_the_largest_is_said_once(plan: Plan) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from .. import errors
 from ..memory.ledger import storages
-from ..plan.observe import COMPARED
 from . import advice
 from .comparing import Difference, Entry, first_difference, flips
 from .listing import KINDS, Row
@@ -123,7 +122,7 @@ def _may_leave_out(first: Record) -> bool:
     """Whether a replay is meant to do less than the forward: a value was saved for it, or the code asks what it is."""
     trace = first.frame.trace
     asked = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
-    return asked or (trace is not None and bool(trace.values.keys() - {COMPARED}))
+    return asked or (trace is not None and bool(trace.values))
 
 
 _ASKING = frozenset({"doing_recompute", "is_recomputing", "get_recompute_data"})

@@ -3,8 +3,8 @@
 What is written down is plain data (`Seen`). Modules are counted by whether they are called in forward or in backward,
 which shows work that is done a third time whoever checkpoints it. Buffers are copied when a forward ends and compared
 when the backward has ended: what a backward has changed was changed by a replay, for a backward has no other reason to.
-Parameters are counted when autograd hands them a gradient. Only the first steps are looked at so closely; afterwards
-one hook is left, that takes the time.
+Parameters are counted when autograd hands them a gradient, and the regions of a plan are watched. Only the first steps
+are looked at so closely; afterwards one hook is left, that takes the time, by the clock that replays are timed with.
 
 In what `torch.compile` compiles, a hook is compiled as well: there each returns at once, for what it would look up
 breaks the graph. So modules inside are not counted; the one that `torch.compile` returned and all parameters are.
@@ -15,9 +15,9 @@ graph is kept. `end` leaves no hook behind.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,7 @@ from .. import _compat
 from .._compat.compiling import fallbacks
 from ..memory import allocator
 from ..plan.apply import Region
+from ..plan.observe import Stamp, between, stamp, watching
 from ..plan.placed import placed_on
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Observer:
         self._seen = Seen(parallel=any(isinstance(module, DistributedDataParallel) for module in model.modules()))
         self._closely = closely
         self._grad, self._task = False, -1
-        self._stamps: list[float] = []
+        self._stamps: list[Stamp] = []  # of the first steps, and of the last one
         self._buffers: dict[str, torch.Tensor] = {}
         self._without_grad: dict[str, None] = {}
         self._reentrant: dict[Reentrant, None] = {}
@@ -131,6 +132,10 @@ class Observer:
             model.register_forward_hook(self._has_run),
         ]
         self._close: list[_Handle] = []
+        regions = [placed for m in model.modules() for placed in placed_on(m) if isinstance(placed, Region)]
+        self._watching = ExitStack()
+        figures = self._watching.enter_context(watching(regions))
+        self._figures = list(zip([region.path for region in regions], figures, strict=True))
         for path, module in model.named_modules():
             trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
             self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
@@ -144,9 +149,11 @@ class Observer:
     def seen(self) -> Seen:
         """What has been seen so far."""
         seen, stamps = self._seen, self._stamps
-        rest = stamps[1:] if len(stamps) > 2 else stamps  # the first step warms caches
-        seen.seconds = (rest[-1] - rest[0]) / (len(rest) - 1) if len(rest) > 1 else 0.0
-        seen.replay_seconds = self._replays()
+        first = 1 if len(stamps) > 2 else 0  # the first step warms caches
+        steps = seen.steps - 1 - first
+        seen.seconds = between(stamps[first], stamps[-1]) / steps if steps > 0 else 0.0
+        seconds = {path: figures.seconds for path, figures in self._figures}
+        seen.replay_seconds = {path: each for path, each in seconds.items() if each is not None}
         seen.without_grad, seen.reentrant = tuple(self._without_grad), tuple(self._reentrant)
         more = {what: count - self._before.get(what, 0) for what, count in fallbacks().items()}
         seen.fallbacks = {what: count for what, count in more.items() if count > 0}
@@ -167,6 +174,7 @@ class Observer:
         return seen
 
     def _loosen(self) -> None:
+        self._watching.close()
         for handle in self._close:
             handle.remove()
         self._close.clear()
@@ -179,7 +187,8 @@ class Observer:
         self._grad = torch.is_grad_enabled()
         if not self._grad or _compat.in_backward():
             return
-        self._stamps.append(time.perf_counter())
+        del self._stamps[2:]
+        self._stamps.append(stamp())
         if self._seen.steps >= self._closely:
             self._loosen()
         self._seen.steps += 1
@@ -230,16 +239,6 @@ class Observer:
             self._seen.gradients[name] += 1
 
         return given
-
-    def _replays(self) -> dict[str, float]:
-        """Seconds of replays in a step, by region."""
-        found: dict[str, float] = {}
-        for module in self._model.modules():
-            for placed in placed_on(module):
-                seconds = placed.figures.seconds if isinstance(placed, Region) else None
-                if seconds is not None:
-                    found[placed.path] = seconds
-        return found
 
 
 def _cuda_device(model: nn.Module) -> torch.device | None:

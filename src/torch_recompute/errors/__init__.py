@@ -192,6 +192,7 @@ from .plans import (
     sharded_apart,
     store_missing,
     store_unused,
+    watched_after_removal,
     wrapped_apart,
 )
 from .ranks import no_plan_on_rank, no_ranks_to_ask, plans_differ

@@ -33,6 +33,14 @@ def applied_twice(model: str, path: str) -> str:
     )
 
 
+def watched_after_removal(model: str) -> str:
+    """Text for watching a plan that is no longer in its model."""
+    return (
+        f"handle.watch() watches the regions of a plan, but this plan has been removed from {model}.\n"
+        "  Watch before handle.remove(), or apply the plan again:  handle = apply(model, handle.plan)"
+    )
+
+
 def no_such_module(model: str, path: str, near: Sequence[str]) -> str:
     """Text for a path that the model does not have."""
     hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""

@@ -23,8 +23,9 @@ flags on modules. Each call finds its own state, so a module may have any number
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import functools
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,11 +40,11 @@ from ..stores import OnHost, Store
 from ..values import thread
 from .anatomy import inside
 from .caches import Inside, Root
-from .calls import Carry, Compare, enter_keeping
+from .calls import Carry, enter_keeping
 from .chain import Chain
 from .exhausted import planned_models
 from .named import Listed, module_of, name_in
-from .observe import Figures
+from .observe import Figures, watching
 from .placed import Placed, described
 from .plan import Choice, Plan, kind_in
 from .report import Report, Row
@@ -58,7 +59,7 @@ class Region(Placed):
         choice: The choice that asks for it.
         store: Where its inputs lie; None for where they are.
         resting: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
-        figures: What it frees and costs.
+        figures: What it frees and costs, while somebody watches; else None.
     """
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
@@ -68,35 +69,44 @@ class Region(Placed):
         self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
         self._carry = choice.carry
         self.resting = False
-        self.figures = Figures()
+        self.figures: Figures | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
         if self.idle or self.resting:
             return self.plain(*args, **kwargs)
         name = self.path or type(self.module).__name__
-        return recompute(self.body, name=name, inputs=self.store)(*args, **kwargs)
+        return recompute(self.function(), name=name, inputs=self.store)(*args, **kwargs)
+
+    def function(self) -> Callable[..., Any]:
+        """What is run in forward and again in a replay."""
+        if torch.compiler.is_compiling() or self.figures is None:
+            return self.body
+        return functools.partial(self.watched, self.figures)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is run in forward and again in a replay."""
-        return self.run(self.plain, args, kwargs)
+        """The function of a region that nobody watches."""
+        return self.run(None, self.plain, args, kwargs)
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watched(self, figures: Figures, /, *args: Any, **kwargs: Any) -> Any:
+        """The function of a region that is watched."""
+        return self.run(figures, self.plain, args, kwargs)
+
+    def run(
+        self, figures: Figures | None, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls a function as the region does, in forward and in a replay."""
+        if figures is None and not self._kinds and not self._carry:
+            return fn(*args, **kwargs)
         run = thread.run
         if run is None and not torch.compiler.is_compiling():  # without gradients there is no region
             return fn(*args, **kwargs)
         with ExitStack() as stack:
-            compare = not self._carry and run is not None and self.figures.compares(run)
-            if isinstance(run, Frame):
-                self.figures.forward(run)
-            elif run is not None:
-                stack.enter_context(self.figures.replay())
+            if figures is not None and run is not None:
+                figures.begin(stack, run, compare=not self._carry)
             enter_keeping(stack, self._kinds)
             if self._carry:
                 stack.enter_context(Carry())
-            elif compare:
-                stack.enter_context(Compare(self.figures.decided))
             return fn(*args, **kwargs)
 
 
@@ -126,8 +136,10 @@ class NamedCalls(Region):
         if thread.run is not None:
             return fn
 
+        figures = None if torch.compiler.is_compiling() else self.figures
+
         def body(*args: Any, **kwargs: Any) -> Any:
-            return self.run(fn, args, kwargs)
+            return self.run(figures, fn, args, kwargs)
 
         return recompute(body, name=self.path, inputs=self.store)
 
@@ -173,14 +185,18 @@ class Member(Region):
         self._chain = chain
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is run in forward and again in a replay; where members are nested, as a region of its own."""
-        run = thread.run
-        if not self.choice.nested or run is None or torch.compiler.is_compiling():
+        """The function of a region that nobody watches; where members are nested, one with a region in it."""
+        if not self.choice.nested or thread.run is None or torch.compiler.is_compiling():
             return super().body(*args, **kwargs)
-        alone = recompute(super().body, name=self.path)
-        if isinstance(run, Frame):
-            return alone(*args, **kwargs)
-        with self.figures.replay():
+        return recompute(super().body, name=self.path)(*args, **kwargs)
+
+    def watched(self, figures: Figures, /, *args: Any, **kwargs: Any) -> Any:
+        """The same of a region that is watched; both replays count."""
+        run = thread.run
+        if not self.choice.nested or run is None:
+            return super().watched(figures, *args, **kwargs)
+        alone = recompute(functools.partial(super().watched, figures), name=self.path)
+        with nullcontext() if isinstance(run, Frame) else figures.replay():
             return alone(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +209,7 @@ class Member(Region):
         if self._last:
             result = super().__call__(*args, **kwargs)
         else:
-            call = Discard(Options(self.path, self.store), self.body, args, kwargs)
+            call = Discard(Options(self.path, self.store), self.function(), args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:
@@ -213,6 +229,8 @@ class Applied:
         self.model = model
         self.plan = plan
         self._placed = placed
+        self._regions = [one for one in placed if isinstance(one, Region)]
+        self._figures: list[Figures] | None = None
 
     def remove(self) -> None:
         """Gives the model everything back that it had; calling it again does nothing."""
@@ -222,33 +240,52 @@ class Applied:
             planned_models.pop(self.model, None)
         self._placed = []
 
-    def report(self) -> Report:
-        """What each region frees and what its replays cost, measured since `apply` or the last report.
+    @contextmanager
+    def watch(self) -> Generator[Applied]:
+        """Takes the figures of the steps inside, for `report`.
 
-        Bytes and FLOPs are those of the first step since, seconds the mean of the replays after the first. Taking a
-        report starts the measurement again.
+            with handle.watch():
+                train_step()
+            print(handle.report())
+
+        A step that is not watched runs the regions and nothing else. In one that is, tensors that the first call of a
+        region drops are counted, the first replay's FLOPs by a dispatch mode, and decisions compared; every further
+        replay is timed, so two steps have to be watched for seconds, or one with two microbatches.
+
+        Raises:
+            ArgumentError: The plan has been removed.
         """
+        if not self._placed:
+            raise errors.ArgumentError(errors.watched_after_removal(type(self.model).__name__))
+        with watching(self._regions) as self._figures:
+            yield self
+
+    def report(self) -> Report:
+        """What each region frees and what its replays cost, of the steps that were last watched.
+
+        Bytes, FLOPs and decisions are those of one call of each, seconds the mean of the replays after the first.
+        Where no step was watched, the report says so.
+        """
+        figures = self._figures or []
         rows: list[Row] = []
         for choice in self.plan.all_choices:
-            regions = [p for p in self._placed if isinstance(p, Region) and p.choice == choice]
-            figures = [region.figures for region in regions]
-            known = [f for f in figures if f.saved_bytes is not None]
-            seconds = [f.seconds for f in figures]
+            mine = [number for number, region in enumerate(self._regions) if region.choice == choice]
+            taken = [figures[number] for number in mine] if figures else []
+            known = [f.saved_bytes for f in taken if f.saved_bytes is not None]
+            seconds = [f.seconds for f in taken]
             rows.append(
                 Row(
                     choice,
-                    tuple(type(region.module).__name__ for region in regions),
-                    sum(f.saved_bytes or 0 for f in known) if known else None,
-                    sum(f.flops or 0 for f in figures),
-                    sum(s for s in seconds if s is not None) if None not in seconds else None,
-                    sum(f.replays for f in figures),
-                    sum(f.flips for f in figures),
-                    sum(f.decisions for f in figures),
+                    tuple(type(self._regions[number].module).__name__ for number in mine),
+                    sum(known) if known else None,
+                    sum(f.flops or 0 for f in taken),
+                    sum(s for s in seconds if s is not None) if seconds and None not in seconds else None,
+                    sum(f.replays for f in taken),
+                    sum(f.flips for f in taken),
+                    sum(f.decisions for f in taken),
                 )
             )
-            for f in figures:
-                f.start_again()
-        return Report(tuple(rows))
+        return Report(tuple(rows), watched=self._figures is not None)
 
     def __repr__(self) -> str:
         regions = len(self.plan.all_choices)
@@ -340,7 +377,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         one.when = sizes.when(choices)
     outer: list[Placed] = [Root(top, "") for top in tops]
     if plan.sizes:
-        outer.append(BySize(model, "", sizes, promised=plan.prediction is not None))
+        outer.append(BySize(model, "", sizes))
     innermost, saved = ([one for one, _ in some.values()] for some in (inner, kept))
     everything: list[Placed | Switch] = [*innermost, *placed, *saved, *outer, Switch(model, regions)]
     for one in everything:

@@ -33,9 +33,8 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _compat
 from .._compat.functions import attention_in_parts
-from .._replay import Replay
 from ..region import no_recompute
-from ..values import replay, thread
+from ..values import Run, replay, thread
 
 Function = Callable[..., Any]
 
@@ -205,36 +204,50 @@ TOPK = _named("topk", "Tensor.topk")
 PICKS = _named(*(f"{where}{name}" for where in ("", "Tensor.") for name in ("argmax", "multinomial")))
 
 
+class Picks(list[torch.Tensor]):
+    """What the decisions of one forward picked, in order; one leaf of a tree, which grows while the forward runs."""
+
+
 class Compare(TorchFunctionMode):
     """Counts the decisions of a region that its replays make otherwise than its forward, and carries none.
 
     A decision is one row of a `topk` or `multinomial`, in any order, or one entry of an `argmax`: the experts of one
-    token. (A `sort` is not: an order of all that there is changes anywhere.) It must be active in the forward too.
+    token. (A `sort` is not: an order of all that there is changes anywhere.) Those of a region inside of this one, and
+    of saved calls, are not looked at.
 
     Args:
+        run: The forward, or a replay.
+        picks: What the forward's decisions picked: filled in the forward, compared with in a replay.
         seen: Told, in a replay, how many decisions differ (on their device) and how many there are.
     """
 
-    def __init__(self, seen: Callable[[torch.Tensor, int], None]) -> None:
+    def __init__(self, run: Run, picks: Picks, seen: Callable[[torch.Tensor, int], None] | None = None) -> None:
         super().__init__()
+        self._run = run
+        self._picks = picks
         self._seen = seen
+        self._count = 0
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if "out" not in kwargs:
+        if "out" not in kwargs and thread.run is self._run:
             if func in TOPK:
-                self._compare(result[1], _dim(func, args, kwargs))
+                self._picked(result[1], _dim(func, args, kwargs))
             elif func in PICKS:
-                self._compare(result, None if "argmax" in func.__name__ else -1)
+                self._picked(result, None if "argmax" in func.__name__ else -1)
         return result
 
-    def _compare(self, picked: torch.Tensor, dim: int | None) -> None:
-        then = replay(picked.clone)()  # the caller may change what it got in place
-        if type(thread.run) is not Replay:  # an audit's run is one of a kind, and compares for itself
+    def _picked(self, picked: torch.Tensor, dim: int | None) -> None:
+        if self._seen is None:
+            self._picks.append(picked.clone())  # the caller may change what it got in place
             return
+        if self._count == len(self._picks):
+            return
+        then = self._picks[self._count]
+        self._count += 1
         if then.shape != picked.shape:
             rows = then.new_ones(then.shape if dim is None else then.select(dim, 0).shape)
         elif dim is None or not then.ndim:

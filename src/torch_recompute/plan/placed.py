@@ -3,16 +3,23 @@
 Everything that a plan does to a model goes through `Placed`: an object in the instance dictionary of a module, which
 can be pickled and deep-copied with it and which knows the forward that was there before. Several may lie on one module,
 one over the other; they are taken out in the opposite order.
+
+`nn.DataParallel` makes a replica of a module by copying its dictionary, and gives the replica weights of its own. What
+is placed knows its module, so each replica gets a copy that knows the replica: `DataParallel` asks each module for
+`_replicate_for_data_parallel`, which is placed beside `forward`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+REPLICATE = "_replicate_for_data_parallel"
 
 
 def described(module: nn.Module) -> str:
@@ -60,18 +67,40 @@ class Placed:
 
     def put(self) -> None:
         """Takes the place of the module's forward."""
-        self._before = self.module.__dict__.get("forward")
-        self.module.__dict__["forward"] = self
+        here = self.module.__dict__
+        self._before = here.get("forward")
+        here["forward"] = self
+        here.setdefault(REPLICATE, self.replica)
 
     def take_out(self) -> None:
         """Gives the module its forward back; one that somebody has put on top stays, and calls the plain one."""
         self.out = True
-        if self.module.__dict__.get("forward") is not self:
+        here = self.module.__dict__
+        if here.get(REPLICATE) == self.replica:
+            del here[REPLICATE]
+        if here.get("forward") is not self:
             return
         if self._before is None:
-            self.module.__dict__.pop("forward", None)
+            del here["forward"]
         else:
-            self.module.__dict__["forward"] = self._before
+            here["forward"] = self._before
+
+    def replica(self) -> nn.Module:
+        """A replica of the module for `nn.DataParallel`, recomputed as the module is."""
+        made: nn.Module = getattr(type(self.module), REPLICATE)(self.module)
+        here = made.__dict__
+        if isinstance(here["forward"], Placed):
+            top = here["forward"] = here["forward"]._on(made)
+            here[REPLICATE] = top.replica
+        return made
+
+    def _on(self, module: nn.Module) -> Placed:
+        """The same on a replica, and what lies below it."""
+        made = copy.copy(self)
+        made.module = module
+        if isinstance(self._before, Placed):
+            made._before = self._before._on(module)
+        return made
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""

@@ -1,7 +1,8 @@
 """What the regions of a plan free and cost, as plain data and as a table.
 
 A region that frees little and costs much is marked, with the reason: less than 1 % of the bytes freed per share of the
-time spent. Regions that differ in nothing but a number in their path are one line of the table.
+time spent. Regions that differ in nothing but a number in their path are one line of the table. A report of steps that
+nobody watched has no figures, and says what to write for them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from .plan import Choice
 
 WORTH = 0.01
+HOW = "with handle.watch(): train_step()"
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,10 @@ class Row:
     Attributes:
         choice: The choice.
         modules: The class names of its modules.
-        saved_bytes: Bytes that autograd saved in it in one forward and that were dropped; None if it has not run.
+        saved_bytes: Bytes that autograd saved in it in one forward and that were dropped; None if it has not run while
+            it was watched.
         flops: FLOPs of products in one replay.
-        seconds: Mean seconds of a replay; None before the second one.
+        seconds: Mean seconds of a replay; None before the second one that was watched.
         replays: How often it was replayed.
         flips: How many decisions (the experts of a token) a replay made otherwise than its forward; 0 where they are
             carried.
@@ -45,9 +48,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a plan, one row per choice, in the plan's order."""
+    """The figures of a plan, one row per choice, in the plan's order.
+
+    Attributes:
+        rows: The rows.
+        watched: Whether any step was watched; if not, there are no figures.
+    """
 
     rows: tuple[Row, ...]
+    watched: bool = True
 
     @property
     def saved_bytes(self) -> int:
@@ -76,6 +85,8 @@ class Report:
 
     def remark(self, row: Row) -> str:
         """What is wrong with a region, or why it is not worth its cost; empty where neither can be said."""
+        if not self.watched:
+            return "not watched"
         if row.flips:
             return (
                 f"{row.flips} of {row.decisions} decisions came out differently in the replay: carry them (carry=True)"
@@ -108,7 +119,12 @@ class Report:
                     name + (f"\n{'':10}{remark}" if remark else ""),
                 )
             )
-        total = f"{self.saved_bytes / 2**20:.2f} MiB freed, {1000 * self.seconds:.3f} ms replayed per step and call"
+        replayed = f"{1000 * self.seconds:.3f} ms replayed per step and call"
+        if not any(row.seconds is not None for row in self.rows) and any(row.replays for row in self.rows):
+            replayed = "no seconds: watch two steps, a replay is timed from the second on"
+        total = f"{self.saved_bytes / 2**20:.2f} MiB freed, {replayed}"
+        if not self.watched:
+            total = f"not watched, so there are no figures. Write, for one step or more:  {HOW}"
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
         table = ["  ".join([*(c.rjust(w) for c, w in zip(line, widths, strict=False)), line[5]]) for line in lines]
         return "\n".join([total, *table])
@@ -116,7 +132,8 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text: one object per row, bytes as integers, seconds as numbers."""
         rows = [{**dataclasses.asdict(row), "remark": self.remark(row)} for row in self.rows]
-        return json.dumps({"saved_bytes": self.saved_bytes, "seconds": self.seconds, "rows": rows}, indent=1)
+        totals = {"watched": self.watched, "saved_bytes": self.saved_bytes, "seconds": self.seconds}
+        return json.dumps({**totals, "rows": rows}, indent=1)
 
 
 def _pattern(text: str) -> str:

@@ -57,9 +57,16 @@ def size_of(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 class Sizes:
-    """The sets of choices of a plan in a model: those of its sizes in order, then the plan's own."""
+    """The sets of choices of a plan in a model: those of its sizes in order, then the plan's own.
+
+    Attributes:
+        shapes: The sizes.
+        silent: Whether a call that is larger than all of them is nothing to warn about: no promise is broken, or it
+            has been said.
+    """
 
     def __init__(self, plan: Plan) -> None:
+        self.silent = plan.prediction is None
         self.shapes = tuple(size.shape for size in plan.sizes)
         self._sets = [frozenset(one) for one in (*(size.choices for size in plan.sizes), plan.choices)]
 
@@ -99,14 +106,12 @@ class BySize(Placed):
         module: The model.
         path: Its path.
         sizes: The sets.
-        promised: Whether a call that is larger than all sizes breaks a promise.
     """
 
-    def __init__(self, module: nn.Module, path: str, sizes: Sizes, *, promised: bool) -> None:
+    def __init__(self, module: nn.Module, path: str, sizes: Sizes) -> None:
         super().__init__(module, path)
         self._sizes = sizes
         self._names = parameters(module)
-        self._silent = not promised
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -114,7 +119,7 @@ class BySize(Placed):
             return self.plain(*args, **kwargs)
         shape = size_of(self._names, args, kwargs)
         number = self._sizes.number(shape)
-        if number == len(self._sizes.shapes) and not self._silent and torch.is_grad_enabled():
+        if number == len(self._sizes.shapes) and not self._sizes.silent and torch.is_grad_enabled():
             self._warn(shape)
         around, thread.size = thread.size, (self._sizes, number)
         try:
@@ -125,7 +130,7 @@ class BySize(Placed):
     def _warn(self, shape: Shape | None) -> None:
         if torch.compiler.is_compiling():
             return
-        self._silent = True
+        self._sizes.silent = True
         given = "no tensor" if shape is None else f"a first tensor of {shape_in_words(shape)}"
         warnings.warn(
             f"{type(self.module).__name__} is called with {given}; the largest that its plan was made for is "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -129,8 +130,11 @@ class _Comparison:
         """What differs with a plan, and the choices whose replays decided otherwise."""
         reports: list[Report] = []
         handle = apply(model, plan)
+        watched = ExitStack()
+        watched.enter_context(handle.watch())
 
         def take_out() -> None:
+            watched.close()
             reports.append(handle.report())
             handle.remove()
 
