@@ -6,6 +6,7 @@ The models are transformers' own, tiny and random (`zoo.py`), with dropout, on t
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import warnings
@@ -20,7 +21,10 @@ from torch import nn
 
 import torch_recompute
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, doing_recompute, measure
+from torch_recompute.integrations import door
 from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
+from torch_recompute.plan import observe
+from torch_recompute.plan.placed import placed_on
 from zoo import LAYERS, build
 
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
@@ -291,16 +295,14 @@ def train(model: nn.Module, folder: Path, callbacks: list[Any] | None = None, **
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir=str(folder),
-        max_steps=4,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
-        logging_steps=2,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
-        **settings,
+        **{"max_steps": 4, "logging_steps": 2, **settings},
     )
     json.loads(arguments.to_json_string())
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": x, "labels": x} for x in ids], callbacks=callbacks)
@@ -344,12 +346,13 @@ def test_the_callback_applies_reports_and_removes(tmp_path: Path) -> None:
         weights, trainer = train(model, tmp_path, [callback])
     assert same(weights, expected)
     assert count[0] == 4 * 2 * LAYERS
-    first, logged = trainer.state.log_history[:2]
-    assert "recompute_replay_share" not in first  # the measured step is slow
-    assert logged["recompute_saved_bytes"] > 0
-    assert 0 < logged["recompute_replay_share"] < 1
+    first, second = trainer.state.log_history[:2]
+    assert first["recompute_saved_bytes"] > 0
+    assert 0 < first["recompute_replay_share"] < 1
     parameters = sum(p.nbytes for p in model.parameters())
-    assert logged["recompute_peak_bytes"] > parameters
+    assert second["recompute_peak_bytes"] > parameters  # the third step's
+    assert not first.keys() & second.keys() & callback.figures.keys()
+    assert callback.figures == {key: (first | second)[key] for key in callback.figures}
     assert callback.handle is None
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -362,6 +365,44 @@ def test_the_measured_peak_is_lower_with_a_plan(tmp_path: Path) -> None:
         train(build("llama")[0], tmp_path, [callback])
         peaks[policy] = callback.figures["recompute_peak_bytes"]
     assert peaks["full"] < peaks["none"]
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_the_callback_watches_as_often_as_it_is_told(every: int | None, tmp_path: Path) -> None:
+    """Finding 16: two steps are watched, and two more each time `every` steps have passed; logging watches none."""
+    model, _ = build("llama")
+    watched: list[bool] = []
+    from transformers import TrainerCallback
+
+    class Looks(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            region: Any = placed_on(model.model.layers[0])[0]
+            watched.append(region.figures is not None)
+
+    callback = RecomputeCallback("full", every=every)
+    _, trainer = train(
+        model, tmp_path, [callback, Looks()], logging_steps=1, gradient_accumulation_steps=2, max_steps=6
+    )
+    assert watched == [True, True, False] + [every is not None] * 2 + [False]
+    logged = ["recompute_saved_bytes" in log for log in trainer.state.log_history[:6]]
+    assert logged == [False, True, False, False, every is not None, False]
+
+
+def test_the_share_of_replays_is_by_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 16: replays and the step are timed by the same moments, of the device, and no earlier step counts."""
+    now = itertools.count()
+    for module in (door, observe):
+        monkeypatch.setattr(module, "stamp", lambda: float(next(now)))  # each moment is one second after the last
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+    figures = door.Figures(None)
+    handle = door.apply(model, Plan(tuple(Choice((str(i),)) for i in range(3))))
+    for _ in range(2):
+        figures.begin(handle)
+        model(torch.ones(2, 4)).sum().backward()
+        figures.end()
+    # the second step is begin, three replays of two moments each, end: seven seconds, three of them replays
+    assert figures.taken()["recompute_replay_share"] == round(3 / 7, 4)
+    assert figures.taken() == {}
 
 
 @pytest.mark.parametrize("carry", [False, True])

@@ -72,6 +72,26 @@ def test_a_plan_is_there_while_fitting(remove: bool) -> None:
     assert (callback.handle is None) is remove
 
 
+def test_two_batches_are_watched() -> None:
+    """Figures of the first two batches are logged after the second, and no other batch is watched."""
+    model = decoder()
+    logged: list[dict[str, float]] = []
+    model.log_dict = logged.append  # type: ignore[assignment]
+    callback = Recompute("full")
+    callback.setup(None, model, "fit")
+    taken = []
+    for index in range(4):
+        callback.on_train_batch_start(None, model, None, index)
+        model(torch.arange(16).view(2, 8)).square().mean().backward()
+        callback.on_train_batch_end(None, model, None, None, index)
+        taken.append(len(logged))
+    callback.teardown(None, model, "fit")
+    assert taken == [0, 1, 1, 1]
+    assert logged[0] == callback.figures
+    assert callback.figures["recompute_saved_bytes"] > 0
+    assert 0 < callback.figures["recompute_replay_share"] < 1
+
+
 def test_other_stages_are_left_alone() -> None:
     """Testing, predicting and validating apply nothing."""
     model = decoder()

@@ -2859,6 +2859,14 @@ CASES = [
         "  Pass use_cache=False, or a DynamicCache, which appends; a static cache is for torch.no_grad().",
     ),
     Case(
+        "bad_every",
+        ArgumentError,
+        lambda: huggingface.RecomputeCallback("full", every=2),
+        "every= is the number of steps from one taking of figures to the next, at least 3, but got int: 2. Two steps "
+        "are watched each time.\n"
+        "  Write every=100, or leave it out: then the first two steps are watched, and no other.",
+    ),
+    Case(
         "no_policy",
         ArgumentError,
         has_no_policy,

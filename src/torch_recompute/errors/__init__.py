@@ -100,7 +100,7 @@ from .distributed import (
     sparse_gradient,
 )
 from .doctors import bad_closely, not_watchable, nothing_to_examine, nothing_watched
-from .doors import cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
+from .doors import bad_every, cache_in_place, no_policy, not_a_policy, other_checkpointing_inside, plan_has_chosen
 from .faces import (
     bad_ctx,
     bad_offload_index,

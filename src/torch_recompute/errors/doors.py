@@ -47,6 +47,15 @@ def cache_in_place(path: str) -> str:
     )
 
 
+def bad_every(every: object) -> str:
+    """Text for a frequency of figures that is none."""
+    return (
+        f"every= is the number of steps from one taking of figures to the next, at least 3, but got {say(every)}. Two "
+        "steps are watched each time.\n"
+        "  Write every=100, or leave it out: then the first two steps are watched, and no other."
+    )
+
+
 def no_policy() -> str:
     """Text for a callback that has nothing to apply."""
     return (

@@ -1,17 +1,21 @@
-"""`apply` for policies in words: `apply(model, "full")`."""
+"""`apply` for policies in words, and figures of a plan for a training's log."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from torch import nn
 
 from .. import errors, plan
 from ..plan import Applied
+from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
 from .policies import Policy, plan_of
 
-__all__ = ["Applied", "apply"]
+__all__ = ["Applied", "Figures", "apply"]
+
+WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
 
 def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | None = None) -> Applied:
@@ -34,3 +38,69 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
     if not isinstance(model, nn.Module):
         raise errors.ArgumentError(errors.not_applicable(model, policy))
     return plan.apply(model, plan_of(policy, model), stores=stores)
+
+
+class Figures:
+    """Figures of a plan for a log, from two steps that are watched now and then; all other steps are left alone.
+
+    Args:
+        every: How many steps there are from the beginning of one watching to that of the next; None for one watching,
+            of the first two steps.
+
+    Raises:
+        ArgumentError: `every` is not a number of at least 3.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        if every is not None and (type(every) is not int or every <= WATCHED):
+            raise errors.ArgumentError(errors.bad_every(every))
+        self._every = every
+        self._steps = self._at = 0
+        self._watch = ExitStack()
+        self._start: Stamp | None = None
+        self._handle: Applied | None = None
+        self._times: tuple[Stamp, Stamp] | None = None
+
+    @property
+    def watching(self) -> bool:
+        """Whether the present step is watched."""
+        return self._start is not None
+
+    def begin(self, handle: Applied) -> None:
+        """Called before each step."""
+        self._at = self._steps if self._every is None else self._steps % self._every
+        self._steps += 1
+        if self._at == 0:
+            self._handle = handle
+            self._watch.enter_context(handle.watch())
+        if self._at < WATCHED:
+            self._start = stamp()
+
+    def end(self) -> None:
+        """Called after each step."""
+        if self._start is not None and self._at == WATCHED - 1:
+            self._times = self._start, stamp()
+            self._watch.close()
+        self._start = None
+
+    def close(self) -> None:
+        """Ends what is being watched."""
+        self._start = None
+        self._watch.close()
+
+    def taken(self) -> dict[str, float]:
+        """The figures of steps that were watched since the last call of this; empty if there are none."""
+        if self._handle is None or self._times is None:
+            return {}
+        report, times, self._times = self._handle.report(), self._times, None
+        figures: dict[str, float] = {}
+        if any(row.saved_bytes is not None for row in report.rows):
+            figures["recompute_saved_bytes"] = report.saved_bytes
+        replays = sum((row.seconds or 0.0) * row.replays for row in report.rows) / WATCHED
+        if replays:
+            figures["recompute_replay_share"] = round(replays / between(*times), 4)
+        carrying = sum(row.choice.carry for row in report.rows)
+        if carrying or report.decisions:
+            figures["recompute_routing_flips"] = report.flips
+            figures["recompute_regions_carrying"] = carrying
+        return figures

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .door import Applied, apply
+from .door import Applied, Figures, apply
 from .policies import Policy
 
 if TYPE_CHECKING:
@@ -37,19 +37,30 @@ __all__ = ["Applied", "Recompute", "apply"]
 
 
 class Recompute(Callback):
-    """Applies a plan when fitting begins.
+    """Applies a plan when fitting begins, and logs what it frees and costs.
+
+    Figures are taken of two batches that are watched, the first two and with `every` two more now and then; no other is
+    touched. After them `recompute_saved_bytes` and `recompute_replay_share` are logged, as by the callback for Hugging
+    Face's Trainer.
 
     Attributes:
         handle: The plan in the model, once it is there.
+        figures: The newest figures.
 
     Args:
         policy: What `apply` takes; module paths in it are those in the LightningModule.
         remove: Whether to take the plan out when fitting ends.
+        every: From how many batches to how many two are watched; None for the first two only.
+
+    Raises:
+        ArgumentError: `every` is not a number of at least 3.
     """
 
-    def __init__(self, policy: Policy, *, remove: bool = False) -> None:
+    def __init__(self, policy: Policy, *, remove: bool = False, every: int | None = None) -> None:
         super().__init__()
         self.handle: Applied | None = None
+        self.figures: dict[str, float] = {}
+        self._taking = Figures(every)
         self._policy = policy
         self._remove = remove
 
@@ -58,8 +69,22 @@ class Recompute(Callback):
         if stage == "fit" and self.handle is None:
             self.handle = apply(pl_module, self._policy)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begins to watch the batch."""
+        if self.handle is not None:
+            self._taking.begin(self.handle)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Ends that, and logs the figures of batches that were watched."""
+        self._taking.end()
+        figures = self._taking.taken()
+        if figures:
+            self.figures = figures
+            pl_module.log_dict(figures)
+
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Takes the plan out, if asked to."""
+        self._taking.close()
         if stage == "fit" and self._remove and self.handle is not None:
             self.handle.remove()
             self.handle = None
