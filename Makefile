@@ -19,19 +19,22 @@ SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproje
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
 
-.PHONY: help demo test browser lint types wheel bench docs pages clean
+.PHONY: help demo test test-gpu browser lint types wheel bench docs pages clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputation, and with a plan, and compare
 	$(BIN)/torch-recompute demo
 
 test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and the tests against the installed wheel
 	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 -r s $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what only a CUDA device can prove, in a table
+	$(BIN)/python tests/gpu_checks.py $(if $(SAVE),--save $(SAVE))
 
 # Tried again each time until it is there. Without it a browser on the path serves; without either, tests are skipped.
 browser: $(VENV)/.stamp-dev  ## the pinned Chromium that tests look at pages with, into .venv
