@@ -64,29 +64,10 @@ class Frame(Run):
     clock: ClassVar[Callable[[Callable[[], int]], int] | None] = None
 
     __slots__ = (
-        "__weakref__",
-        "_aliased",
-        "_aliases",
-        "_contexts",
-        "_ids",
-        "_lock",
-        "_first",
-        "_nested",
-        "_template",
-        "_watch",
-        "_world",
-        "brief",
-        "complete",
-        "fingerprints",
-        "inputs",
-        "later",
-        "names",
-        "options",
-        "size",
-        "slots",
-        "store",
-        "streams",
-        "transient",
+        *("__weakref__", "_aliased", "_aliases", "_contexts", "_ids"),
+        *("_lock", "_first", "_nested", "_template", "_watch", "_world"),
+        *("brief", "complete", "fingerprints", "inputs", "later", "names", "options"),
+        *("size", "slots", "store", "streams", "transient"),
     )
 
     def __init__(
