@@ -403,6 +403,7 @@ def test_results_have_the_form_that_deepspeed_gives_them() -> None:
     assert type(deepspeed.checkpoint(lambda x: [x.sin(), x.cos()], x)) is tuple
     assert deepspeed.checkpoint(lambda x: {"y": x.sin()}, x).keys() == {"y"}
     assert deepspeed.checkpoint(lambda x: None, x) is None
+    assert megatron.checkpoint(lambda x: None, None, x) is None  # as Megatron's own tests call it
 
 
 # --- Megatron ---------------------------------------------------------------------------------------------------------

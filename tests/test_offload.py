@@ -187,6 +187,20 @@ def test_tensors_come_back_one_region_ahead(lane: Lazy, ahead: int) -> None:
     assert under_way == [sum(before in left for before in range(n - ahead, n)) for n in reversed(range(8))]
 
 
+def test_each_reader_waits_for_the_copy(lane: Lazy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 14: who opens memory that has come back already may be on another stream, and waits for the copy too."""
+    arrived: list[int] = []
+    monkeypatch.setattr(lane, "arrive", lambda tensor, mark: (mark.run(), arrived.append(tensor.data_ptr())))
+    store = OnHost(ahead=0)
+    handles = [store.put(torch.ones(1000))]
+    for _ in range(2):
+        recompute(torch.sin)(torch.ones(3, requires_grad=True))  # the next region, at which the tensor leaves
+        handles.append(store.put(torch.ones(1000)))
+    first, second = store.get(handles[0]), store.get(handles[0])
+    assert first.data_ptr() == second.data_ptr()
+    assert arrived == [first.data_ptr()] * 2
+
+
 def test_a_change_on_the_way_is_an_error(lane: Lazy) -> None:
     """A tensor changed in place before its copy is done cannot be trusted: backward says so; later changes harm not."""
     for later in (False, True):

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
@@ -726,6 +728,73 @@ def test_buffers_are_updated_once(kind: str, wrap: Any) -> None:
             region(module)(data).square().sum().backward()
         results.append([*module.buffers(), *[p.grad for p in module.parameters()]])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, but for those that only look at memory in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_running_statistics_take_few_operations() -> None:
+    """Finding 17: in a block of three BatchNorms what is put back adds a handful of operations to the replay's own."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())]
+    block, x = nn.Sequential(*layers), torch.randn(2, 4, 8, 8, requires_grad=True)
+    counts, results = [], []
+    start = [buffer.clone() for buffer in block.buffers()]
+    for region in (lambda x: checkpoint(block, x, use_reentrant=False), recompute(block), block):
+        for buffer, then in zip(block.buffers(), start, strict=True):
+            buffer.copy_(then)
+        region(x).square().sum().backward()
+        with Launches() as launches:
+            region(x).square().sum().backward()
+        counts.append(launches.count)
+        results.append([*(p.grad.clone() for p in block.parameters()), *(b.clone() for b in block.buffers())])
+        block.zero_grad()
+    assert counts[1] - counts[0] <= 9
+    assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
+    assert results[0][-1] == 4  # torch's checkpoint updates them twice
+    assert results[1][-1] == 2
+
+
+def test_a_buffer_changed_after_it_was_saved() -> None:
+    """A buffer that the function changes after its values were saved is an error in backward, as without a region."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp() * self.scale
+            self.scale.add_(1)
+            return y.exp()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Layer()(vector()).sum().backward()
+    with pytest.raises(ChangedError):
+        recompute(Layer())(vector()).sum().backward()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_first_call_of_lazy_modules(momentum: Any) -> None:
+    """A region may be the first call of a LazyModule: parameters and running statistics are those without it."""
+    results: list[list[torch.Tensor]] = []
+    for region in (recompute, lambda m: m):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(momentum=momentum), nn.Tanh())
+        for _ in range(2):
+            region(module)(torch.randn(5, 4)).square().sum().backward()
+        results.append([*module.buffers(), *[p.grad for p in module.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][2] == 2
 
 
 def test_large_buffers() -> None:

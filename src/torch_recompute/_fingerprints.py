@@ -2,8 +2,10 @@
 
 Some operations save a buffer that their kernel fills only afterwards (RReLU's noise), so a tensor that requires no
 grad is read when the next operation saves something, or when the run ends. One that has been changed by then (running
-statistics) is skipped, and so are bytes that require no grad: they are workspaces (cuDNN and oneDNN RNNs), parts of
-which are never written.
+statistics) is skipped, and so is what kernels save without writing to it, where it requires no grad: bytes are
+workspaces (cuDNN and oneDNN RNNs), of which parts are never written; uint64 and single int64 are seed and offset of
+fused attention on CUDA, which are written only if there is dropout. So a single integer that a region decides by
+(`x[i]`) is not compared itself; what it selects is.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Fingerprints:
             self._sequence = sequence
         if tensor.requires_grad:
             self._taken[index] = (_tree.layout(tensor), _tree.digest(tensor))
-        elif tensor.dtype != torch.uint8:
+        elif tensor.dtype not in _UNWRITTEN and not (tensor.dtype is torch.int64 and tensor.dim() == 0):
             self._pending.append((index, tensor, version_of(tensor)))
 
     def flush(self) -> None:
@@ -54,6 +56,9 @@ class Fingerprints:
             if not torch.equal(then[1], digest):
                 return index, f"bits {_say(then[1])}", f"bits {_say(digest)}"
         return None
+
+
+_UNWRITTEN = frozenset({torch.uint8, torch.uint64})
 
 
 def _say(digest: torch.Tensor) -> str:

@@ -27,6 +27,7 @@ from ._hollow import Hollow, missing
 from ._saved_call import SavedCall
 from ._slots import KEPT, Packed, Slot, Stop, unpack, without_history
 from ._tree import meta
+from .state import copies
 from .values import Key, Run
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
     __slots__ = (
+        "_borrowed",
         "_check",
         "_done",
         "_fingerprints",
@@ -63,6 +65,7 @@ class Replay(Run):
         self.filled = 0
         self._ids = ids
         self._restored = frame.restored
+        self._borrowed: list[tuple[Slot, torch.Tensor]] = []
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
@@ -75,7 +78,9 @@ class Replay(Run):
             return
         finally:
             _compat.pop_hooks()
-            if self._fingerprints is not None:  # before the world is put back, and running statistics with it
+            if self._borrowed:  # before the world is put back, and running statistics with it
+                self._keep_borrowed()
+            if self._fingerprints is not None:
                 self._fingerprints.flush()
         expected = len(self._frame.slots)
         if self.filled < expected and not self._done:
@@ -86,6 +91,17 @@ class Replay(Run):
             results = [leaf for leaf in _compat.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             self._frame.later.check(self.name, results)
             self._frame.later.fill(self.name, results, self._restored)
+
+    def _keep_borrowed(self) -> None:
+        """Fills slots with what will have other contents after the replay.
+
+        What the function has changed since it was saved keeps its version, so that its reader is told, as by autograd.
+        """
+        kept = copies([tensor for _, tensor in self._borrowed])
+        for (slot, tensor), copy in zip(self._borrowed, kept, strict=True):
+            changed = tensor._version != slot.version
+            slot.version = slot.version if changed else copy._version
+            slot.tensor = tensor if changed else copy
 
     def saved(self) -> int:
         """How many tensors autograd has saved by now."""
@@ -126,14 +142,15 @@ class Replay(Run):
             raise missing(tensor, "autograd, which saves it")
         rebuilt = tensor.detach()
         restored = self._restored and storage_id(tensor) in self._restored
-        if restored:
-            rebuilt = rebuilt.clone()
         if slot is not None:
             if self._check and (slot.meta != meta(tensor) or id(tensor) in self._ids):
                 self._differs(slot, index, tensor)
             slot.stream = _compat.stream_for(rebuilt) if self._frame.streams else None
             slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
-            slot.tensor = rebuilt
+            if restored:
+                self._borrowed.append((slot, rebuilt))
+            else:
+                slot.tensor = rebuilt
         elif ref is None and self._frame.complete:  # else for a backward inside its own forward, not there yet
             raise errors.MismatchError(errors.more(self.name, len(self._slots)))
         if self._fingerprints is not None and not restored:

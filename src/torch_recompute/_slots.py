@@ -20,6 +20,7 @@ import torch
 
 from . import errors
 from ._compat import current_node, in_backward, reads_once, wait_for
+from ._compat.compiling import eagerly
 from ._tree import Meta, apart
 from .stores import Kept
 
@@ -96,7 +97,7 @@ def unpack(packed: Any) -> torch.Tensor:
         if type(tensor) is weakref.ref:
             tensor = tensor()
         if tensor is None:
-            tensor = packed.owner.rebuild(packed)
+            tensor = eagerly(packed.owner.rebuild, packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
         if packed.stream is not None:

@@ -24,10 +24,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _compat, errors
@@ -77,12 +78,38 @@ class TensorState:
 
     def capture(self) -> list[torch.Tensor]:
         """A copy of each tensor."""
-        return [_writable(tensor.detach()).clone() for tensor in self.tensors]
+        return copies([_writable(tensor.detach()) for tensor in self.tensors])
 
     def restore(self, value: list[torch.Tensor]) -> None:
         """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
-        for tensor, old in zip(self.tensors, value, strict=True):
-            _writable(tensor.data).copy_(old)
+        targets = [_writable(tensor.data) for tensor in self.tensors]
+        for some in _alike(targets):
+            if len(some) == 1:
+                targets[some[0]].copy_(value[some[0]])
+            else:
+                _compat.copy_each([targets[i] for i in some], [value[i] for i in some])
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each tensor. Small ones that are alike share memory and one operation: BatchNorms have many."""
+    found: dict[int, torch.Tensor] = {}
+    for some in _alike(tensors):
+        if len(some) == 1:
+            found[some[0]] = tensors[some[0]].clone()
+        else:
+            flat = torch.cat([tensors[i].view(-1) for i in some])
+            parts = flat.split([tensors[i].numel() for i in some])
+            found.update((i, part.view(tensors[i].shape)) for i, part in zip(some, parts, strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
+    """The places of tensors that one operation can copy: small, dense and of one device and dtype; others alone."""
+    groups: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        plain = type(tensor) is torch.Tensor and _small(tensor) and tensor.is_contiguous()
+        groups.setdefault((tensor.dtype, tensor.device) if plain else i, []).append(i)
+    return groups.values()
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,25 +152,32 @@ def _small(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes <= SMALL
 
 
+_LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 _quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
 
 
 class _Reached:
     """The tensors and modules that a region's function reaches, as the forward found them."""
 
-    __slots__ = ("_buffers", "_copies", "_state", "_training", "_watched")
+    __slots__ = ("_buffers", "_copies", "_late", "_state", "_training", "_watched")
 
     def __init__(self, reach: Reach, cells: bool) -> None:
         self._training = [(module, module.training) for module in reach.modules]
         self._buffers = [(buffers, dict(buffers)) for buffers in reach.buffers()]
         self._watched: list[tuple[Seen, int]] = []
+        self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
         copied: list[torch.Tensor] = []
         for seen in reach.mutable(cells):
+            if type(seen.tensor) in _LAZY:
+                self._late.append(seen.tensor)
+                continue
             if seen.training and (_small(seen.tensor) or seen.tensor not in _quiet):
                 copied.append(seen.tensor)
             self._watched.append((seen, version_of(seen.tensor)))
         self._watched.extend(
-            (seen._replace(tensor=apart(seen.tensor)), version_of(seen.tensor)) for seen in reach.parameters(cells)
+            (seen._replace(tensor=apart(seen.tensor)), version_of(seen.tensor))
+            for seen in reach.parameters(cells)
+            if type(seen.tensor) not in _LAZY
         )
         self._state = TensorState(*copied)
         self._copies = self._state.capture()
@@ -151,6 +185,10 @@ class _Reached:
     def settle(self) -> None:
         if self._copies:
             self._settle_copies()
+        if self._late:  # they had no values before the forward; the replay may do to them what it likes
+            self._state = TensorState(*self._state.tensors, *(tensor.detach() for tensor in self._late))
+            self._copies = [*self._copies, *copies(self._state.tensors[len(self._copies) :])]
+            self._late = []
         self._watched = [(seen._replace(tensor=apart(seen.tensor)), version) for seen, version in self._watched]
 
     def _settle_copies(self) -> None:

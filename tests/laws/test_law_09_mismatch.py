@@ -102,6 +102,40 @@ def test_values_are_compared_to_the_last_bit(change):
     assert "position 1" in raised(MismatchError, region(ones(32)).sum().backward)  # after the input, which is kept
 
 
+class Attention(torch.autograd.Function):
+    """Saves what fused attention saves on CUDA without dropout: seeds and offsets that no kernel has written."""
+
+    garbage = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Attention.garbage += 1
+        unwritten = [
+            torch.full((2,), Attention.garbage, dtype=torch.uint64),  # flash's rng_state
+            torch.tensor(Attention.garbage, dtype=torch.uint64),  # flash's unused
+            torch.tensor(Attention.garbage),  # cuDNN's and the efficient kernel's seed
+            torch.tensor(Attention.garbage),  # and offset
+        ]
+        ctx.save_for_backward(x, *unwritten)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def test_what_no_kernel_has_written_is_not_compared():
+    """Finding 9: unwritten seeds and offsets of fused attention are no mismatch; positions in an index are."""
+    x = ones(4)
+    recompute(lambda x: Attention.apply(x.exp()).exp(), check="values")(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().exp().sum(), x)[0])
+
+    last = iter((1, 2))
+    y = recompute(lambda x: x.exp().gather(0, torch.tensor([0, next(last)])).exp(), check="values")(ones(4))
+    with pytest.raises(MismatchError, match="bits"):
+        y.sum().backward()
+
+
 def test_values_that_agree_pass():
     """`check="values"` has nothing to say about NaN, infinity, empty tensors and other dtypes that agree."""
 

@@ -57,6 +57,21 @@ def assert_equal(got, wanted):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_autograd_over_an_eager_region(backend):
+    """A backward that is itself compiled opens what eager regions dropped: their replays are not compiled with it."""
+
+    def step(wrap, keep, layers):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        block = wrap(lambda x: keep(layers[0])(x).tanh().exp())
+        loss = layers[2](block(layers[2](block(x)).sin())).square().sum()
+        torch.compile(lambda loss: loss.backward(), backend=backend)(loss)
+        return [x.grad, *(p.grad for m in (layers[0], layers[2]) for p in m.parameters())]
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert_equal(step(recompute, no_recompute, model()), step(lambda f: f, lambda f: f, model()))
+
+
 PLACES = ["whole", "parts", "nested at the end", "saved middle", "saved everything", "region in a saved call"]
 
 

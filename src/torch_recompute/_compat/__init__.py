@@ -251,6 +251,9 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return size == b.numel() and _bytes_at(a.data_ptr(), size) == _bytes_at(b.data_ptr(), size)
 
 
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies each tensor of the second list into that of the first; on a device in one launch if they are alike."""
+
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 

@@ -1,13 +1,33 @@
-"""What `torch.compile` could not compile, and what its CUDA graphs left out: dynamo's own counters.
+"""What `torch.compile` is not to look into, and what it could not compile: dynamo's own counters.
 
-They count from the start of the process, and are there only once something has been compiled.
+The counters count from the start of the process, and are there only once something has been compiled.
 """
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+R = TypeVar("R")
+_compiler_at_work: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def eagerly(fn: Callable[..., R], *args: Any) -> R:
+    """Calls `fn(*args)` so that torch.compile does not see it, as when compiled autograd opens what was saved."""
+    if torch.compiler.is_dynamo_compiling() or _compiler_at_work() is not None:
+        return _unseen(fn, *args)
+    return fn(*args)
+
+
+@torch._disable_dynamo
+def _unseen(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
 
 # The counter has no reasons; torch's log has them.
 NO_CUDA_GRAPH = "no CUDA graph (cudagraph_skips)"

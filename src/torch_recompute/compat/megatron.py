@@ -23,24 +23,27 @@ from .olmo import OutputDiscardCheckpoint
 __all__ = ["CheckpointWithoutOutput", "TrackerRng", "checkpoint"]
 
 
-def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any, **kwargs: Any
+) -> Any:
     """Calls `function(*args, **kwargs)` as a region: Megatron-Core's `tensor_parallel.checkpoint`.
 
     Arguments may be of any kind, which Megatron's are not: it takes tensors and None, by position.
 
     Args:
         function: What to call, and to call again in backward.
-        distribute_saved_activations: False. True, which spreads the first argument over the tensor parallel ranks, is
-            said with a store, which knows the group: `recompute(function, inputs=ShardedOver(group))`.
+        distribute_saved_activations: False or None. True, which spreads the first argument over the tensor parallel
+            ranks, is said with a store, which knows the group: `recompute(function, inputs=ShardedOver(group))`.
         *args: Its positional arguments.
         **kwargs: Its keyword arguments.
 
     Raises:
-        ArgumentError: `function` is not callable, or `distribute_saved_activations` is not False.
+        ArgumentError: `function` is not callable, or `distribute_saved_activations` is neither False nor None.
     """
     check_callable("checkpoint", function)
     write = "Write checkpoint(function, False, *args): in Megatron's call the arguments come after this one."
-    check_switch("checkpoint", "distribute_saved_activations", distribute_saved_activations, write)
+    if distribute_saved_activations is not None:
+        check_switch("checkpoint", "distribute_saved_activations", distribute_saved_activations, write)
     if distribute_saved_activations:
         write = "Write checkpoint(function, False, *args)"
         raise errors.ArgumentError(errors.no_sharded_inputs("distribute_saved_activations=True", write))

@@ -93,6 +93,7 @@ class Parcel:
         "_depot",
         "_expected",
         "_freed",
+        "_mark",
         "_memory",
         "_sent",
         "_source",
@@ -111,6 +112,7 @@ class Parcel:
         self._version = tensor._version
         self._cut = piece
         self._arrived: Memory | None = None
+        self._mark: Any = None
         self._spoiled: int | None = None
         if piece.first < 0:
             source = unexpanded(tensor).contiguous().view(-1)
@@ -182,10 +184,11 @@ class Parcel:
         if self._coming is None:
             flat = self._here()
             if flat is not None:
+                self._depot.lane.arrive(flat, self._mark)  # the reader may be on another stream than the first
                 return flat
             self._coming = self._depot.lane.fetch(self.host, self._sent)
-        (flat, mark), self._coming = self._coming, None
-        self._depot.lane.arrive(flat, mark)
+        (flat, self._mark), self._coming = self._coming, None
+        self._depot.lane.arrive(flat, self._mark)
         if not self._depot.lane.direct:
             self._arrived = Memory(flat)
         return flat
