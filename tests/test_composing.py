@@ -19,6 +19,12 @@ WIDTH, ROWS = 64, 32
 NONE = Plan()
 
 
+@pytest.fixture(autouse=True)
+def without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what cuBLAS keeps, beside which all of these steps are small (`test_workspaces.py` counts it)."""
+    monkeypatch.setattr("torch_recompute.simulation.step.kept_by_cublas", lambda capability: 0)
+
+
 class Norms(nn.Module):
     """Norms and dropout between products, in bfloat16."""
 

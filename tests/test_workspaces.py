@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._compat.allocations import cpu_allocations
 from torch_recompute.bench.frontier.models import build as build_big
 from torch_recompute.memory import workspaces
-from torch_recompute.memory.workspaces import COPYING, TAKING, workspace
+from torch_recompute.memory.workspaces import COPYING, TAKING, attention_on_cuda, kept_by_cublas, workspace
 from torch_recompute.planning.planner import Planner
 from torch_recompute.simulation import simulate_step
 from zoo import build, scalar_loss
@@ -308,7 +308,93 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[
     assert crowded.assumed == (
         "workspaces of aten.convolution are not known and counted as none: there is no memory to run it alone",
     )
-    assert crowded.peak_bytes == named.peak_bytes
+    assert crowded.peak_bytes == named.peak_bytes - kept_by_cublas((8, 0))
     monkeypatch.undo()
     assert simulate(model, (x,)).peak_bytes > crowded.peak_bytes
     assert not simulate(model, (x,)).assumed
+
+
+GIB = 2**30
+LONG = ((1, 32, 32_768, 128), (1, 32, 32_768, 128), (1, 32, 32_768, 128))
+GROUPED = ((1, 32, 32_768, 128), (1, 8, 32_768, 128), (1, 8, 32_768, 128))
+LATENT = ((1, 128, 4096, 192), (1, 128, 4096, 192), (1, 128, 4096, 128))
+BACKWARDS = {
+    "flash": ("flash", LONG, torch.bfloat16, GIB // 2 + 4 * 32 * 32_768),
+    "flash, of grouped heads": ("flash", GROUPED, torch.bfloat16, GIB // 2 + 4 * 32 * 32_768 + 2 * GIB // 4),
+    "flash, of sizes that are rounded up": ("flash", ((2, 3, 100, 80),) * 3, torch.float16, 4 * 2 * 3 * 128 * (96 + 1)),
+    "flash, of wide heads": ("flash", ((1, 1, 128, 200),) * 3, torch.float16, 4 * 128 * (256 + 1)),
+    "cuDNN": ("cudnn", LATENT, torch.bfloat16, 4 * 128 * 4096 * (192 + 1)),
+    "cuDNN, of grouped heads": ("cudnn", GROUPED, torch.bfloat16, GIB // 2 + 4 * 32 * 32_768),
+    "efficient": ("efficient", LATENT, torch.bfloat16, 4 * 128 * 4096 * (192 + 1)),
+    "efficient in 32 bits": ("efficient", LATENT, torch.float32, 4 * 128 * 4096),
+}
+
+
+def attention_of(kind: str, shapes: Any, dtype: torch.dtype) -> tuple[Any, list[Any]]:
+    """The backward of a kernel, and its arguments up to dropout."""
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    rest = [None, None, 1, 1, 0.0, True] if kind == "flash" else [None, None, 0.0, [True, True, True, False], True]
+    return getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default, [out, q, k, v, out, sums, *rest]
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_the_backward_of_attention_sums_in_32_bits_on_cuda(name: str) -> None:
+    """Finding 13: its workspace is what the kernels' sources allocate: the queries' gradient again, and more."""
+    kind, shapes, dtype, wanted = BACKWARDS[name]
+    func, args = attention_of(kind, shapes, dtype)
+    assert attention_on_cuda(func, args) == wanted
+    assert attention_on_cuda(aten.mm.default, args) is None
+
+
+class Attending(nn.Module):
+    """Attention whose backward is the peak of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 128, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 13: the promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
+    x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
+    counted = simulate_step(Attending(), (x,), composed="cuda 8.0")
+    monkeypatch.setattr("torch_recompute.simulation.pretending.attention_on_cuda", lambda *_: 0)
+    without = simulate_step(Attending(), (x,), composed="cuda 8.0")
+    assert counted.peak_bytes - without.peak_bytes == 4 * 2 * 2 * 128 * (32 + 1)
+    assert counted.saved_bytes < kept_by_cublas((8, 0)) < without.peak_bytes
+    assert sum(counted.by_category.values()) == counted.peak_bytes
+    assert sum(counted.activations_by_use.values()) == counted.by_category["activations"]
+    on_hopper = simulate_step(Attending(), (x,), composed="cuda 9.0")
+    assert on_hopper.live_bytes - counted.live_bytes == kept_by_cublas((9, 0)) - kept_by_cublas((8, 0))
+
+
+def test_cublas_keeps_what_its_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 13: 32 MiB on Hopper and Blackwell, 8.1 MiB before, for forward and backward; or as the user set it."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert kept_by_cublas((9, 0)) == kept_by_cublas((10, 0)) == 2 * 32 * 2**20
+    assert kept_by_cublas((8, 0)) == 2 * 8_519_680
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8:1024:1")
+    assert kept_by_cublas((9, 0)) == 2 * (16 * 8 + 1024) * 1024
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_on_cuda_is_asked_of_the_device(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 13: where the device is, its backward is run alone; with dropout, which reads the host, it is not."""
+    places: list[str] = []
+    cuda, mode = torch.device("cuda", 0), FakeTensorMode()
+    monkeypatch.setattr(workspaces, "_known", {})
+    monkeypatch.setattr(workspaces, "_free_bytes", lambda device: GIB)
+    monkeypatch.setattr(workspaces, "_zeros", lambda like, device: places.append(device.type))
+    monkeypatch.setattr(workspaces, "_on_cuda", lambda call, device: 77)
+    func, args = attention_of("flash", ((2, 3, 100, 80),) * 3, torch.bfloat16)
+    args[10] = dropout
+    made = [FakeTensor(mode, x, cuda) if isinstance(x, torch.Tensor) else x for x in args]
+    made += [FakeTensor(mode, torch.empty((), dtype=torch.int64, device="meta"), torch.device("cpu")) for _ in range(2)]
+    assert workspace(func, (tuple(made), {})) == (4 * 2 * 3 * 128 * 97 if dropout else 77)
+    assert places == ([] if dropout else [*["cuda"] * 6, *["cpu"] * 2])

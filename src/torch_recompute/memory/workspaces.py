@@ -13,6 +13,11 @@ gradient, or on what ran before), so it is asked once per process. `measure` and
 Only operations of the kinds below are asked, those that had any among all operations of the models of the tests, and
 of the same families. Products have none, and would be slow; what draws random numbers is never run.
 
+Two things are known without asking. Attention on CUDA sums the queries' gradient in 32 bits, whatever the type of its
+result, and some kernels more (`attention_on_cuda`); the sources say how much, which counts for a GPU that is not at
+hand, where dropout would draw random numbers, and where the operation alone would take too long. And cuBLAS has a
+workspace for each thread that makes products (`kept_by_cublas`), which is never given back.
+
 Rejected: formulas for what oneDNN does, which change with its version and the processor; the events around the
 operations of a real step, which a simulation does not have.
 
@@ -24,8 +29,10 @@ longer than some seconds.
 from __future__ import annotations
 
 import math
+import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -38,6 +45,8 @@ from .._tree import mapped
 from . import allocator
 from .host import host_memory
 
+SDPA = "_scaled_dot_product"
+
 TAKING = frozenset(
     {
         # inputs and weights in the layout of the kernel, or all patches of the input as columns
@@ -48,6 +57,7 @@ TAKING = frozenset(
         # scores of a block of queries for each thread, or which rows are all masked
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
+        *(f"{SDPA}_{kind}_attention{end}" for kind in ("cudnn", "efficient", "flash") for end in ("", "_backward")),
         "_safe_softmax",
         # the maximum and the differences from it; a copy; sums so far of each thread
         *("logsumexp", "sort", "cumsum"),
@@ -67,6 +77,7 @@ COPYING = frozenset(
 
 MOST_WORK = 10**11
 """Multiplications of an operation that is run alone, per thread: some five seconds."""
+DRAWS = "it draws random numbers"
 NO_MEMORY = "there is no memory to run it alone"
 
 _taking: dict[Any, tuple[bool, bool]] = {}
@@ -101,7 +112,11 @@ def workspace(func: Any, inputs: Any) -> int | str:
     except TypeError:
         return "an argument cannot be looked up"
     if known is None:
-        known = _asked(func, inputs, tensors, device, threads)
+        formula = attention_on_cuda(func, inputs[0])
+        known = DRAWS if formula is not None and _drops_out(inputs[0]) else None
+        known = known or _asked(func, inputs, tensors, device, threads)
+        if type(known) is str and formula is not None:
+            known = formula
         if known != NO_MEMORY:  # which may be different the next time
             _known[key] = known
     return known
@@ -110,6 +125,60 @@ def workspace(func: Any, inputs: Any) -> int | str:
 def takes(func: Any) -> bool:
     """Whether an operation is of a kind that may take a workspace whatever its arguments are."""
     return _kind(func)[0]
+
+
+def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
+    """Bytes that an attention kernel takes on CUDA, by its sources; None for what is no such kernel.
+
+    Each backward sums the queries' gradient in 32 bits and has a number per query:
+
+    - flash (`flash_api.cpp`, `mha_bwd`): rows of a multiple of 128 and widths of a multiple of 32, or 256 above 192;
+      with fewer heads of keys than of queries, gradients of keys and values for all heads as well
+    - efficient (`attention_backward.cu`): rows and widths of multiples of 64 where the type has 16 bits, else only the
+      number per query; its forward sums the result in 32 bits where values are wider than 128
+    - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
+    """
+    name = str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
+    if not name.startswith(SDPA) or name not in TAKING or "for_cpu" in name:
+        return None
+    back = name.endswith("_backward")
+    query, key, value = args[back : back + 3]
+    batch, heads, rows, width = query.shape
+    half = query.dtype.itemsize == 2
+    if not back:
+        return (
+            4 * batch * heads * rows * value.shape[-1] if "efficient" in name and half and value.shape[-1] > 128 else 0
+        )
+    if "flash" in name:
+        accumulated = _up(rows, 128) * ((_up(width, 32) if width <= 192 else 256) + 1)
+    elif "efficient" in name:
+        accumulated = (_up(rows, 64) * _up(width, 64) if half else 0) + rows
+    else:
+        accumulated = rows * (width + 1)
+    grouped = "flash" in name and key.shape[1] != heads
+    spread = batch * heads * key.shape[-2] * (width + value.shape[-1]) * query.dtype.itemsize if grouped else 0
+    return 4 * batch * heads * accumulated + spread
+
+
+def kept_by_cublas(capability: tuple[int, int]) -> int:
+    """Bytes that cuBLAS keeps on a CUDA device: a workspace for the forward's thread and one for the backward's.
+
+    It is allocated at a thread's first product, as a tensor is, and stays (`CublasHandlePool.cpp`).
+    `CUBLAS_WORKSPACE_CONFIG` says how large, as kilobytes and counts.
+    """
+    said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")) or (
+        [("4096", "8")] if capability[0] in (9, 10, 12) else [("4096", "2"), ("16", "8")]
+    )
+    return 2 * sum(1024 * int(size) * int(count) for size, count in said)
+
+
+def _drops_out(args: Sequence[Any]) -> bool:
+    """Whether an attention kernel is called with dropout, of its positional numbers the only one between 0 and 1."""
+    return any(isinstance(value, float) and 0 < value < 1 for value in args)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _kind(func: Any) -> tuple[bool, bool]:
@@ -139,7 +208,7 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
         try:
             torch.set_num_threads(threads)  # a new thread has the environment's number until it is told
             with torch.no_grad():
-                args, kwargs = mapped(inputs, lambda tensor: _zeros(tensor, device))
+                args, kwargs = mapped(inputs, lambda tensor: _zeros(tensor, _place(tensor, device)))
                 call: Callable[[], object] = lambda: func(*args, **(kwargs or {}))  # noqa: E731
                 found.append(_on_cpu(call) if device.type == "cpu" else _on_cuda(call, device))
         except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: said by whoever asked
@@ -202,6 +271,11 @@ def _layout(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_layout(item) for item in cast("tuple[Any, ...]", value))
     return type(value), value
+
+
+def _place(like: torch.Tensor, device: torch.device) -> torch.device:
+    """Where the twin of an argument lies: on the device, but for what a kernel reads on the host."""
+    return torch.device("cpu") if device_of(like).type == "cpu" else device
 
 
 def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -39,7 +39,7 @@ from .._compat.fakes import (
     writes,
 )
 from .._tree import mapped
-from ..memory.workspaces import takes, workspace
+from ..memory.workspaces import attention_on_cuda, takes, workspace
 from .autocasting import autocast_of_cuda
 from .composing import AsOnCuda
 from .kernels import Kernels
@@ -90,6 +90,7 @@ class Pretend(TorchDispatchMode):
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
+        capability: Of the CUDA device that functions are composed for; None for none.
     """
 
     supports_higher_order_operators = True
@@ -102,15 +103,14 @@ class Pretend(TorchDispatchMode):
         self.assumed: dict[str, None] = {}
         self._seen: Callable[[Any, Any, Any], None] | None = None
         self._composed = composed
+        self.capability = _capability(composed)
         self._around = ExitStack()
 
     def __enter__(self) -> Any:
         self._around.enter_context(flex_uncompiled())
-        kind, _, capability = self._composed.partition(" ")
-        if kind == "cuda":
-            major, _, minor = (capability or "8.0").partition(".")
+        if self.capability is not None:
             self._around.enter_context(autocast_of_cuda())
-            self._around.enter_context(AsOnCuda((int(major), int(minor))))
+            self._around.enter_context(AsOnCuda(self.capability))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -129,7 +129,9 @@ class Pretend(TorchDispatchMode):
     def workspace(self, func: Any, inputs: Any) -> int:
         """Bytes that an operation takes while it runs; where they are not known, that is noted."""
         if self._composed:
-            taken = f"operations are not run on {self._composed} here" if takes(func) else 0
+            known = attention_on_cuda(func, inputs[0]) if self.capability else None
+            unknown = f"operations are not run on {self._composed} here" if takes(func) else 0
+            taken = unknown if known is None else known
         else:
             taken = workspace(func, inputs)
         if isinstance(taken, str):
@@ -281,6 +283,13 @@ def _grouped(
     else:
         shape = [*a.shape[:-1], b.shape[-1]]
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _capability(composed: str) -> tuple[int, int] | None:
+    """What "cuda 9.0" says; 8.0 where no number is said."""
+    kind, _, number = composed.partition(" ")
+    major, _, minor = (number or "8.0").partition(".")
+    return (int(major), int(minor)) if kind == "cuda" else None
 
 
 def _floats(tensor: torch.Tensor) -> bool:

@@ -41,7 +41,8 @@ class Recording(Measurement):
         self, pretend: Pretend, places: Places, device: torch.device, rounding: int, watch: Watch | None = None
     ) -> None:
         super().__init__(device)
-        self._pretend = pretend
+        self._pretend, self._here = pretend, device
+        self._held: torch.UntypedStorage | None = None
         self._rounding = rounding
         self._places = places
         self._told = watch
@@ -49,6 +50,11 @@ class Recording(Measurement):
         self.kept: list[tuple[Entry, int]] = []
         self._ever_kept: list[Entry] = []
         self.at: dict[int, Place] = {}
+
+    def hold(self, nbytes: int) -> None:
+        """Books memory that is there from the beginning and stays, which no forward keeps for its backward."""
+        self._held = torch.UntypedStorage(nbytes, device="meta")
+        self.books(self._here).mark(self._held, ACTIVATIONS, Place())
 
     def _watcher(self) -> AbstractContextManager[Any]:
         return self._pretend.showing(self.record)
@@ -88,7 +94,8 @@ class Recording(Measurement):
         """Notes what is kept for backward."""
         ledger = self.books(device)
         ledger.book_deaths()
-        self.kept = [(entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS]
+        alive = ((entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS)
+        self.kept = [(entry, nbytes) for entry, nbytes in alive if self._held is None or entry() is not self._held]
         self._ever_kept += [entry for entry, _ in self.kept]
 
     def by_use(self, activations: Iterable[tuple[Entry, int]]) -> dict[str, int]:

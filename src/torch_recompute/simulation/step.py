@@ -18,6 +18,7 @@ from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
 from ..memory.blocks import blocks_of
 from ..memory.ledger import ACTIVATIONS, Entry
+from ..memory.workspaces import kept_by_cublas
 from ..state import DEFAULT
 from .advising import advise
 from .faking import Faker
@@ -168,6 +169,11 @@ class _Step:
         args, kwargs = self._faker.arguments(args, kwargs)
         books = Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
         books.track(self._model)
+        capability = self._pretend.capability
+        if capability is None and self._device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self._device)
+        if capability is not None:
+            books.hold(kept_by_cublas(capability))
         logits: tuple[int, int] | None = None
         with self._pretend, self._places.watching(), books:
             for _ in range(accumulate):
