@@ -398,3 +398,13 @@ def test_a_layer_of_latent_attention_keeps_what_it_keeps_on_hopper() -> None:
     x = torch.empty(1, 4096, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
     there = simulate_step(Layer(), (x,), device="cpu", composed=DEVICES["h100"].composed)
     assert 2.85 < there.saved_bytes / 2**30 < 2.95
+
+
+def test_an_optimizer_goes_over_lists_as_on_cuda() -> None:
+    """What its step takes besides is then a list of tensors, not one tensor after the other."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), torch.ones(1, 64)
+    there = simulate_step(model, (x,), optimizer=torch.optim.AdamW, composed="cuda")
+    here = simulate_step(model, (x,), optimizer=torch.optim.AdamW)
+    assert there.peak.phase == "optimizer"
+    assert "_foreach" in there.peak.op
+    assert there.peak_bytes > here.peak_bytes + 4 * 64 * 64

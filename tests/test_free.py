@@ -75,3 +75,35 @@ def test_elsewhere_another_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(host, "sys", types.SimpleNamespace(platform="darwin"))
     monkeypatch.setitem(sys.modules, "psutil", types.SimpleNamespace(virtual_memory=lambda: memory))
     assert free_bytes(nn.Linear(7, 4, bias=False), torch.device("cpu")) == 10 * GIB + 4 * 28 - GIB
+
+
+def test_in_the_middle_of_training_what_the_step_holds_is_given_back() -> None:
+    """Finding 22: gradients and the state of the step's own optimizer are there for it, and the peak counts them."""
+    model = nn.Linear(256, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_recompute.planning.free.host_memory", lambda: (10 * GIB, 20 * GIB))
+        fresh = free_bytes(model, torch.device("cpu"), optimizer)
+        model(torch.ones(1, 256)).sum().backward()
+        with_gradients = free_bytes(model, torch.device("cpu"), optimizer)
+        optimizer.step()
+        trained = free_bytes(model, torch.device("cpu"), optimizer)
+    weights = 4 * 256 * 1024
+    assert with_gradients - fresh == weights
+    assert trained - with_gradients == 2 * weights + 4  # and the number of steps
+    assert free_bytes(model, torch.device("cpu"), torch.optim.AdamW) > 0
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_an_accelerator_says_what_it_has_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 20: what is free on an XPU or on MPS is asked there, not of the host."""
+    says = {
+        "xpu": {
+            "mem_get_info": lambda device: (8 * GIB, 20 * GIB),
+            "memory_reserved": lambda device: 3 * GIB,
+            "memory_allocated": lambda device: GIB,
+        },
+        "mps": {"recommended_max_memory": lambda: 20 * GIB, "current_allocated_memory": lambda: 10 * GIB},
+    }
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(**says[device.type]))
+    assert free_bytes(nn.Linear(2, 2), torch.device(kind)) == 10 * GIB - GIB

@@ -97,6 +97,7 @@ from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.prediction import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planning.free import free_bytes
 from torch_recompute.planning.hosts import link_of
 from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.schedules import orders_named, orders_of
@@ -3086,7 +3087,9 @@ CASES = [
         ArgumentError,
         lambda: make_plan(torch.nn.Linear(4, 4), (vector(),), budget=0.5, device="h300"),
         "device='h300' is neither a device of this machine nor one whose speeds are known.\n"
-        "  Known are a100, h100, h200, b200, rtx4090.",
+        "  Known are "
+        "v100, t4, a10, a30, a40, a100, a100-40gb, a100-pcie, l4, l40, l40s, h20, h100, h100-pcie, h100-nvl, h200, "
+        "h200-nvl, h800, gh200, b200, rtx-a6000, rtx3090, rtx4090, rtx5090.",
     ),
     Case(
         "bad_sizes",
@@ -3133,15 +3136,19 @@ CASES = [
         ArgumentError,
         lambda: make_plan(torch.nn.Linear(3, 3), (vector(),), budget=0.5, offload=True),
         "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
-        '  To plan for a device that is not at hand, name it: device="h100" (known are a100, rtx4090, h100, '
-        "h200, b200).",
+        '  To plan for a device that is not at hand, name it: device="h100" (known are '
+        "v100, t4, a10, a30, a40, a100, a100-40gb, a100-pcie, l4, l40, l40s, h20, h100, h100-pcie, h100-nvl, h200, "
+        "h200-nvl, h800, gh200, b200, rtx-a6000, rtx3090, rtx4090, rtx5090).",
     ),
     Case(
         "no_link",
         ArgumentError,
         lambda: link_of(Roofline("mine", {1: 1e12}, 1e12, 1e-6), torch.device("cpu")),
         "offload: how fast device 'mine' copies to and from host memory is not known.\n"
-        "  Known are a100, rtx4090, h100, h200, b200, and any CUDA device of this machine, which is measured.",
+        "  Known are "
+        "v100, t4, a10, a30, a40, a100, a100-40gb, a100-pcie, l4, l40, l40s, h20, h100, h100-pcie, h100-nvl, h200, "
+        "h200-nvl, h800, gh200, b200, rtx-a6000, rtx3090, rtx4090, rtx5090, and any CUDA device of "
+        "this machine, which is measured.",
     ),
     Case(
         "bad_profile",
@@ -3157,6 +3164,13 @@ CASES = [
         fits_where_memory_is_unknown,
         "what memory of this machine is free is not known: its system (darwin) says it to psutil, which is not "
         "installed. pip install psutil, or pass the budget in bytes.",
+    ),
+    Case(
+        "device_memory_unknown",
+        ArgumentError,
+        lambda: free_bytes(nn.Linear(2, 2), torch.device("mtia")),
+        "budget=\"fit\": what a device of type 'mtia' has free is not known, since torch.mtia does not say it.\n"
+        '  Pass the most bytes that the step may take, such as budget="24GiB".',
     ),
     Case(
         "nothing_to_fit_into",

@@ -10,6 +10,7 @@ from torch import nn
 from test_zoo import plans
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, measure, simulate
 from torch_recompute.memory import CATEGORIES
+from torch_recompute.simulation.step import _Step
 from zoo import ZOO, build, scalar_loss
 
 # Which tokens go to which expert depends on the values of weights; a simulation sends them evenly.
@@ -220,3 +221,9 @@ def test_a_second_plan_is_refused() -> None:
     assert simulate(model, (x,)).by_category == expected.by_category
     with pytest.raises(ArgumentError, match="has a plan already"):
         simulate(model, (x,), plan=plan)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 18: ranks that simulate for "cuda" do not all open a context on the first device."""
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert _Step(torch.device("cuda"), None, None, "")._device == torch.device("cuda", 3)

@@ -205,7 +205,7 @@ class _Examination:
         """What a budget comes to."""
         if simulated is None:
             return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, 0, None)
-        free = partial(free_bytes, self._model, simulated.step.device)
+        free = partial(free_bytes, self._model, simulated.step.device, self._optimizer)
         return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, simulated.plain.peak_bytes, free)
 
     # --- run ------------------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ from .planning import (
     bad_offload,
     bad_profile,
     bad_sizes,
+    device_memory_unknown,
     host_memory_unknown,
     no_link,
     no_plan_fits,

@@ -159,6 +159,14 @@ def host_memory_unknown(system: str) -> str:
     )
 
 
+def device_memory_unknown(kind: str) -> str:
+    """Text for an accelerator that does not say how much memory it has."""
+    return (
+        f'budget="fit": what a device of type {kind!r} has free is not known, since torch.{kind} does not say it.\n'
+        '  Pass the most bytes that the step may take, such as budget="24GiB".'
+    )
+
+
 def nothing_to_fit_into() -> str:
     """Text for "fit" where no device is known."""
     return (

@@ -1,6 +1,6 @@
 """What a device has free for a step of a model: the budget that "fit" stands for.
 
-On the CPU that is what the host has free for this process (`memory/host.py`).
+On the CPU that is what the host has free for this process (`memory/host.py`); an accelerator is asked itself.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .. import errors
 from ..memory.host import host_memory
 from ..memory.ledger import storages
 
@@ -15,16 +16,40 @@ from ..memory.ledger import storages
 RESERVE = 0.05
 
 
-def free_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes that the peak of a step may reach: what is free, and what the model itself holds, less a reserve of 5 %.
+def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None) -> int:
+    """Bytes that the peak of a step may reach: what is free, and what the step itself holds, less a reserve of 5 %.
+
+    In the middle of training the device holds gradients and the optimizer's state, which the peak of a step counts.
+
+    Args:
+        model: The model.
+        device: Where the step runs.
+        optimizer: The optimizer of the step, whose state is given back where it has one.
 
     Raises:
-        ArgumentError: The device is the CPU of a system that says nothing of its memory.
+        ArgumentError: What is free is said neither by the device nor, for the CPU, by the system.
     """
-    held = {id(s): int(s.nbytes()) for _, s in storages([*model.parameters(), *model.buffers()]) if s.device == device}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free, total = host_memory()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    state = [*optimizer.state.values()] if isinstance(optimizer, torch.optim.Optimizer) else []
+    own = storages([[*model.parameters(), *model.buffers(), *gradients], state])
+    held = {id(storage): int(storage.nbytes()) for place, storage in own if _same(place, device)}
+    free, total = _memory(device)
     return free + sum(held.values()) - round(RESERVE * total)
+
+
+def _same(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and device.index in (None, place.index)
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device that are free for this process, and all of them."""
+    if device.type == "cpu":
+        return host_memory()
+    module = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free, total = module.mem_get_info(device)
+        return free + module.memory_reserved(device) - module.memory_allocated(device), total
+    if hasattr(module, "recommended_max_memory"):  # MPS, whose memory is the host's, up to a share of it
+        total = module.recommended_max_memory()
+        return total - module.current_allocated_memory(), total
+    raise errors.ArgumentError(errors.device_memory_unknown(device.type))

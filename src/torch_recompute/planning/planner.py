@@ -135,7 +135,7 @@ class Planner:
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        free = partial(free_bytes, self._model, self.plain.device)
+        free = partial(free_bytes, self._model, self.plain.device, self._step["optimizer"])
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
         best: tuple[Solution, Simulation] | None = None
         costs, known = self.costs, None
@@ -232,7 +232,8 @@ class Planner:
             return why
         given = [x for x in _compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         try:
-            room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in (*self._model.buffers(), *given))
+            held = (*self._model.buffers(), *given, *(p.grad for p in self._model.parameters() if p.grad is not None))
+            room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
             return str(error)
         solution, simulation = chosen or self.least

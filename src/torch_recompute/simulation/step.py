@@ -157,7 +157,7 @@ class _Step:
                 self._optimizer = optimizer(list(self._model.parameters()))
             if not isinstance(self._optimizer, torch.optim.Optimizer):
                 raise errors.ArgumentError(errors.not_an_optimizer(optimizer, self._optimizer))
-        if self._optimizer is not None and self._device.type == "cuda":
+        if self._optimizer is not None and (self._device.type == "cuda" or self._pretend.capability is not None):
             _as_on_cuda(self._optimizer)
         if prepare is not None:
             prepare(self._model)
