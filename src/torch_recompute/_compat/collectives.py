@@ -1,14 +1,45 @@
-"""The functional collectives of torch, which say what they return without a process group."""
+"""The functional collectives of torch, and what the classes of tensors that make them are shown to."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from .fakes import FakeTensor
 
 
 def functional() -> Any:
     """The operations; what they return on fake tensors is defined where torch calls them."""
     importlib.import_module("torch.distributed._functional_collectives")
     return torch.ops._c10d_functional
+
+
+def dispatches(kind: type) -> bool:
+    """Whether tensors of a class decide themselves what an operation on them is; not so fake ones, nor parameters."""
+    own: Any = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
+def call_next_mode(mode: Any, func: Any, kinds: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shows an operation to the dispatch mode around `mode`, which is handling it and goes on inside of that one.
+
+    `NotImplemented`, as that mode may return, where there is none: the tensors' class comes next.
+    """
+    around: Any = next(reversed(_get_current_dispatch_mode_stack()), None)
+    if around is None or getattr(around, "_mode_key", None) is not None:
+        return NotImplemented
+    _pop_mode()
+    _push_mode(mode)
+    try:
+        return type(around).__torch_dispatch__(around, func, kinds, args, kwargs)
+    finally:
+        _pop_mode()
+        _push_mode(around)

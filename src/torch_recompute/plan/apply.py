@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -240,8 +240,7 @@ class Applied:
             planned_models.pop(self.model, None)
         self._placed = []
 
-    @contextmanager
-    def watch(self) -> Generator[Applied]:
+    def watch(self) -> AbstractContextManager[Applied]:
         """Takes the figures of the steps inside, for `report`.
 
             with handle.watch():
@@ -257,6 +256,10 @@ class Applied:
         """
         if not self._placed:
             raise errors.ArgumentError(errors.watched_after_removal(type(self.model).__name__))
+        return self._watch()
+
+    @contextmanager
+    def _watch(self) -> Generator[Applied]:
         with watching(self._regions) as self._figures:
             yield self
 
@@ -266,25 +269,11 @@ class Applied:
         Bytes, FLOPs and decisions are those of one call of each, seconds the mean of the replays after the first.
         Where no step was watched, the report says so.
         """
-        figures = self._figures or []
+        figures = self._figures or [Figures() for _ in self._regions]
         rows: list[Row] = []
         for choice in self.plan.all_choices:
-            mine = [number for number, region in enumerate(self._regions) if region.choice == choice]
-            taken = [figures[number] for number in mine] if figures else []
-            known = [f.saved_bytes for f in taken if f.saved_bytes is not None]
-            seconds = [f.seconds for f in taken]
-            rows.append(
-                Row(
-                    choice,
-                    tuple(type(self._regions[number].module).__name__ for number in mine),
-                    sum(known) if known else None,
-                    sum(f.flops or 0 for f in taken),
-                    sum(s for s in seconds if s is not None) if seconds and None not in seconds else None,
-                    sum(f.replays for f in taken),
-                    sum(f.flips for f in taken),
-                    sum(f.decisions for f in taken),
-                )
-            )
+            mine = [(region, f) for region, f in zip(self._regions, figures, strict=True) if region.choice == choice]
+            rows.append(Row.of(choice, [type(region.module).__name__ for region, _ in mine], [f for _, f in mine]))
         return Report(tuple(rows), watched=self._figures is not None)
 
     def __repr__(self) -> str:

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._compat.collectives import call_next_mode, dispatches
 from .._compat.functions import attention_in_parts
 from ..region import no_recompute
 from ..values import Run, replay, thread
@@ -137,8 +138,10 @@ class KeepCollectives(_compat.TorchDispatchMode):
         if namespace in ("_c10d_functional", "_dtensor"):
             if name.partition(".")[0].removesuffix("_coalesced") in self._names:
                 return no_recompute(func, name=name)(*args, **(kwargs or {}))
-        elif not all(issubclass(kind, _compat.FakeTensor) for kind in kinds):
-            return NotImplemented  # a subclass that makes collectives of its own is to make them under this mode
+        elif any(dispatches(kind) for kind in kinds):
+            # A subclass that makes collectives of its own is to make them under this mode; the modes around it are
+            # shown the subclass first, as they are without this one.
+            return call_next_mode(self, func, kinds, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

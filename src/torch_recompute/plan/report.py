@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .observe import Figures
 from .plan import Choice
 
 WORTH = 0.01
@@ -44,6 +45,28 @@ class Row:
     replays: int
     flips: int = 0
     decisions: int = 0
+
+    @staticmethod
+    def of(choice: Choice, modules: Sequence[str], figures: Sequence[Figures]) -> Row:
+        """The row of a choice.
+
+        Args:
+            choice: The choice.
+            modules: The class names of its modules.
+            figures: The figures of each.
+        """
+        known = [f.saved_bytes for f in figures if f.saved_bytes is not None]
+        seconds = [f.seconds for f in figures]
+        return Row(
+            choice,
+            tuple(modules),
+            sum(known) if known else None,
+            sum(f.flops or 0 for f in figures),
+            sum(s for s in seconds if s is not None) if seconds and None not in seconds else None,
+            sum(f.replays for f in figures),
+            sum(f.flips for f in figures),
+            sum(f.decisions for f in figures),
+        )
 
 
 @dataclass(frozen=True)
