@@ -481,6 +481,32 @@ def test_adapters_train_without_gradients_of_the_embedding(first: str, policy: s
     assert same(step(model, inputs), expected)
 
 
+@pytest.mark.parametrize("policy", ["full", "full:2"])
+def test_hooks_for_one_forward_are_there_in_its_replay(policy: str) -> None:
+    """PEFT's aLoRA registers hooks in the layers for the forward alone: gradients are the plain ones all the same."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    ids = torch.randint(7, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids[0, 3:5] = ids[1, 5:7] = torch.tensor([5, 6])
+    found = []
+    for plan in ("none", policy):
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(
+            r=4,
+            task_type="CAUSAL_LM",
+            alora_invocation_tokens=[5, 6],
+            target_modules=["q_proj", "v_proj"],
+            init_lora_weights=False,
+            lora_dropout=0.1,
+        )
+        model = peft.get_peft_model(build("llama")[0], settings).train()
+        apply(model, plan)
+        with runs(model) as count:
+            found.append(step(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}))
+    assert count[0] == 2 * LAYERS
+    assert same(*found)
+    assert len(found[0]) == 1 + 2 * 2 * LAYERS
+
+
 def test_adapters_train_through_the_trainer(tmp_path: Path) -> None:
     """The plan stays when PEFT wraps the model after it and the Trainer turns checkpointing on."""
     expected, _ = train(with_adapters(build("llama")[0]), tmp_path)

@@ -12,7 +12,8 @@ can depend on besides its arguments when a region is entered, and puts it in pla
   the forward and dropped when the two are equal: that is how we know that nothing was drawn, and then the replay
   touches no generator (`_generators.py`).
 * what the function reaches (`_reach.py`): the buffers of its modules, so that running statistics are updated once
-  and not twice; `training` flags; closure cells that were rebound or deleted meanwhile.
+  and not twice; `training` flags; hooks that were there for the forward only; closure cells that were rebound or
+  deleted meanwhile.
 
 Rejected: finding out what was touched with a dispatch mode (20 us per operation); copying every buffer always (a
 1 GiB KV cache is a buffer too). Buffers up to 64 KiB of modules in training mode are copied; larger ones are copied
@@ -156,13 +157,54 @@ _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
 _quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
 
 
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
+
+class _Hooks:
+    """The hooks of modules that a forward found and left; who registers one for a forward alone takes it away then."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        with_hooks = [module for module in modules if module._forward_pre_hooks or module._forward_hooks]
+        every = [module.__dict__[name] for module in with_hooks for name in _HOOKS if name in module.__dict__]
+        self._kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(hooks, dict(hooks)) for hooks in every]
+
+    def settle(self) -> None:
+        """After the forward: what is gone already has removed itself and is not to run again."""
+        if self._kept:
+            self._kept = [(hooks, {key: then[key] for key in then if key in hooks}) for hooks, then in self._kept]
+
+    @property
+    def differ(self) -> bool:
+        """Whether one of them is gone."""
+        return any(key not in hooks for hooks, then in self._kept for key in then)
+
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Registers those again that are gone, in their order."""
+        for hooks, then in self._kept:
+            gone = [key for key in then if key not in hooks]
+            if gone:
+                every = {**then, **hooks}
+                hooks.clear()
+                hooks.update(every)
+                stack.callback(_remove, hooks, gone)
+
+
+def _remove(hooks: dict[Any, Any], keys: Sequence[Any]) -> None:
+    for key in keys:
+        hooks.pop(key, None)
+
+
 class _Reached:
     """The tensors and modules that a region's function reaches, as the forward found them."""
 
-    __slots__ = ("_buffers", "_copies", "_late", "_state", "_training", "_watched")
+    __slots__ = ("_buffers", "_copies", "_hooks", "_late", "_state", "_training", "_watched")
 
     def __init__(self, reach: Reach, cells: bool) -> None:
         self._training = [(module, module.training) for module in reach.modules]
+        self._hooks = _Hooks(reach.modules)
         self._buffers = [(buffers, dict(buffers)) for buffers in reach.buffers()]
         self._watched: list[tuple[Seen, int]] = []
         self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
@@ -183,6 +225,7 @@ class _Reached:
         self._copies = self._state.capture()
 
     def settle(self) -> None:
+        self._hooks.settle()
         if self._copies:
             self._settle_copies()
         if self._late:  # they had no values before the forward; the replay may do to them what it likes
@@ -217,6 +260,7 @@ class _Reached:
         if self._copies:
             stack.callback(self._state.restore, self._state.capture())
             self._state.restore(self._copies)
+        self._hooks.restore(stack)
         for module, training in self._training:
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
@@ -227,7 +271,7 @@ class _Reached:
 
     @property
     def differs(self) -> bool:
-        return bool(self._copies or self._buffers) or any(
+        return bool(self._copies or self._buffers or self._hooks.differ) or any(
             module.training is not training for module, training in self._training
         )
 

@@ -41,12 +41,30 @@ def evaluated(module):
     module.train()
 
 
+@contextlib.contextmanager
+def hooked(modules):
+    """Hooks that PEFT's aLoRA and the like register for one forward: they change what modules are given and return."""
+    handles = []
+    for module in modules:
+        if not list(module.children()):
+            handles += [
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs: ((args[0] * 2, *args[1:]), kwargs), with_kwargs=True
+                ),
+                module.register_forward_hook(lambda _, args, result: result.sin()),
+            ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
 SETTINGS = {
     "function mode": lambda program: Doubled(),
     "autocast": lambda program: torch.autocast("cpu", torch.bfloat16),
     "autocast without cache": lambda program: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "sdpa kernel": lambda program: sdpa_kernel(SDPBackend.MATH),
     "default device": lambda program: torch.device("cpu"),
+    "hooks": lambda program: hooked(nn.ModuleList(m for m in program.stages if isinstance(m, nn.Module)).modules()),
     "eval": lambda program: evaluated(nn.ModuleList(m for m in program.stages if isinstance(m, nn.Module))),
 }
 
@@ -179,6 +197,30 @@ def test_context_variables():
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 2.0).exp() * 2 * 9)
     assert variable.get() == 1.0
+
+
+def test_hooks_of_the_forward_alone_are_gone_again():
+    """A replay runs the hooks that the forward found and left, in their order, and none that removed itself in it."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    seen = []
+
+    def hook(name):
+        return lambda *_: seen.append(name)
+
+    first = module[0].register_forward_pre_hook(hook("first"))
+    module[0].register_forward_pre_hook(hook("second"))
+
+    def removes_itself(*_):
+        seen.append("once")
+        once.remove()
+
+    once = module[1].register_forward_pre_hook(removes_itself)
+    y = recompute(module)(ones(2, 3)).sum()
+    first.remove()
+    assert seen == ["first", "second", "once"]
+    y.backward()
+    assert seen[3:] == ["first", "second"]
+    assert [len(one._forward_pre_hooks) for one in module] == [1, 0]
 
 
 def test_training_flag_turned_off_before_backward():
