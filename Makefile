@@ -7,8 +7,11 @@
 PYTHON ?= python3
 JOBS ?= 2
 PYTEST_ARGS ?=
+# Another torch than the pinned one: `make test TORCH=2.14.1` works in .venv-2.14.1.
+TORCH ?=
 
-VENV := .venv
+VENV := .venv$(TORCH:%=-%)
+PINS := $(if $(TORCH),$(VENV)/,)constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL := $$(echo dist/*.whl)
@@ -63,8 +66,8 @@ docs: $(VENV)/.stamp-docs  ## the manual, into site (Python 3.11 or newer)
 pages: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what in docs is made from results, error texts and drawings
 	$(BIN)/python tools/pages.py
 
-clean:  ## remove .venv and everything built
-	rm -rf $(VENV) dist build site .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove every .venv and everything built
+	rm -rf .venv .venv-* dist build site .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
@@ -72,9 +75,12 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
+$(VENV)/constraints.txt: constraints.txt | $(VENV)/.stamp-venv
+	sed 's/^torch==.*/torch==$(TORCH)/' $< > $@
+
 # `torch` is asked for by that one name and the constraint, so that pip may choose the build that suits the machine.
-$(VENV)/.stamp-base: constraints.txt $(VENV)/.stamp-venv
-	$(PIP) install -c constraints.txt torch hatchling build
+$(VENV)/.stamp-base: $(PINS) $(VENV)/.stamp-venv
+	$(PIP) install -c $(PINS) torch hatchling build
 	touch $@
 
 $(VENV)/.stamp-wheel: $(SOURCES) $(VENV)/.stamp-base
@@ -83,19 +89,19 @@ $(VENV)/.stamp-wheel: $(SOURCES) $(VENV)/.stamp-base
 	touch $@
 
 # The extras follow pyproject.toml, the package follows its sources: two stamps, so that an edit reinstalls only the package.
-$(VENV)/.stamp-extras: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
-	$(PIP) install -c constraints.txt "$(WHEEL)[cli]"
+$(VENV)/.stamp-extras: pyproject.toml $(PINS) | $(VENV)/.stamp-wheel
+	$(PIP) install -c $(PINS) "$(WHEEL)[cli]"
 	touch $@
 
 $(VENV)/.stamp-installed: $(VENV)/.stamp-wheel $(VENV)/.stamp-extras
 	$(PIP) install --no-deps --force-reinstall $(WHEEL)
 	touch $@
 
-$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
-	$(PIP) install -c constraints.txt "$(WHEEL)[cli,dev]"
+$(VENV)/.stamp-dev: pyproject.toml $(PINS) | $(VENV)/.stamp-wheel
+	$(PIP) install -c $(PINS) "$(WHEEL)[cli,dev]"
 	touch $@
 
-$(VENV)/.stamp-docs: pyproject.toml constraints.txt | $(VENV)/.stamp-wheel
+$(VENV)/.stamp-docs: pyproject.toml $(PINS) | $(VENV)/.stamp-wheel
 	@$(BIN)/python -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "The tools of the manual need Python 3.11: make clean, then make docs PYTHON=/path/to/python3.11")'
-	$(PIP) install -c constraints.txt "$(WHEEL)[docs]"
+	$(PIP) install -c $(PINS) "$(WHEEL)[docs]"
 	touch $@

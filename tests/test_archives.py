@@ -3,6 +3,7 @@
 import email
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -140,6 +141,21 @@ def test_the_installed_plugin_is_found(folder: Path, tmp_path: Path) -> None:
     assert "1 failed" in done.stdout
     assert "FAILED test_it.py::test_peak" in done.stdout
     assert "torch-recompute-" in next(line for line in done.stdout.splitlines() if line.startswith("plugins: "))
+
+
+def test_another_torch_has_a_venv_of_its_own() -> None:
+    """`make test TORCH=...` makes and uses one virtual environment, in which torch alone has another pin."""
+    if shutil.which("make") is None or not (ROOT / "Makefile").is_file():
+        pytest.skip("make and the Makefile are needed")
+    asked = ["make", "--dry-run", "--always-make", "-C", str(ROOT), "test"]
+    plain, other = (
+        subprocess.run([*asked, f"TORCH={torch}"], capture_output=True, text=True, check=True).stdout
+        for torch in ("", "2.14.1")
+    )
+    pins = "sed 's/^torch==.*/torch==2.14.1/' constraints.txt > .venv-2.14.1/constraints.txt\n"
+    assert pins in other
+    assert ".venv/" in plain
+    assert other.replace(pins, "").replace(".venv-2.14.1/constraints", "constraints").replace("-2.14.1", "") == plain
 
 
 def test_the_tools_are_pinned_once() -> None:

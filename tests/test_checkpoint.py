@@ -29,7 +29,15 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from torch_recompute import ArgumentError, MismatchError, checkpoint, checkpoint_sequential, recompute
+from torch_recompute import (
+    ArgumentError,
+    MismatchError,
+    checkpoint,
+    checkpoint_sequential,
+    no_recompute,
+    recompute,
+    replay,
+)
 
 aten = torch.ops.aten
 
@@ -76,8 +84,9 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 # --- signatures -------------------------------------------------------------------------------------------------------
 
-# torch takes `preserve_rng_state` from **kwargs and says so in its documentation; ours has it in the signature.
-SPELT_OUT = {"preserve_rng_state"}
+# Named in torch 2.14's signature; before, torch took the first from **kwargs and did not have the second. `function`
+# became optional in 2.14, with the decorator form. Ours is the signature of 2.14 under every torch.
+SINCE_2_14 = {"preserve_rng_state": True, "respect_saved_tensors_hooks": None}
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
@@ -87,13 +96,13 @@ def test_signature_is_that_of_torch(name: str) -> None:
     have = inspect.signature(
         {"checkpoint": checkpoint, "checkpoint_sequential": checkpoint_sequential}[name]
     ).parameters
-    ours = {key: value for key, value in have.items() if key not in SPELT_OUT}
     named = {key: value for key, value in wanted.items() if value.kind is not inspect.Parameter.VAR_KEYWORD}
-    assert [k for k, v in ours.items() if v.kind is not inspect.Parameter.VAR_KEYWORD] == list(named)
+    ours = {k: v for k, v in have.items() if v.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert [k for k in ours if k in named] == list(named)
+    assert set(ours) - set(named) <= set(SINCE_2_14)
     assert all(ours[key].kind is value.kind for key, value in named.items())
-    assert all(ours[key].default == value.default for key, value in named.items())
-    assert set(SPELT_OUT) <= set(have)
-    assert have["preserve_rng_state"].default is True
+    assert all(ours[key].default == value.default for key, value in named.items() if key != "function")
+    assert all(have[key].default is value for key, value in SINCE_2_14.items() if name == "checkpoint" or key in have)
 
 
 def test_keyword_arguments_reach_the_function() -> None:
@@ -126,6 +135,53 @@ def test_anything_may_be_returned() -> None:
     assert d is None
     (a + b["y"]).sum().backward()
     assert torch.equal(x.grad, x.detach().cos() + x.detach().exp())
+
+
+class Scaled(nn.Module):
+    """A block with checkpointed methods; an option's name is also a keyword of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.runs = 0
+
+    @checkpoint(use_reentrant=False, determinism_check="none")
+    def forward(self, x: torch.Tensor, *, debug: float = 1.0) -> torch.Tensor:
+        """The product, bent."""
+        self.runs += 1
+        return (self.linear(x).tanh() * debug).exp()
+
+
+def test_decorator_form() -> None:
+    """Finding of torch 2.14: without a function it returns a decorator, for functions, methods and modules."""
+    torch.manual_seed(0)
+    model = Scaled()
+    plain = gradients(lambda x: (model.linear(x).tanh() * 2.0).exp(), *model.parameters())
+    assert equal(gradients(lambda x: model(x, debug=2.0), *model.parameters()), plain)
+    assert model.runs == 2
+    assert Scaled.forward.__doc__ == "The product, bent."
+    module, decorate = mlp(), checkpoint(use_reentrant=False, preserve_rng_state=False)
+    expected = gradients(module, *module.parameters())
+    assert equal(gradients(decorate(module), *module.parameters()), expected)
+    fn = Turns(module)
+    assert equal(gradients(decorate(lambda x: fn(x)), *module.parameters()), expected)
+    assert fn.calls == 2
+
+
+def test_decorator_form_obeys_its_options() -> None:
+    """What is passed to the decorator holds for each call: here the check that the two runs agree."""
+    with pytest.raises(MismatchError, match="have different metadata"):
+        checkpoint()(two_shapes().__call__)(vector()).sum().backward()
+    checkpoint(determinism_check="none")(two_shapes().__call__)(vector()).sum().backward()
+
+
+def test_decorator_form_in_a_compiled_function() -> None:
+    """Inside `torch.compile(fullgraph=True)` the decorated function is traced, to the plain gradients."""
+    module = mlp()
+    expected = gradients(module, *module.parameters())
+    region = checkpoint(use_reentrant=False)(lambda x: module(x))
+    compiled = torch.compile(lambda x: region(x), fullgraph=True, backend="aot_eager")
+    assert equal(gradients(compiled, *module.parameters()), expected)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -161,6 +217,82 @@ def test_selective_checkpoint_contexts(policy: Any) -> None:
     assert counts["selective"][aten.tanh.default] == counts["all"][aten.tanh.default] == 2
     assert equal(results[0], results[2])
     assert equal(results[1], results[2])
+
+
+def users_hooks() -> Any:
+    """What torch 2.14's selective contexts take for the hooks of the user, written as torch writes it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+        hooks = hooks[0]._user_hooks
+    return hooks
+
+
+def test_torch_sees_the_users_hooks_through_ours() -> None:
+    """Finding of torch 2.14: the hooks of regions, saved calls and replays are not taken for hooks of the user."""
+    found: list[Any] = []
+    mine = (lambda tensor: tensor.clone(), lambda tensor: tensor)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        found.append(users_hooks())
+        return replay(lambda: found.append(users_hooks()) or x.detach() * 2)() * x.sin()
+
+    nested = recompute(lambda x: no_recompute(fn)(recompute(fn)(x).cos()))
+    for around in (None, mine):
+        with contextlib.nullcontext() if around is None else torch.autograd.graph.saved_tensors_hooks(*around):
+            y = nested(vector())
+        assert found == [around] * 4
+        found.clear()
+        y.sum().backward()  # no hooks are around backward
+        assert set(found) == {None}
+        found.clear()
+
+
+AWARE = hasattr(theirs, "_current_user_saved_tensors_hooks")
+
+
+@pytest.mark.skipif(not AWARE, reason="selective contexts respect hooks from torch 2.14 on")
+@pytest.mark.parametrize("respect", [None, False, True])
+def test_respect_saved_tensors_hooks(respect: bool | None) -> None:
+    """Finding of torch 2.14: what a policy saves passes through the user's hooks if asked to; unsaid, torch warns."""
+    module, packed = mlp(), []
+    contexts = functools.partial(create_selective_checkpoint_contexts, SELECTIVE["list of operations"])
+    options = {} if respect is None else {"respect_saved_tensors_hooks": respect}
+    expected = gradients(module, *module.parameters())
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    def call(function: Any) -> list[torch.Tensor]:
+        packed.clear()
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return function(module, x, use_reentrant=False, context_fn=contexts, **options)
+
+        return gradients(inner, *module.parameters())
+
+    with pytest.warns(FutureWarning) if respect is None else contextlib.nullcontext():
+        assert equal(call(checkpoint), expected)
+    assert ((4, 8) in packed) is (respect is True)  # the first product; the hooks see the region's input, too
+    with pytest.warns(FutureWarning) if respect is None else contextlib.nullcontext():
+        assert equal(call(theirs.checkpoint), expected)
+    assert ((4, 8) in packed) is (respect is True)
+
+
+def test_hooks_that_torch_cannot_respect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.14 asking for it is refused where something would be stored past the hooks, and only there."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, SELECTIVE["policy"])
+    module = mlp()
+    expected = gradients(module)
+    for options in (
+        {"respect_saved_tensors_hooks": True},
+        {"respect_saved_tensors_hooks": False, "context_fn": contexts},
+    ):
+        assert equal(gradients(lambda x, o=options: checkpoint(module, x, **o)), expected)
+    monkeypatch.delattr(theirs, "_current_user_saved_tensors_hooks", raising=False)
+    with pytest.raises(ArgumentError, match=r"needs torch 2\.14"):
+        checkpoint(module, vector(), context_fn=contexts, respect_saved_tensors_hooks=True)
 
 
 def test_context_fn_is_called_once_per_call() -> None:

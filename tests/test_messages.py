@@ -5,6 +5,7 @@ function without a row fails the test below the table, so a new text cannot go u
 """
 
 import contextlib
+import functools
 import inspect
 import json
 import pickle
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
 import torch_recompute
 from torch_recompute import (
@@ -440,6 +441,14 @@ def watched_after_removal() -> None:
 def watched_without_a_step() -> None:
     with doctor.watch(nn.Linear(2, 2)) as watching:
         watching.report()
+
+
+def respect_hooks_that_torch_does_not_know() -> None:
+    """What 2.14's selective contexts look for the user's hooks with is not there, as before."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", raising=False)
+        checkpoint(torch.exp, vector(), context_fn=contexts, respect_saved_tensors_hooks=True)
 
 
 def draws_without_matplotlib() -> None:
@@ -1056,6 +1065,24 @@ CASES = [
         lambda: checkpoint(torch.exp, vector(), debug=True, context_fn=lambda: (Silencer(), Silencer())),
         "debug=True is incompatible with non-default context_fn: both want to see every operation of the region.\n"
         "  Find the mismatch with debug=True and without context_fn, or enter your own logging mode in context_fn.",
+    ),
+    Case(
+        "keywords_without_function",
+        ArgumentError,
+        lambda: checkpoint(use_reentrant=False, mask=None),
+        "Unexpected keyword arguments: mask. checkpoint without a function returns a decorator, which takes options "
+        "alone\n"
+        "  Pass them to the decorated function:\n"
+        "      block = checkpoint(use_reentrant=False)(layer)\n"
+        "      y = block(x, mask=mask)",
+    ),
+    Case(
+        "hooks_not_respected",
+        ArgumentError,
+        respect_hooks_that_torch_does_not_know,
+        f"respect_saved_tensors_hooks=True needs torch 2.14 or later: the selective context_fn of torch "
+        f"{torch.__version__} stores what its policy saves where saved-tensor hooks (save_on_cpu) do not see it\n"
+        "  Leave the option out, or mark the call to keep: no_recompute(fn, store=OnHost()) instead of a context_fn",
     ),
     Case(
         "suppressed",

@@ -152,6 +152,7 @@ class Frame(Run):
         slots = self.slots
         return slots.count(KEPT) < len(slots) or self.trace is not None or not self.options.early_stop
 
+    @_compat.see_through
     def pack(self, tensor: torch.Tensor) -> Packed:
         """The pack hook of the forward."""
         version = self._ids.get(id(tensor))

@@ -9,6 +9,8 @@ Returning the tensor itself from a pack hook would tie an operation's output to 
 what the replay's own graph holds is the detached tensor too; that graph is dropped at once.
 
 Where it ends is said in `region.py`. Ending means raising `Stop` through the user's function; nothing else leaves it.
+A module that ends after the last slot was filled ends the replay before its own forward hooks run: backward is inside
+that module, and under ZeRO-3 its forward hook would take away the weights that the next node reads.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from . import _compat, _tree, errors
 from ._compat import storage_id
@@ -28,7 +32,7 @@ from ._saved_call import SavedCall
 from ._slots import KEPT, Packed, Slot, Stop, unpack, without_history
 from ._tree import meta
 from .state import copies
-from .values import Key, Run
+from .values import Key, Run, thread
 
 if TYPE_CHECKING:
     from ._frame import Frame
@@ -45,6 +49,7 @@ class Replay(Run):
         "_frame",
         "_ids",
         "_last",
+        "_module_hook",
         "_restored",
         "_slots",
         "_stop",
@@ -62,6 +67,7 @@ class Replay(Run):
         self._fingerprints = None if frame.fingerprints is None else Fingerprints()
         self._check = frame.options.check != "none"
         self._done = False
+        self._module_hook: RemovableHandle | None = None
         self.filled = 0
         self._ids = ids
         self._restored = frame.restored
@@ -78,6 +84,8 @@ class Replay(Run):
             return
         finally:
             _compat.pop_hooks()
+            if self._module_hook is not None:
+                self._module_hook.remove()
             if self._borrowed:  # before the world is put back, and running statistics with it
                 self._keep_borrowed()
             if self._fingerprints is not None:
@@ -127,6 +135,11 @@ class Replay(Run):
         if self._done:
             raise Stop(self)
 
+    def _module_ends(self, *_: Any) -> None:
+        if thread.run is self:
+            raise Stop(self)
+
+    @_compat.see_through
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """The pack hook of the replay: fills the next slot."""
         index = self.filled
@@ -161,6 +174,7 @@ class Replay(Run):
             self._done = True
             if finished or (tensor.requires_grad and self._unfinished != _compat.sequence_number()):
                 raise Stop(self)
+            self._module_hook = register_module_forward_hook(self._module_ends)
         return rebuilt
 
     def put(self, tensor: torch.Tensor) -> Packed:

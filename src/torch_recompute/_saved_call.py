@@ -320,6 +320,7 @@ def record_call(
     record = SavedCall(name, run.key(), inputs, unread)
     before = [ambient.capture() for ambient in run.ambients]
 
+    @_compat.see_through
     def pack(tensor: torch.Tensor) -> Packed:
         return record.pack(tensor, inputs, versions, scope, store)
 

@@ -16,10 +16,10 @@ is stored. A replay skips the call and hands out its stored output. Outputs that
 dropped when the region ends.
 
 A replay ends at the last slot that is still open (law 6): at once if the tensor in it is an input or a finished
-output of its operation (it requires grad), else at the next event, because some operations save a buffer that their
-kernel fills afterwards (RReLU: such a buffer requires no grad, and was saved at the same sequence number as what
-follows in the same operation). It ends by an exception that derives from BaseException, so user code that says
-`except Exception` cannot swallow it.
+output of its operation (it requires grad), else at the next event or the end of a module, because some operations save
+a buffer that their kernel fills afterwards (RReLU: such a buffer requires no grad, and was saved at the same sequence
+number as what follows in the same operation). It ends by an exception that derives from BaseException, so user code
+that says `except Exception` cannot swallow it.
 
 Invariants: hooks and `thread.run` are restored by whoever set them. Nothing in the graph refers to a run, only to a
 frame; a frame refers to slots weakly; so the whole dies by reference counting (law 8).

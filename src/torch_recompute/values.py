@@ -350,5 +350,6 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
     return choose
 
 
+@_compat.see_through
 def _identity(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value

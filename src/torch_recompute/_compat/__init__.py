@@ -48,6 +48,11 @@ from .flags import set_function_modes as set_function_modes
 from .flags import settings as settings
 from .flags import split_settings as split_settings
 from .flags import update_kernels as update_kernels
+from .hooks import ambient_hooks as ambient_hooks
+from .hooks import pop_hooks as pop_hooks
+from .hooks import push_hooks as push_hooks
+from .hooks import respect_hooks as respect_hooks
+from .hooks import see_through as see_through
 from .trees import is_container as is_container
 from .trees import tree_flatten as tree_flatten
 from .trees import tree_leaves as tree_leaves
@@ -55,16 +60,6 @@ from .trees import tree_unflatten as tree_unflatten
 
 _C: Any = torch._C
 _autograd: Any = _C._autograd
-
-# --- saved-tensor hooks -------------------------------------------------------------------------------------------
-
-push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
-push_hooks = _autograd._push_saved_tensors_default_hooks
-pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-ambient_hooks: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None]
-ambient_hooks = partial(_autograd._top_saved_tensors_default_hooks, True)
-"""The innermost saved-tensor hooks now active on this thread, or None."""
-
 
 # --- the running backward -----------------------------------------------------------------------------------------
 

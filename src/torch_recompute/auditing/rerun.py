@@ -65,6 +65,7 @@ class Again(Replay):
     def event(self) -> None:
         """Goes on."""
 
+    @_compat.see_through
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """Counts the tensor."""
         self.filled += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
@@ -26,51 +26,88 @@ from ..values import name_of
 _CHECKS = {"default": "metadata", "none": "none"}
 
 
+class _Settings(NamedTuple):
+    context_fn: Contexts
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    preserve_rng_state: bool
+    respect_hooks: bool | None
+
+
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
     context_fn: Contexts = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Calls `function(*args, **kwargs)` as a region: `torch.utils.checkpoint.checkpoint` on this engine.
+
+    Without a function it returns a decorator for functions and methods, as torch's does since 2.14:
+
+        @checkpoint(use_reentrant=False)
+        def block(x): ...
 
     Args:
         function: What to call, and to call again in backward.
         *args: Its positional arguments.
         use_reentrant: False or None. True is refused.
+        preserve_rng_state: Whether the replay draws the random numbers of the forward.
         context_fn: Returns two context managers, one for the forward and one for the replays, such as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes.
         determinism_check: "default" compares shape, dtype and device of each saved tensor; "none" only
             their number.
         debug: On a mismatch, show the operations of forward and replay and the code that ran them.
         early_stop: End the replay at the last tensor that backward still needs.
-        preserve_rng_state: Whether the replay draws the random numbers of the forward.
+        respect_saved_tensors_hooks: Whether what a selective `context_fn` saves passes through the saved-tensor hooks
+            around the region, such as `save_on_cpu`. None is False, with torch's warning where there are such hooks.
+            True needs torch 2.14.
         **kwargs: Keyword arguments of `function`.
 
     Raises:
-        ArgumentError: For `use_reentrant=True`, an unknown `determinism_check`, or `debug` with a `context_fn`.
+        ArgumentError: For `use_reentrant=True`, an unknown `determinism_check`, `debug` with a `context_fn`, keyword
+            arguments of a function that is not there, or hooks that this torch cannot respect.
     """
+    _refuse_reentrant(use_reentrant)
+    settings = _Settings(
+        context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
+    )
+    if function is not None or args:
+        return _call(function, args, kwargs, settings)
+    if kwargs:
+        raise errors.ArgumentError(errors.keywords_without_function(kwargs))
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(function):
+            raise errors.ArgumentError(errors.not_callable("checkpoint", function))
+
+        @functools.wraps(function, updated=())
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return _call(function, args, kwargs, settings)
+
+        return region
+
+    return decorate
+
+
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings) -> Any:
     if not callable(function):
         raise errors.ArgumentError(errors.not_callable("checkpoint", function))
-    _refuse_reentrant(use_reentrant)
-    if torch.compiler.is_compiling():
+    context_fn, check, debug, early_stop, rng, respect = settings
+    if torch.compiler.is_compiling():  # where a selective context stores nothing that hooks could see
         if context_fn is not noop_context_fn:  # written out, Dynamo does not know torch's own default
             kwargs = {**kwargs, "context_fn": context_fn}
         return _torch_checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            determinism_check=determinism_check,
-            preserve_rng_state=preserve_rng_state,
-            **kwargs,
+            function, *args, use_reentrant=False, determinism_check=check, preserve_rng_state=rng, **kwargs
         )
-    if determinism_check not in _CHECKS:
-        raise errors.ArgumentError(errors.unknown_determinism_check(determinism_check, tuple(_CHECKS)))
+    if check not in _CHECKS:
+        raise errors.ArgumentError(errors.unknown_determinism_check(check, tuple(_CHECKS)))
     contexts = None if context_fn is noop_context_fn else context_fn
     override = _compat.debug_override()
     if debug if override is None else override:
@@ -81,16 +118,25 @@ def checkpoint(
         if contexts is not None:
             contexts()
         return function(*args, **kwargs)
+    if contexts is not None and respect is not None:
+        contexts = functools.partial(_respecting, contexts, respect)
     stop = _compat.early_stop_override()
     options = Options(
         name_of(function),
-        ambients=DEFAULT if preserve_rng_state else (),
-        check=_CHECKS[determinism_check],
+        ambients=DEFAULT if rng else (),
+        check=_CHECKS[check],
         early_stop=early_stop if stop is None else stop,
-        rng=preserve_rng_state,
+        rng=rng,
         contexts=contexts,
     )
     return call(options, function, args, kwargs)
+
+
+def _respecting(contexts: Contexts, respect: bool) -> Any:
+    forward, replay = contexts()
+    if not _compat.respect_hooks(forward, respect):
+        raise errors.ArgumentError(errors.hooks_not_respected(torch.__version__))
+    return forward, replay
 
 
 def _refuse_reentrant(use_reentrant: Any) -> None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 from .arguments import (
     bad_segments,
     debug_with_contexts,
+    hooks_not_respected,
     iterator_argument,
+    keywords_without_function,
     not_a_flag,
     not_a_store,
     not_an_ambient,

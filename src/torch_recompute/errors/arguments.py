@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ._say import kind, say
 
@@ -83,6 +83,26 @@ def debug_with_contexts() -> str:
     return (
         "debug=True is incompatible with non-default context_fn: both want to see every operation of the region.\n"
         "  Find the mismatch with debug=True and without context_fn, or enter your own logging mode in context_fn."
+    )
+
+
+def keywords_without_function(names: Iterable[str]) -> str:
+    """Text for `checkpoint(option=...)` with keyword arguments that are no options, and no function to take them."""
+    return (
+        f"Unexpected keyword arguments: {', '.join(names)}. checkpoint without a function returns a decorator, which "
+        "takes options alone\n"
+        "  Pass them to the decorated function:\n"
+        "      block = checkpoint(use_reentrant=False)(layer)\n"
+        "      y = block(x, mask=mask)"
+    )
+
+
+def hooks_not_respected(version: str) -> str:
+    """Text for `respect_saved_tensors_hooks=True` where torch's selective contexts know nothing of it."""
+    return (
+        "respect_saved_tensors_hooks=True needs torch 2.14 or later: the selective context_fn of torch "
+        f"{version} stores what its policy saves where saved-tensor hooks (save_on_cpu) do not see it\n"
+        "  Leave the option out, or mark the call to keep: no_recompute(fn, store=OnHost()) instead of a context_fn"
     )
 
 

@@ -139,7 +139,7 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
         return tensor.detach()
 
     with ExitStack() as stack:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_compat.see_through(pack), lambda tensor: tensor))
         stack.enter_context(calls)
         stack.enter_context(Log(seen))
         result = call()

@@ -1,0 +1,190 @@
+"""ZeRO-3: weights that are there only while a module runs, gathered and released by hooks, forward and backward.
+
+DeepSpeed's hooks are acted here, so nothing but torch is needed: a weight's `data` is empty but between a module's
+forward hooks, and between its backward hooks. A replay runs the forward's hooks inside the backward's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from torch_recompute import Choice, OnHost, Plan, apply, checkpoint, recompute
+
+WIDTH, DEPTH = 8, 3
+Region = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Linear(torch.autograd.Function):
+    """A product that saves the weight itself, as the one of ZeRO-3 does: a saved view of it would keep it gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, (grad.t() @ x if ctx.needs_input_grad[1] else None)
+
+
+class Project(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) / columns**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Linear.apply(x, self.weight)
+
+
+class Adapted(nn.Module):
+    """A frozen product with a low-rank one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = Project(WIDTH, WIDTH), Project(2, WIDTH), Project(WIDTH, 2)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Block(nn.Module):
+    """Two adapted products; the norm, frozen too, in front, or behind as in BERT."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.behind = nn.LayerNorm(WIDTH), Adapted(), Adapted(), behind
+        self.norm.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.down(F.gelu(self.up(x if self.behind else self.norm(x))))
+        return self.norm(y) if self.behind else y
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function in backward: on a module's output before the module's own backward, on its input after it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], x: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.call()
+        return None, grad
+
+
+class Partitioned:
+    """The weights of a model, taken out of it and put back by hooks around each module that has any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.whole = {p: p.data.clone() for p in model.parameters()}
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if own:
+                module.register_forward_pre_hook(lambda _, args, own=own: self.enter(own, args))
+                module.register_forward_hook(lambda _, args, y, own=own: self.leave(own, y))
+        self.release(self.whole)
+
+    def enter(self, own: list[nn.Parameter], args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        self.gather(own)
+        (x,) = args
+        return (InBackward.apply(lambda: self.release(own), x) if x.requires_grad else x,)
+
+    def leave(self, own: list[nn.Parameter], y: torch.Tensor) -> torch.Tensor:
+        self.release(own)
+        return InBackward.apply(lambda: self.gather(own), y) if y.requires_grad else y
+
+    def gather(self, own: Any) -> None:
+        for p in own:
+            p.data = self.whole[p]
+
+    def release(self, own: Any) -> None:
+        for p in own:
+            p.data = p.data.new_empty(0)
+
+
+def torchs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch_checkpoint(layer, x, use_reentrant=False)
+
+
+def gradients(region: Region, behind: bool, *, partitioned: bool = True, plan: Plan | None = None) -> list[Any]:
+    """Of the weights that are trained, after two backward passes that add up."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Block(behind) for _ in range(DEPTH)))
+    trained = [p for p in layers.parameters() if p.requires_grad]
+    if plan is not None:
+        apply(layers, plan)
+    zero = Partitioned(layers) if partitioned else None
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        for layer in layers:
+            x = region(layer, x)
+        x.square().mean().backward()
+        if zero is not None:
+            zero.release(zero.whole)
+    return [p.grad for p in trained]
+
+
+def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)
+
+
+WAYS: dict[str, Region] = {
+    "checkpoint": checkpoint,
+    "recompute": lambda layer, x: recompute(layer)(x),
+    "inputs on the host": lambda layer, x: recompute(layer, inputs=OnHost())(x),
+    "nested": lambda layer, x: recompute(lambda x: recompute(layer)(x))(x),
+    "values compared": lambda layer, x: recompute(layer, check="values")(x),
+}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["norm in front", "norm behind"])
+@pytest.mark.parametrize("way", [*WAYS, "plan"])
+def test_weights_that_are_there_while_a_module_runs(way: str, behind: bool) -> None:
+    """Finding ZeRO-3: with frozen weights that hooks gather and release, regions give the plain gradients."""
+    plan = Plan(tuple(Choice((str(i),)) for i in range(DEPTH))) if way == "plan" else None
+    wanted = gradients(plain, behind, partitioned=False)
+    got = gradients(WAYS.get(way, plain), behind, plan=plan)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_what_torch_says_of_it() -> None:
+    """PyTorch's checkpoint compares frozen weights with what they were: the emulation has the fault that users met."""
+    wanted = gradients(plain, False, partitioned=False)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain, False), wanted, strict=True))
+    with pytest.raises(CheckpointError, match="different metadata"):
+        gradients(torchs, False)
+
+
+def test_a_replay_leaves_no_hook_on_modules() -> None:
+    """The hook by which a module's end ends a replay is gone after it, and after an error in it."""
+    hooks = nn.modules.module._global_forward_hooks
+    before = dict(hooks)
+    layer = nn.LayerNorm(WIDTH)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    recompute(layer)(x).sum().backward()
+    assert hooks == before
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        y = layer(x)
+        if len(runs) > 1:
+            raise RuntimeError("later")
+        return y
+
+    runs: list[int] = []
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="later"):
+        recompute(fails)(x).sum().backward()
+    assert hooks == before
