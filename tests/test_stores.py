@@ -198,6 +198,13 @@ def test_every_input_is_put_once() -> None:
     assert weight.grad is not None
 
 
+def test_an_input_that_is_passed_twice_is_got_once() -> None:
+    """`attention(q, h, h)`: one tensor is put once and fetched once, for a second fetch may be a replay."""
+    store, x = Noted(), torch.ones(3, requires_grad=True)
+    recompute(lambda a, b: (a.sin() * b).exp().sin(), inputs=store)(x, x).sum().backward()
+    assert (len(store.put_shapes), store.gets) == (1, 1)
+
+
 def test_inputs_in_a_store_are_not_kept() -> None:
     """With its inputs in a store a region holds none of their memory."""
     x = torch.ones(3, requires_grad=True)

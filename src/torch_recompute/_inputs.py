@@ -122,7 +122,8 @@ class Inputs:
     def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
         """For a replay: arguments, keyword arguments, closure tensors, and the identities that the graph may hold."""
         if self._shared:
-            opened = {id(held): _open(held) for held in self._held}
+            each = {id(held): held for held in self._held}
+            opened = {key: _open(held) for key, held in each.items()}
             tensors = [opened[id(held)] for held in self._held]
         else:
             tensors = [_open(held) for held in self._held]
