@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
-from torch_recompute._compat import capture, devices, fakes, flags, partitioning, storages
+from torch_recompute._compat import capture, compiling, devices, fakes, flags, partitioning, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -637,6 +637,35 @@ def test_same_bytes() -> None:
 
 
 # --- diagnosis --------------------------------------------------------------------------------------------------------
+
+
+def test_copy_each() -> None:
+    """Each tensor of one list takes the values of that of the other."""
+    targets = [torch.zeros(2), torch.zeros(3)]
+    _compat.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [t.tolist() for t in targets] == [[1, 1], [2, 2, 2]]
+
+
+def test_assert_on_device() -> None:
+    """Nothing is said of a tensor that is true; one that is false raises, on the CPU at once, with the text."""
+    _compat.assert_on_device(torch.tensor(True), "never")
+    with pytest.raises(RuntimeError, match="out of step"):
+        _compat.assert_on_device(torch.tensor(False), "out of step")
+
+
+def test_what_the_compiler_does_not_see() -> None:
+    """`eagerly` calls a function outside of what is compiled, and as it is where nothing is."""
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + len(seen)
+
+    assert compiling.eagerly(look, torch.zeros(())) == 1
+    compiled = torch.compile(lambda x: compiling.eagerly(look, x.sin()).cos(), backend="eager")
+    for _ in range(2):
+        compiled(torch.zeros(()))
+    assert seen == [False, False, False]
 
 
 def test_stack() -> None:

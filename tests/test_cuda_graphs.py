@@ -129,6 +129,24 @@ def test_forward_and_replay_in_one_graph(acted: Acted) -> None:
     assert acted.intragraph == end
 
 
+def test_a_generator_that_the_graph_does_not_know(acted: Acted) -> None:
+    """Finding 21: a region that reaches an explicit generator, and does not draw from it, is captured all the same.
+
+    torch does not say where a generator is that was not registered with the graph, and lets nobody draw from it.
+    """
+
+    class Unregistered:
+        device = torch.device("cuda", 0)
+
+        def get_state(self) -> torch.Tensor:
+            raise RuntimeError("the generator is not registered with the graph")
+
+    x = torch.ones(3, requires_grad=True)
+    acted.begin()
+    recompute(lambda x: x.sin().exp(), state=[state.GeneratorRng(Unregistered())])(x).sum().backward()
+    assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
+
+
 def test_forward_and_replay_in_different_graphs(acted: Acted) -> None:
     """A replay captured in another graph than its forward is an error if it draws, and right if it does not."""
     x = torch.ones(3, requires_grad=True)

@@ -89,6 +89,7 @@ from torch_recompute.distributed import (
     find_reentrant,
     fused_allreduce_gradients,
     keep_collectives,
+    rng,
 )
 from torch_recompute.distributed.agreement import compare
 from torch_recompute.integrations import door, huggingface
@@ -275,7 +276,7 @@ class Stamped:
 def captured(generator: Stamped | None = None) -> Iterator[None]:
     """As if a CUDA graph were captured."""
     with contextlib.ExitStack() as stack:
-        for module in (_generators, values, _fingerprints, host):
+        for module in (_generators, values, _fingerprints, host, rng):
             stack.enter_context(unittest.mock.patch.object(module, "capturing", return_value=True))
         stack.enter_context(unittest.mock.patch.object(_compat, "device_generators", return_value=[generator]))
         stack.enter_context(unittest.mock.patch.object(torch.cuda, "current_device", return_value=0))
@@ -335,8 +336,9 @@ def changes_what_stayed() -> None:
 def among(count: int, rank: int, misuse: Callable[[], Any]) -> Any:
     """A misuse by one of `count` ranks, where no other rank holds the tensor that it does."""
 
-    def others_have_none(mine: Any, _: Any, group: Any) -> None:
+    def others_have_none(mine: Any, _: Any, group: Any, async_op: bool = False) -> Any:
         mine.zero_()
+        return types.SimpleNamespace(wait=lambda: None)
 
     def others_say_the_same(sides: list[Any], mine: Any, group: Any) -> None:
         sides[:] = [mine] * len(sides)
@@ -353,6 +355,19 @@ def among(count: int, rank: int, misuse: Callable[[], Any]) -> Any:
         unittest.mock.patch("torch_recompute.distributed.sharded._all_gather", others_have_none),
     ):
         return misuse()
+
+
+def opened_out_of_step() -> None:
+    store = ShardedOver(compared=0)
+    handles = [store.put(torch.ones(64, 64)) for _ in range(3)]
+    store.get(handles[2])
+    store.get(handles[1])
+
+
+def forks_in_graph(name: str) -> None:
+    streams = RngStreams(1234)
+    with captured(), streams.fork(name):
+        pass
 
 
 def split_over_all() -> Any:
@@ -1511,6 +1526,24 @@ CASES = [
         "leave the store out.\n"
         "  Else the group is another one than that of the tensor parallel ranks, or something in the model (dropout, a "
         "kernel that is not deterministic to the bit) differs between ranks where it should not.",
+    ),
+    Case(
+        "shards_out_of_step",
+        StoreError,
+        lambda: among(2, 0, opened_out_of_step),
+        "ShardedOver gathered parts of different tensors: a graph that one rank still has was freed on another, so the "
+        "ranks disagree about which tensor comes next.\n"
+        "  Free the graphs of forwards that get no backward at the same moment on all ranks (leave no reference cycle "
+        "around an output; call gc.collect() on every rank), or gather nothing ahead: ShardedOver(group, ahead=False).",
+    ),
+    Case(
+        "fork_in_graph",
+        ArgumentError,
+        lambda: forks_in_graph("expert"),
+        "fork('expert') was entered while a CUDA graph is captured. It would set the seed of the device's generator, "
+        "which a capture does not allow.\n"
+        "  Capture only parts of the model without a fork, or draw from a generator of your own that the graph knows: "
+        "graph.register_generator_state(generator), then torch.rand(..., generator=generator).",
     ),
     Case(
         "split_already",

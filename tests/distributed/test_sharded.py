@@ -132,7 +132,8 @@ def order_of_gathers(tensors: int) -> Any:
     gather = module._all_gather
 
     def noting(out: Any, part: Any, **kwargs: Any) -> Any:
-        log.append("gather")
+        if part.dtype == torch.uint8:  # not the number of what is gathered ahead
+            log.append("gather")
         return gather(out, part, **kwargs)
 
     module._all_gather = noting
@@ -289,6 +290,22 @@ def test_misuse(ranks) -> None:
         assert "its layout is torch.sparse_coo" in sparse
         assert "cannot be pickled" in pickled
         assert "a process group that this process is not in" in group
+
+
+def freed_on_one_rank() -> Any:
+    store = ShardedOver(compared=0)
+    handles = [store.put(torch.full((64, 64), float(i))) for i in range(3)]
+    dropped = 1 if dist.get_rank() == 0 else 0
+    handles[dropped] = None  # as the garbage collector may free a graph, on one rank before the others
+    last = store.get(handles[2])
+    return float(last.mean()), text_of(store.get, handles[1 - dropped])
+
+
+def test_ranks_that_open_different_tensors_are_told(ranks) -> None:
+    """Finding 24: parts of different tensors are never put together without a word, on any rank."""
+    for last, said in ranks.run(freed_on_one_rank):
+        assert last == 2.0
+        assert "gathered parts of different tensors" in said
 
 
 def retained() -> Any:

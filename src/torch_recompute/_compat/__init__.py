@@ -249,6 +249,9 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 """Copies each tensor of the second list into that of the first; on a device in one launch if they are alike."""
 
+assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
+"""Fails once the device has found a tensor of one element to be zero: the next wait for the device raises."""
+
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 

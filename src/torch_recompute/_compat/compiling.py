@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 R = TypeVar("R")
-_compiler_at_work: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_C: Any = torch._C
+_compiler_at_work: Callable[[], Any] = _C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def eagerly(fn: Callable[..., R], *args: Any) -> R:

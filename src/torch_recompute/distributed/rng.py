@@ -15,7 +15,7 @@ A state is never written to: the CPU's is a tensor of 5,056 bytes that is replac
 on the CPU; an accelerator's is a (seed, offset) pair. The default stream's state is in PyTorch's generators except
 while another one is forked.
 
-The names, seeds and offsets are Megatron-Core's.
+Streams cover the CPU and CUDA and XPU devices. The names, seeds and offsets are Megatron-Core's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _compat, errors
+from .._compat.capture import capturing
 from ..values import thread
 
 DEFAULT, MODEL_PARALLEL, EXPERT = "default", "model-parallel", "expert"
@@ -150,12 +151,14 @@ class RngStreams:
             name: "default", "model-parallel", "expert", or what was added.
 
         Raises:
-            ArgumentError: There is no such stream.
+            ArgumentError: There is no such stream, or a CUDA graph is captured and another stream is in use.
         """
         if name not in self._states:
             raise errors.ArgumentError(errors.no_such_stream(name, list(self._states)))
         run = None if torch.compiler.is_compiling() else thread.run
         label = f"fork({name!r})"
+        if name != self._current and capturing():
+            raise errors.ArgumentError(errors.fork_in_graph(name))
         if run is not None and run.replaying:
             with _again(run.next_record(_Fork, label)):
                 yield

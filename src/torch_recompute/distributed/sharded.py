@@ -16,6 +16,10 @@ Rejected: writing the shard into the caller's tensor, as Megatron does (somebody
 where a region begins, to gather by regions: it would need a third method in `Store` for what counting does as well.
 Comparing every tensor between ranks: a checksum costs a pass over it and a host sync. The first few are compared, since
 the mistakes in question (sequence parallelism, the wrong group) show in the first region.
+
+What is gathered ahead is the next older shard that is alive, which need not be the same on all ranks: the garbage
+collector may have freed a graph on one of them only. So the ranks tell each other its number, eight bytes beside the
+tensor. On the CPU another number raises; on a device it is asserted there, for to look at it would be a host sync.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ class _Shard:
         index: How many tensors were put before.
         part: uint8 [part], the bytes of this rank, padded at the end; all bytes where the tensor is kept whole.
         opened: Whether it has been put together once; it is then not gathered ahead, for nobody may ask for it again.
-        whole: uint8 [part x ranks] and the work that fills it, once gathering has begun.
+        whole: uint8 [part x ranks] and the work that fills it, once gathering has begun; and, where that was ahead of
+            time, int64 [ranks], the numbers of the shards that the ranks gave, and the work that fills those.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_order", "_shape", "_wrap", "index", "opened", "part", "small", "whole")
@@ -53,7 +58,7 @@ class _Shard:
     def __init__(self, index: int, tensor: torch.Tensor, rank: int, ranks: int, wrap: Any) -> None:
         self.index = index
         self.opened = False
-        self.whole: tuple[torch.Tensor, Any] | None = None
+        self.whole: tuple[torch.Tensor, Any, Any] | None = None
         self._wrap = functools.partial(wrap, tensor.shape)
         tensor = unexpanded(tensor).resolve_conj().resolve_neg()
         # By falling strides, so that a dense tensor comes back with the strides that it had.
@@ -140,23 +145,39 @@ class ShardedOver:
             if handle.small:
                 return handle.tensor(handle.part.clone())
             self._gather(handle)
-            row, work = handle.whole
+            row, work, numbers = handle.whole
             handle.opened, handle.whole = True, None
             if self._ahead:
                 self._gather_older(handle.index)
+            if numbers is not None:
+                numbers[1].wait()
+                self._same_shard((numbers[0] == handle.index).all())
             work.wait()
             return handle.tensor(row)
 
-    def _gather(self, shard: _Shard) -> None:
+    def _gather(self, shard: _Shard, ahead: bool = False) -> None:
         if shard.whole is None:
+            numbers = None
+            if ahead:
+                mine = torch.full((1,), shard.index, dtype=torch.int64, device=shard.part.device)
+                all_of_them = mine.new_empty(self._ranks)
+                numbers = all_of_them, _all_gather(all_of_them, mine, group=self._group, async_op=True)
             row = shard.part.new_empty(shard.part.numel() * self._ranks)
-            shard.whole = row, _all_gather(row, shard.part, group=self._group, async_op=True)
+            shard.whole = row, _all_gather(row, shard.part, group=self._group, async_op=True), numbers
+
+    def _same_shard(self, same: torch.Tensor) -> None:
+        """Raises, on a device as soon as that gets there, unless all ranks have gathered the same shard."""
+        text = errors.shards_out_of_step()
+        if same.device.type != "cpu":
+            _compat.assert_on_device(same, text)
+        elif not same:
+            raise errors.StoreError(text)
 
     def _gather_older(self, index: int) -> None:
         for older in sorted((i for i in self._live if i < index), reverse=True):
             shard = self._live.get(older)
             if shard is not None and shard.whole is None and not (shard.opened or shard.small):
-                self._gather(shard)
+                self._gather(shard, ahead=True)
                 return
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -125,7 +125,14 @@ from .family import (
     SaveError,
     StoreError,
 )
-from .graphs import drawn_in_another_graph, host_in_graph, read_in_graph, through_the_host, values_in_graph
+from .graphs import (
+    drawn_in_another_graph,
+    fork_in_graph,
+    host_in_graph,
+    read_in_graph,
+    through_the_host,
+    values_in_graph,
+)
 from .layouts import (
     batch_not_shared,
     cannot_divide,
@@ -227,6 +234,7 @@ from .sharding import (
     not_in_rows,
     nothing_to_share,
     ranks_differ,
+    shards_out_of_step,
     split_already,
     store_of_a_group,
     stream_twice,

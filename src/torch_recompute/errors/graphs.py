@@ -50,3 +50,13 @@ def values_in_graph() -> str:
         "nothing can be read from the device then.\n"
         '  Check the model once without a graph, and capture it with check="metadata", the default.'
     )
+
+
+def fork_in_graph(name: str) -> str:
+    """Text for another random stream while a CUDA graph is captured."""
+    return (
+        f"fork({name!r}) was entered while a CUDA graph is captured. It would set the seed of the device's generator, "
+        "which a capture does not allow.\n"
+        "  Capture only parts of the model without a fork, or draw from a generator of your own that the graph knows: "
+        "graph.register_generator_state(generator), then torch.rand(..., generator=generator)."
+    )

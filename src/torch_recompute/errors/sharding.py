@@ -47,6 +47,16 @@ def ranks_differ(rank: int, sides: Sequence[str]) -> str:
     )
 
 
+def shards_out_of_step() -> str:
+    """Text for parts of different tensors that were put together."""
+    return (
+        "ShardedOver gathered parts of different tensors: a graph that one rank still has was freed on another, so the "
+        "ranks disagree about which tensor comes next.\n"
+        "  Free the graphs of forwards that get no backward at the same moment on all ranks (leave no reference cycle "
+        "around an output; call gc.collect() on every rank), or gather nothing ahead: ShardedOver(group, ahead=False)."
+    )
+
+
 def split_already(placement: str, dim: int) -> str:
     """Text for a DTensor that is split over the store's group."""
     return (
