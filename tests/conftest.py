@@ -9,6 +9,7 @@ tests take whatever `import torch_recompute` finds, so `PYTHONPATH=src pytest` w
 
 import importlib.util
 import os
+import re
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -44,8 +45,19 @@ def installed_in(origin: str | None, site_packages: list[str]) -> bool:
     )
 
 
-def pytest_configure() -> None:
-    """End the run at once when the package is not the installed one and `make test` asked for that."""
+def asks_for_a_device(expression: str) -> bool:
+    """Whether tests marked `gpu` are among those that `-m expression` selects on purpose."""
+    return re.search(r"(?<!not )\bgpu\b", expression) is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide this machine's devices unless `-m gpu` asks for them; end a run on a package that is not the installed one.
+
+    Tests count bytes of a CPU, where a model on meta would else be taken for one on the device. The package may be any
+    unless `make test` asked for the installed one.
+    """
+    if not asks_for_a_device(config.getoption("markexpr", "") or ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not INSTALLED_ONLY:
         return
     spec = importlib.util.find_spec("torch_recompute")

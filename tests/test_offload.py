@@ -561,6 +561,16 @@ def test_without_a_device_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert "torch sees no CUDA device" in str(caught[0].message)
 
 
+def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 26: whether there is a device is asked for the first tensor, not for each one."""
+    asked: list[int] = []
+    monkeypatch.setattr(host, "_said", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not asked.append(1))
+    for _ in range(3):
+        OnHost().put(torch.ones(3))
+    assert len(asked) == 1
+
+
 class Pair(torch.Tensor):
     """A tensor made of two others."""
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from conftest import asks_for_a_device
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
 from torch_recompute._compat import devices
@@ -523,6 +524,21 @@ def test_importing_starts_no_driver() -> None:
         torch_recompute.recompute(fn, check="values")(x).sum().backward()
         """)
     )
+
+
+@pytest.mark.parametrize(
+    ("expression", "asked"),
+    [("", False), ("gpu", True), ("gpu and not slow", True), ("not gpu", False), ("gpus", False)],
+)
+def test_which_runs_ask_for_a_device(expression: str, asked: bool) -> None:
+    """Finding 26: `-m gpu` asks for the machine's devices; other runs of the tests do not, and see none."""
+    assert asks_for_a_device(expression) is asked
+
+
+def test_other_runs_see_no_device(pytestconfig: pytest.Config) -> None:
+    """Finding 26: this run sees the machine's devices if `-m gpu` was given; else none, on any machine."""
+    if not asks_for_a_device(pytestconfig.getoption("markexpr")):
+        assert not torch.cuda.is_available()
 
 
 @pytest.mark.gpu

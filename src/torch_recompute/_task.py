@@ -34,39 +34,47 @@ class Ending(Protocol):
         ...
 
 
-class Task(threading.local):
-    """The backward call that runs on this thread.
+class Task:
+    """A backward call, as one thread sees it.
 
     Attributes:
+        id: PyTorch's number of the call.
         frames: What is told when it ends.
         split: Whether it was seen to leave out a part of the graph that it was asked to retain.
     """
 
-    id = -1
-    frames: list[weakref.ref[Ending]]
-    split = False
+    __slots__ = ("frames", "id", "split")
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.frames: list[weakref.ref[Ending]] = []
+        self.split = False
 
 
-_task = Task()
+class _Running(threading.local):
+    task: Task | None = None
+
+
+_running = _Running()
 
 
 def this_task() -> Task:
     """The running backward call. To be asked within one."""
-    now = _compat.graph_task_id()
-    if _task.id != now:
-        frames: list[weakref.ref[Ending]] = []
+    now, task = _compat.graph_task_id(), _running.task
+    if task is None or task.id != now:
+        started = task = _running.task = Task(now)
         kept = _compat.graph_is_kept()
-        _task.id, _task.frames, _task.split = now, frames, False
 
         def end() -> None:
-            split = _task.split and _task.id == now  # a backward inside this one may have come in between
-            for ref in frames:
+            last = _running.task  # another than the one started, if a backward inside this one came in between
+            split = started.split or (last is not None and last.id == now and last.split)
+            for ref in started.frames:  # on whichever thread the call ends: with several devices there are several
                 frame = ref()
                 if frame is not None:
                     frame.end(kept, split)
 
         _compat.after_backward(end)
-    return _task
+    return task
 
 
 def leaves_undone(first: int | None = None) -> bool:

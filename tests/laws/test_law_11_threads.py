@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,16 @@ from torch import nn
 from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN, chain
 from laws.watch import Counted, assert_same, backward, left_by
-from torch_recompute import doing_recompute, get_recompute_data, no_recompute, recompute, replay, save_for_recompute
+from torch_recompute import (
+    _compat,
+    doing_recompute,
+    get_recompute_data,
+    no_recompute,
+    recompute,
+    replay,
+    save_for_recompute,
+)
+from torch_recompute._task import this_task
 
 places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
 ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0), "mixed": (2, 0, 3, 1)}
@@ -29,6 +39,43 @@ def in_threads(tasks):
 
     with ThreadPoolExecutor(len(tasks)) as pool:
         return [future.result(60) for future in [pool.submit(run, task) for task in tasks]]
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
+
+
+def test_a_call_that_ends_on_another_thread(monkeypatch):
+    """Finding 26: that a backward call was a half is known when it ends, on whichever device's thread that is."""
+    ends, told = [], []
+
+    class Told:
+        def end(self, kept, split):
+            told.append((kept, split))
+
+    one = Told()
+    monkeypatch.setattr(_compat, "after_backward", ends.append)
+
+    def half():
+        task = this_task()
+        task.split = True
+        task.frames.append(weakref.ref(one))
+        assert this_task() is task
+
+    InBackward.apply(torch.ones(1, requires_grad=True), half).sum().backward(retain_graph=True)
+    (end,) = ends
+    in_threads([end])
+    assert told == [(True, True)]
 
 
 @pytest.mark.parametrize("name", ["mlp", "encoder_layer", "dropouts", "lstm", "routed_to_experts"])

@@ -84,8 +84,10 @@ def _lane(device: torch.device, fake: bool) -> Lane:
 
 
 def _say_once() -> None:
-    if not _said and not torch.cuda.is_available():
-        _said.append("said")
+    if _said:
+        return
+    _said.append("asked")  # once: each question goes to the driver
+    if not torch.cuda.is_available():
         warnings.warn(
             "OnHost: torch sees no CUDA device here, so tensors are copied within host memory: it frees nothing, and "
             "nothing runs beside the copies. (Said once.)",
