@@ -253,7 +253,8 @@ class RankPlanner:
         live = self.planner.plain.live_by_category
         weights, gradients = live["parameters"], live["gradients"]
         always = weights + gradients + live["optimizer"]
-        least = seconds_at_least(costs, self._sizes, self._found, max(wanted, peak), always)
+        between = always + live["activations"]  # what cuBLAS keeps
+        least = seconds_at_least(costs, self._sizes, self._found, max(wanted, peak), between)
         microbatch = costs.step_seconds - self._optimizer_seconds
         step = layout.microbatches * microbatch + self._optimizer_seconds
         solution = Solution(options, peak, replays)
