@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 from torch_recompute import _compat
-from torch_recompute._compat import capture, compiling, devices, fakes, flags, partitioning, storages
+from torch_recompute._compat import capture, compiling, devices, fakes, flags, on_cuda, partitioning, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -929,3 +929,24 @@ def test_the_budget_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert partitioning.activation_memory_budget(0.25) is None
     monkeypatch.setitem(sys.modules, "torch._functorch.config", None)
     assert partitioning.activation_memory_budget(0.25) is None
+
+
+# --- what settings make of an operation on CUDA ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_tf32_is_what_the_settings_say(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a convolution may be computed in TF32 and a product not, also as torch says it without precisions."""
+    if gone:
+        monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
+    assert on_cuda.tf32("aten.convolution.default")
+    assert not on_cuda.tf32("aten.mm.default")
+
+
+def test_kernels_of_attention_have_an_order() -> None:
+    """A setting of the user counts; the default is that of torch, with cuDNN first where torch puts it there."""
+    everywhere = ["flash", "efficient", "math", "cudnn"]
+    assert on_cuda.enabled_backends((8, 0)) == everywhere
+    assert on_cuda.enabled_backends((9, 0)) == ["cudnn", "flash", "efficient", "math"]
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert on_cuda.enabled_backends((9, 0)) == ["math", "flash"]

@@ -35,6 +35,6 @@ def tf32(op: str) -> bool:
     get: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
     convolves = "convolution" in op
     if get is None:
-        return torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32
+        return bool(torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32)
     asked = (("cuda", "conv" if convolves else "matmul"), ("cuda", "all"), ("generic", "all"))
     return next((found for found in (get(*one) for one in asked) if found != "none"), "ieee") == "tf32"
