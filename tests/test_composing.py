@@ -325,6 +325,20 @@ def test_a_region_s_replay_is_under_the_autocast_of_its_forward(around: bool) ->
     assert under("cuda", model, plan, around).saved_bytes < 0.5 * under("cuda", model, around=around).saved_bytes
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_layers_are_tried_under_the_autocast_of_their_call(kind: str) -> None:
+    """Finding 12: what a layer keeps and costs is that of its call, also where the model itself turns autocast on."""
+    x = torch.empty(ROWS, WIDTH, device="meta")
+    planners = [
+        Planner(model.to("meta"), (x,), None, loss=torch.sum, device="h100")
+        for model in (Inside(nn.Sequential(Layer(), Layer()), kind), nn.Sequential(Layer(), Layer()))
+    ]
+    under, plain = ([kind.options[0].saved_bytes for kind in planner.costs.kinds.values()] for planner in planners)
+    inputs, weights = 2 * 2 * ROWS * WIDTH, 2 * 2 * WIDTH * WIDTH
+    assert max(under) == pytest.approx(inputs + weights + 4 * (ROWS * WIDTH + 2 * ROWS), abs=2 * ROWS * WIDTH)
+    assert max(under) != max(plain)
+
+
 def test_autocast_is_afterwards_what_it_was() -> None:
     """The CPU casts by its own list again, both are off, and without CUDA there is no autocast of it."""
     under("cuda", Layer(), around=False)

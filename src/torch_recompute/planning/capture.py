@@ -130,6 +130,14 @@ def _grads(call: Call) -> tuple[bool, ...]:
     return (*(isinstance(x, torch.Tensor) and x.requires_grad for x in call.leaves[0]), *parameters)
 
 
+def _autocast(leaves: list[Any]) -> torch.autocast | None:
+    """Autocast as it is now, of the device of the first tensor."""
+    kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "")
+    if not kind or not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+
+
 class _Seen:
     """The calls of some modules and the operations that run in each."""
 
@@ -160,7 +168,7 @@ class _Seen:
             if leaves and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor):
                 self.chained.add(path)
             noted = tuple(Note(leaf) if is_cache(leaf) else leaf for leaf in leaves)
-            self.calls.append((path, Call((module,), (noted,), (spec,)), self._open[-1]))
+            self.calls.append((path, Call((module,), (noted,), (spec,), _autocast(leaves)), self._open[-1]))
 
         return enter
 

@@ -67,6 +67,7 @@ def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[Gro
             tuple(call.modules[0] for call in calls),
             tuple(call.leaves[0] for call in calls),
             tuple(call.specs[0] for call in calls),
+            calls[0].autocast,
         )
         inside = tuple(map(str, range(span)))
         for keep in keeps:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,13 @@ class Call:
         modules: The modules, fake; one, or several that are called one after the other.
         leaves: The flat arguments of each call; tensors are fake, and a cache is what it held when the call was made.
         specs: Their structure.
+        autocast: Autocast as it was; None where nothing is called with a tensor.
     """
 
     modules: tuple[nn.Module, ...]
     leaves: tuple[tuple[Any, ...], ...]
     specs: tuple[Any, ...]
+    autocast: torch.autocast | None = None
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -64,8 +66,14 @@ class Call:
                 given[0] = result[0] if isinstance(result, tuple) else result
             args, kwargs = _compat.tree_unflatten(given, spec)
             del given
-            result = module(*args, **kwargs)
+            with self.autocast or nullcontext():
+                result = module(*args, **kwargs)
         return result
+
+    def backward(self, edges: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+        """Runs backward from the results' edges, which a training loop does outside of autocast."""
+        with nullcontext() if self.autocast is None else torch.autocast(self.autocast.device, enabled=False):
+            torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
         start = len(m.timeline)
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
         m.watch(before)
-        torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
+        call.backward(edges, given)
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
     return Tried(saved - level, forward - level, backward - level, m.ran, host_bytes, m.at_once_bytes)
