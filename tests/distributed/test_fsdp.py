@@ -294,6 +294,67 @@ def test_layers_recomputed_together_are_sharded_together(ranks):
         assert refused.startswith("the plan recomputes 2 layers together, but each of them was sharded on its own")
 
 
+# --- mixed precision -------------------------------------------------------------------------------------------------
+
+MIXED = {
+    "bfloat16 inside, float32 out": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
+    "bfloat16 throughout": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "inputs as they come": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+}
+
+
+class Seen(nn.Module):
+    """Notes the dtypes that a layer meets, in forward and in replays."""
+
+    def __init__(self, layer, dtypes):
+        super().__init__()
+        self.layer, self.dtypes = layer, dtypes
+
+    def forward(self, x):
+        inner = x.to(self.layer.up.weight.dtype)
+        y = self.layer(inner)
+        self.dtypes.append((x.dtype, self.layer.up.weight.dtype, y.dtype))
+        return y
+
+
+def mixed(name):
+    """By way: the dtypes of each layer's runs, and the gradients. A region is around a sharded layer or within it."""
+    found = {}
+    for way in ("plain", "torch", "around", "within", "both", "plan"):
+        torch.manual_seed(0)
+        model, dtypes = Model(), []
+        model.layers = nn.ModuleList(Seen(layer, dtypes) for layer in model.layers)
+        if way in ("around", "both", "torch"):
+            model.wrap = checkpointed if way == "torch" else recompute
+        if way in ("within", "both"):
+            for layer in model.layers:
+                layer.layer.forward = recompute(layer.layer.forward)
+        if way == "plan":
+            apply(model, plan(PATHS))
+        for layer in model.layers:
+            fully_shard(layer, mp_policy=MIXED[name])
+        fully_shard(model, mp_policy=MIXED[name] if MIXED[name].cast_forward_inputs else MixedPrecisionPolicy())
+        result = loss(model, 0)
+        forward = list(dtypes)
+        result.backward()
+        found[way] = forward, dtypes[len(forward) :], [whole(p.grad) for p in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_the_replay_has_the_dtypes_of_the_forward(ranks, name):
+    """Finding FSDP2 mixed precision: a replay's tensors have the forward's dtypes, and gradients are the plain ones."""
+    for found in ranks.run(mixed, name):
+        forward, none, wanted = found["plain"]
+        assert (len(forward), none) == (DEPTH, [])
+        assert {weight for _, weight, _ in forward} == {torch.bfloat16}
+        for way in ("torch", "around", "within", "both", "plan"):
+            same, replayed, grads = found[way]
+            assert same == forward, way
+            assert set(replayed) <= set(forward), way
+            assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True)), way
+
+
 # --- the first generation --------------------------------------------------------------------------------------------
 
 
