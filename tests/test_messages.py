@@ -217,7 +217,7 @@ class Scale(torch.nn.Module):
 def plans_stages(**options: Any) -> None:
     """Plans two stages of one layer each, whatever is said wrong."""
     said: dict[str, Any] = {"budget": 2**30, "stages": Stages("GPipe", pipeline=2, microbatches=2), **options}
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model = said.pop("model", torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
     sizes = "sizes" in options
     make_plan(model, () if sizes else (torch.ones(8, 4),), device="h100", **said)
 
@@ -869,18 +869,27 @@ class Case:
 GIB = 2**30
 
 
-def plans_for_nothing() -> None:
-    layer = torch.nn.Linear(4, 4)
+class Twice(torch.nn.Module):
+    """Calls its layer twice."""
 
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Sequential(layer)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.layer(x)).sum()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x)).sum()
 
-    make_plan(Twice(), (torch.ones(2, 4),), budget=0.5, device="h100")
+
+def asks_for_an_address() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.register_forward_hook(lambda *seen: seen[-1].data_ptr())
+    simulate(model, (torch.ones(2, 4),), loss=torch.mean)
+
+
+def multiplies_sparse() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.register_forward_hook(lambda *seen: torch.sparse.mm(torch.eye(2).to_sparse(), seen[-1]))
+    simulate(model, (torch.ones(2, 4),), loss=torch.mean)
 
 
 def plans_for_too_little(*, sizes: bool = False) -> None:
@@ -1918,6 +1927,23 @@ CASES = [
         "simulate: args[0] is Tensor of shape (3,), of which no fake copy can be made: its class or layout says "
         "nothing of where its memory lies.\n"
         "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation).",
+    ),
+    Case(
+        "cannot_simulate",
+        RecomputeError,
+        multiplies_sparse,
+        "simulate: aten._to_sparse.default in the model cannot be run on tensors without values: it depends on them, "
+        "is of a layout without strides (sparse), or is an operation of a library that says nothing of its shapes "
+        "(NotImplementedError).\n"
+        "  Use RecomputeConfig, which simulates nothing, or measure() a real step; for an operation of your own, write "
+        "torch.library.register_fake.",
+    ),
+    Case(
+        "no_address",
+        RecomputeError,
+        asks_for_an_address,
+        "simulate: the model asks for the address of a tensor of shape (2, 4), and simulated tensors have no memory.\n"
+        "  Make the call that needs it an operation of its own, by torch.library.custom_op and register_fake.",
     ),
     Case(
         "too_large_to_read",
@@ -3129,9 +3155,8 @@ CASES = [
     Case(
         "nothing_to_plan",
         ArgumentError,
-        plans_for_nothing,
-        "Twice has no module that a plan could recompute: none holds a product and is called once in a forward.\n"
-        "  layer is called 2 times in one forward\n"
+        lambda: make_plan(torch.nn.LayerNorm(4), (torch.ones(2, 4),), budget=0.5, loss=torch.mean, device="h100"),
+        "LayerNorm has no module that a plan could recompute: none that is called in a forward holds a product.\n"
         '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)',
     ),
     Case(
@@ -3328,6 +3353,14 @@ CASES = [
         lambda: plans_stages(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])),
         "optimizer is a SGD of the whole model, but each rank of a pipeline has one of its stages' parameters.\n"
         "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an optimizer.",
+    ),
+    Case(
+        "called_again_in_stages",
+        ArgumentError,
+        lambda: plans_stages(model=Twice(), loss=torch.sum),
+        "layer is called 2 times in one forward, and a pipeline cannot be cut between calls of one module: its "
+        "parameters would lie on several stages.\n"
+        "  Plan the model without stages=, or give each stage a module of its own.",
     ),
     Case(
         "stages_and_sizes",

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
+import torch._subclasses.fake_tensor as _fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -49,6 +50,15 @@ def flex_uncompiled() -> Generator[None]:
 
 _FLEX = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 
+NOT_FAKED: tuple[type[Exception], ...] = (
+    NotImplementedError,
+    _fake_tensor.UnsupportedFakeTensorException,
+    _fake_tensor.UnsupportedOperatorException,
+    _fake_tensor.DataDependentOutputException,
+    _fake_tensor.DynamicOutputShapeException,
+)
+"""What an operation raises that fake tensors cannot be given to, and real ones may."""
+
 is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
 """Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
 
@@ -61,6 +71,16 @@ def is_operator(func: object) -> bool:
 def writes(func: Any) -> bool:
     """Whether an operation's schema says that it writes to an argument; False where it has no schema."""
     return bool(getattr(getattr(func, "_schema", None), "is_mutable", False))
+
+
+def taken_by(func: Any) -> list[str]:
+    """The names of the arguments of an operation."""
+    return [argument.name for argument in func._schema.arguments]
+
+
+def returned(func: Any) -> list[str]:
+    """The names of the results of an operation, "" for one without."""
+    return [result.name or "" for result in func._schema.returns]
 
 
 def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -163,6 +163,7 @@ from .pipelines import (
     bad_split,
     bad_stages,
     budgets_per_rank,
+    called_again_in_stages,
     fit_of_ranks,
     not_a_schedule,
     optimizer_of_a_whole,
@@ -242,6 +243,8 @@ from .sharding import (
 from .simulations import (
     bad_accumulate,
     cannot_fake,
+    cannot_simulate,
+    no_address,
     no_loss,
     no_such_device,
     not_a_loss,

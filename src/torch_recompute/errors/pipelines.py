@@ -110,6 +110,15 @@ def optimizer_of_a_whole(optimizer: object) -> str:
     )
 
 
+def called_again_in_stages(path: str, times: int) -> str:
+    """Text for a pipeline through a module that a forward calls several times."""
+    return (
+        f"{path} is called {times} times in one forward, and a pipeline cannot be cut between calls of one module: its "
+        "parameters would lie on several stages.\n"
+        "  Plan the model without stages=, or give each stage a module of its own."
+    )
+
+
 def rank_does_not_fit(rank: int, why: str) -> str:
     """Text for a rank of a pipeline that no plan fits on."""
     return f"rank {rank} of the pipeline: {why}"

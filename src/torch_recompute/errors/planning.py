@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ._say import say, size
 
@@ -91,12 +91,10 @@ def bad_example(example: object) -> str:
     )
 
 
-def nothing_to_plan(model: str, left_out: Mapping[str, str]) -> str:
+def nothing_to_plan(model: str) -> str:
     """Text for a model without a part that can be planned."""
-    reasons = "".join(f"\n  {path} {why}" for path, why in left_out.items())
     return (
-        f"{model} has no module that a plan could recompute: none holds a product and is called once in a forward."
-        f"{reasons}\n"
+        f"{model} has no module that a plan could recompute: none that is called in a forward holds a product.\n"
         '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)'
     )
 

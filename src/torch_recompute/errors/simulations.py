@@ -51,6 +51,26 @@ def too_large_to_read(what: str, where: str, shape: Sequence[int]) -> str:
     )
 
 
+def cannot_simulate(op: str, where: str, error: Exception) -> str:
+    """Text for an operation that cannot be run on tensors without values."""
+    return (
+        f"simulate: {op} in {where or 'the model'} cannot be run on tensors without values: it depends on them, is of "
+        "a layout without strides (sparse), or is an operation of a library that says nothing of its shapes "
+        f"({type(error).__name__}).\n"
+        "  Use RecomputeConfig, which simulates nothing, or measure() a real step; for an operation of your own, write "
+        "torch.library.register_fake."
+    )
+
+
+def no_address(where: str, shape: Sequence[int]) -> str:
+    """Text for a tensor without memory whose address is asked for."""
+    return (
+        f"simulate: {where or 'the model'} asks for the address of a tensor of shape {tuple(shape)}, and simulated "
+        "tensors have no memory.\n"
+        "  Make the call that needs it an operation of its own, by torch.library.custom_op and register_fake."
+    )
+
+
 def original_reached(model: str) -> str:
     """Text for a copy that uses the original."""
     return (

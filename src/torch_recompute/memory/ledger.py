@@ -58,6 +58,7 @@ class Place(NamedTuple):
         op: The operation, as `aten.gelu.default`.
         shape: Shape of the tensor that it made; () where it was measured.
         line: Where it was measured, `file:line` of the code that ran it.
+        calls: In a simulation, of that module and those around it, the path and the number of the call.
     """
 
     event: int = 0
@@ -66,6 +67,7 @@ class Place(NamedTuple):
     op: str = ""
     shape: tuple[int, ...] = ()
     line: str = ""
+    calls: tuple[tuple[str, int], ...] = ()
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):

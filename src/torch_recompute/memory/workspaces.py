@@ -33,6 +33,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -74,6 +75,12 @@ COPYING = frozenset(
     }
 )
 """Operations that copy arguments that are not contiguous, and take nothing where all are."""
+
+aten: Any = torch.ops.aten
+_CUDNN: Any = aten._cudnn_rnn.default
+_DROPOUT = 11  # which of its arguments
+RECURRENT: dict[Any, int] = {aten.mkldnn_rnn_layer.default: 3, _CUDNN: 3}
+"""Operations that keep for their backward what the kernel alone knows the size of, and which result that is."""
 
 MOST_WORK = 10**11
 """Multiplications of an operation that is run alone, per thread: some five seconds."""
@@ -120,6 +127,46 @@ def workspace(func: Any, inputs: Any) -> int | str:
         if known != NO_MEMORY:  # which may be different the next time
             _known[key] = known
     return known
+
+
+def reserve(func: Any, inputs: Any) -> int | str:
+    """The bytes that a recurrent layer keeps for its backward, or why they are not known.
+
+    It is run alone, as for a workspace. Where that takes too long it is run on fewer steps of the sequence, and the
+    bytes grow with their number.
+
+    Args:
+        func: Its overload, of `RECURRENT`.
+        inputs: Its positional and its keyword arguments; tensors may be fake.
+    """
+    args: Any = inputs[0]
+    kwargs = inputs[1]
+    device, threads = device_of(args[0]), torch.get_num_threads()
+    masks = 0
+    if func is _CUDNN and args[_DROPOUT]:  # it is run without, so as to draw nothing; a mask has the size of its layer
+        masks = args[0].shape[0] * args[0].shape[1] * args[4].numel() // args[4].shape[1] * args[0].itemsize
+        args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 : -1], None)
+    tensors = [leaf for leaf in _compat.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    steps = int(args[0].shape[0])
+    work = tensors[0].numel() // tensors[0].shape[-1] * sum(tensor.numel() for tensor in tensors[1:])
+    fewer = max(2, min(steps, MOST_WORK * threads * steps // max(1, work)))
+
+    def bytes_of(steps: int) -> int | str:
+        first = torch.empty((steps, *args[0].shape[1:]), dtype=args[0].dtype, device="meta")
+        key = (func, _layout(((first, *args[1:]), kwargs)), str(device), threads)
+        if key not in _known:
+            _known[key] = _alone(func, ((first, *args[1:]), kwargs), device, threads, lambda call: _nbytes(call, func))
+        return _known[key]
+
+    one, two = (0, bytes_of(steps)) if steps <= fewer else (bytes_of(fewer // 2), bytes_of(fewer))
+    if isinstance(one, str) or isinstance(two, str):
+        return two
+    return two + (two - one) * max(0, steps - fewer) // (fewer - fewer // 2) + masks
+
+
+def _nbytes(call: Callable[[], Any], func: Any) -> int:
+    with torch.enable_grad():  # without, the CPU's keeps nothing
+        return int(call()[RECURRENT[func]].nbytes)
 
 
 def takes(func: Any) -> bool:
@@ -202,6 +249,14 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
         return NO_MEMORY
     if _work(str(func), inputs[0], tensors) > MOST_WORK * threads:
         return "it would take too long to run it alone"
+    ask = _on_cpu if device.type == "cpu" else partial(_on_cuda, device=device)
+    return _alone(func, inputs, device, threads, ask)
+
+
+def _alone(
+    func: Any, inputs: Any, device: torch.device, threads: int, ask: Callable[[Callable[[], Any]], int]
+) -> int | str:
+    """What is asked of an operation that runs on zeros, on a thread of its own."""
     found: list[int] = []
 
     def run() -> None:
@@ -209,8 +264,7 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
             torch.set_num_threads(threads)  # a new thread has the environment's number until it is told
             with torch.no_grad():
                 args, kwargs = mapped(inputs, lambda tensor: _zeros(tensor, _place(tensor, device)))
-                call: Callable[[], object] = lambda: func(*args, **(kwargs or {}))  # noqa: E731
-                found.append(_on_cpu(call) if device.type == "cpu" else _on_cuda(call, device))
+                found.append(ask(lambda: func(*args, **(kwargs or {}))))
         except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: said by whoever asked
             pass
 

@@ -71,7 +71,7 @@ def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable
 
 def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
     """The regions that a solver chose."""
-    found: list[Choice] = []
+    found: dict[Choice, None] = {}  # that of a module which is called several times is one for all its calls
     names = [segment.path for segment in profile.costs.segments]
     start = 0
     while start < len(names):
@@ -80,7 +80,7 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
         for below, keep in option.regions:
             paths = tuple(f"{path}.{part}".strip(".") for path in together for part in paths_of(below))
             carry = decides(paths, profile.carries)
-            found.append(Choice(paths, keep, carry, store=option.store, nested=option.nested))
+            found[Choice(paths, keep, carry, store=option.store, nested=option.nested)] = None
         start += option.span
     return tuple(found)
 
@@ -144,7 +144,7 @@ def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[L
         plain = costs.kinds[kind].options[0].saved_bytes * option.span
         lines.append(
             Line(
-                pattern if len(paths) > 1 else paths[0],
+                pattern if len(set(paths)) > 1 else paths[0],
                 len(paths),
                 _what(option),
                 option.saved_bytes,

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from .. import errors
 from .cost import Costs, Solution
 from .hosting import restrictions
+from .repeated import tied
 from .solvers.auto import AutoSolver
 from .solvers.columns import Columns
 from .solvers.curve import curve
@@ -84,7 +85,7 @@ def frontier(costs: Costs, most: int = 200) -> list[Solution]:
 def _problems(costs: Costs) -> list[Problem]:
     if find_spec("numpy") is None:
         raise errors.ArgumentError(errors.needs_numpy())
-    return [Problem(restricted) for restricted in restrictions(costs)]
+    return [Problem(one) for restricted in restrictions(costs) for one in tied(restricted)]
 
 
 def _by_cost(solution: Solution) -> tuple[float, int, int]:

@@ -14,7 +14,8 @@ three lines, and it comes before everything else:
 Rejected: tracing a forward pass to see what feeds what. It needs an input and time, and says nothing about names that a
 user could write into a configuration; structure is known on the meta device before there are weights.
 
-Invariants: nothing runs, nothing is changed, no value of a parameter is read.
+Invariants: nothing runs, nothing is changed, no value of a parameter is read. A weight that is computed when it is
+asked for (a parametrization, a property) is not asked for.
 """
 
 from __future__ import annotations
@@ -156,10 +157,19 @@ def _product(module: nn.Module, *, registered: bool = False) -> Product | None:
         widths = getattr(module, takes, None), getattr(module, gives, None)
         if isinstance(widths[0], int) and isinstance(widths[1], int):
             return Product(widths[0], widths[1], pointwise=True)
-    weight = getattr(module, "weight", None)
-    inner = [getattr(child, "weight", None) for child in module.modules() if child is not module]
+    weight = _weight(module)
+    inner = [_weight(child) for child in module.modules() if child is not module]
     alone = not any(isinstance(other, Tensor) and other.ndim >= 2 for other in inner)
     named = "embed" not in type(module).__name__.lower()
     if alone and named and isinstance(weight, Tensor) and weight.ndim == 2:
         return Product(weight.shape[1], weight.shape[0], pointwise=True)
     return Product(0, 0, pointwise=True) if registered else None
+
+
+def _weight(module: nn.Module) -> object:
+    """A module's weight, or what one with a parametrization is made of: to ask for that one changes it."""
+    made = dict(module.named_children()).get("parametrizations")
+    if isinstance(made, nn.ModuleDict) and "weight" in made:
+        return next(made["weight"].parameters(recurse=False), None)
+    own = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
+    return own.get("weight", vars(module).get("weight"))

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..plan.anatomy import inside
 from ..plan.cost import Costs, Kind, Option, Point, Segment
 from ..simulation import Moment, Simulation
+from ..simulation.places import Calls
 
 
 def calibrate(
@@ -92,16 +94,23 @@ def _spans(timeline: Sequence[Moment], paths: Sequence[str], first: Sequence[int
     Forward takes the segments in order, backward in the opposite order. What lies between the first and the last moment
     of a segment is its own; an optimizer's step is of no segment.
     """
-    number = dict(zip(paths, first, strict=True))
-    tops = sorted(number, key=len, reverse=True)
-    memo: dict[str, int | None] = {}
+    numbers: dict[str, list[int]] = {}  # one per call
+    for path, place in zip(paths, first, strict=True):
+        numbers.setdefault(path, []).append(place)
+    tops = sorted(numbers, key=len, reverse=True)
+    memo: dict[Any, int | None] = {}
+
+    def of(module: str, calls: Calls) -> int | None:
+        path = next((path for path in tops if inside(module, path)), None)
+        return None if path is None else numbers[path][(dict(calls).get(path, 1) - 1) % len(numbers[path])]
 
     def at(moment: Moment) -> int | None:
         if moment.phase == "optimizer" or moment.phase == "loss":
             return None
-        if moment.module not in memo:
-            memo[moment.module] = next((number[path] for path in tops if inside(moment.module, path)), None)
-        return memo[moment.module]
+        key = moment.module, moment.calls
+        if key not in memo:
+            memo[key] = of(*key)
+        return memo[key]
 
     backward = next((i for i, m in enumerate(timeline) if m.phase in ("backward", "replay")), len(timeline))
     ended = next((i for i, m in enumerate(timeline) if m.phase == "optimizer"), len(timeline))

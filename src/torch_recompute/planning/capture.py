@@ -8,8 +8,8 @@ of experts from a dense layer), and says nothing of what makes no difference (th
 Segments are the layers that `find_units` sees. Where it sees none (a U-Net, a convolutional network), they are the
 largest modules with at most `PRODUCTS` products each.
 
-A module that is called more than once in a forward is no segment: one choice would be for all its calls, and the bytes
-of each lie at another place of the step. It is planned as part of nothing, and said (`Captured.left_out`).
+A module that is called more than once in a forward is a segment for each of its calls, of kinds of its own: the bytes
+of each call lie at another place of the step, and one choice is for all of them (`plan/repeated.py`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Captured:
 
     Attributes:
         units: What the model is made of.
-        paths: The segments, in the order of their calls.
+        paths: The segments, in the order of their calls; one that is called several times stands there as often.
         calls: How each is called.
         kinds: The kind of each: segments with the same number are alike.
         chained: Of each, whether its first argument is the result of the one before, as it was returned.
-        left_out: Modules that could have been segments, and why they are none.
         pretend: The mode under which they run.
     """
 
@@ -59,7 +58,6 @@ class Captured:
     calls: list[Call] = field(default_factory=list[Call])
     kinds: list[int] = field(default_factory=list[int])
     chained: list[bool] = field(default_factory=list[bool])
-    left_out: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -94,7 +92,7 @@ def capture(
         The segments.
 
     Raises:
-        ArgumentError: The model has no module that could be a segment and is called once.
+        ArgumentError: The model has no module that could be a segment.
     """
     fakes = FakeTensorMode()
     faker = Faker(fakes, device)
@@ -111,16 +109,14 @@ def capture(
     numbers: dict[Any, int] = {}
     times = Counter(path for path, _, _ in seen.calls)
     for path, call, ran in seen.calls:
-        if times[path] > 1:
-            found.left_out[path] = f"is called {times[path]} times in one forward"
-            continue
-        key = (tuple(ran), _grads(call), call.modules[0].training)
+        repeated = path if times[path] > 1 else ""
+        key = (tuple(ran), _grads(call), call.modules[0].training, repeated)
         found.paths.append(path)
         found.calls.append(call)
         found.kinds.append(numbers.setdefault(key, len(numbers)))
-        found.chained.append(path in seen.chained)
+        found.chained.append(path in seen.chained and not repeated)
     if not found.paths:
-        raise errors.ArgumentError(errors.nothing_to_plan(type(model).__name__, found.left_out))
+        raise errors.ArgumentError(errors.nothing_to_plan(type(model).__name__))
     return found
 
 

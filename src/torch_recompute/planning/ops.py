@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from .. import _compat
-from .._compat.fakes import is_operator, writes
+from .._compat.fakes import device_of, is_operator, writes
 from .._compat.flops import flops
 from ..memory.ledger import storages
 
@@ -27,11 +27,13 @@ class Meta:
         shape: Its shape.
         stride: Its strides, in elements.
         dtype: Its type.
+        device: The type of the device that it lies on.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: str = "cpu"
 
     @property
     def bytes(self) -> int:
@@ -82,8 +84,9 @@ def metas(value: object) -> Iterator[Meta]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        stride = tuple(value.stride()) if value.layout is torch.strided else ()
-        return Meta(tuple(value.shape), stride, value.dtype) if stride or not value.shape else repr(value.shape)
+        if value.layout is not torch.strided:
+            return repr(value.shape)
+        return Meta(tuple(value.shape), tuple(value.stride()), value.dtype, device_of(value).type)
     if isinstance(value, (list, tuple)):
         return tuple(_plain(item) for item in cast("Iterable[Any]", value))
     if isinstance(value, torch.Generator):

@@ -35,6 +35,7 @@ from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
+from ..plan.repeated import untied
 from ..plan.solve import choose, frontier, smallest
 from ..plan.solvers.problem import simplicity
 from ..simulation import Simulation, simulate_step
@@ -44,12 +45,12 @@ from .capture import Captured, capture
 from .clock import Scale, clock, obstacle
 from .free import free_bytes
 from .grouping import groups
-from .guesses import guesses
+from .guesses import Guess, guesses
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .pieces import Pieces
 from .prices import Measured, Roofline, prices_for, where
-from .trace import trace
+from .trace import Trace, trace
 from .trials import Call, Tried, attempt
 
 ROUNDS = 8
@@ -97,20 +98,20 @@ class Planner:
         ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
-        self._timing = "" if roofline else self._price.timing
         self._link = link_of(roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
         captured = capture(model, args, kwargs or {}, self.plain.device, self._composed)
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
-        self._left_out = captured.left_out
         self._routers = captured.routers
         self._ways = self._tried(captured)
         options = [self._ways[kind].options[0] for kind in self._kinds]
         prices = [(phase, self._price(op) * count) for (phase, op), count in ran.items()]
         self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
         self.costs = self._calibrated(self.plain, options, sum(seconds for _, seconds in prices))
+        self._timing = ""
         if isinstance(self._price, Measured):
+            self._timing = self._price.timing
             self._price.keep()
 
     @cached_property
@@ -126,9 +127,9 @@ class Planner:
             self._price.name,
             self.costs,
             self.plain.peak_bytes,
-            tuple((path, described(self._model.get_submodule(path))) for path in self._paths),
+            tuple((path, described(self._model.get_submodule(path))) for path in dict.fromkeys(self._paths)),
             self._routers,
-            tuple(self._left_out.items()),
+            untied(self.costs),
             self.plain.advice,
             self._timing,
         )
@@ -137,9 +138,9 @@ class Planner:
         """The plan for a budget, checked by its own simulation."""
         free = partial(free_bytes, self._model, self.plain.device, self._step["optimizer"])
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
-        best: tuple[Solution, Simulation] | None = None
+        best = (self._without, self.plain) if self.plain.peak_bytes <= wanted else None
         costs, known = self.costs, None
-        for _ in range(ROUNDS):
+        for _ in range(0 if best else ROUNDS):
             try:
                 solution = choose(costs, wanted, solver)
             except errors.BudgetError:
@@ -174,18 +175,23 @@ class Planner:
     @cached_property
     def least(self) -> tuple[Solution, Simulation]:
         """The choice with the smallest peak, by its simulation."""
-        costs, best = self.costs, None
+        costs, best = self.costs, (self._without, self.plain)
         for _ in range(ROUNDS):
             solution = smallest(costs)
             simulation = self._simulated(self._plan_of(solution))
-            if best is not None and simulation.peak_bytes >= best[1].peak_bytes:
+            if simulation.peak_bytes >= best[1].peak_bytes:
                 break
             best = solution, simulation
             if simulation.peak_bytes == solution.peak_bytes:
                 break
             costs = self._calibrated(simulation, solution.options, costs.step_seconds)
-        assert best is not None
         return best
+
+    @cached_property
+    def _without(self) -> Solution:
+        """The choice without regions: costs that are taken too high may not see that it fits."""
+        options = tuple(self._ways[kind].options[0] for kind in self._kinds)
+        return Solution(options, self.plain.peak_bytes, 0.0, "no regions are needed")
 
     def simulated(self, options: Sequence[Option]) -> tuple[Simulation, Costs]:
         """The step with one option per segment, and the costs taken anew from it."""
@@ -269,27 +275,35 @@ class Planner:
     def _tried(self, captured: Captured) -> dict[str, Kind]:
         """The options of each kind of segment."""
         ways: dict[str, Kind] = {}
-        for path, kind, call in zip(self._paths, self._kinds, captured.calls, strict=True):
-            if kind in ways:
-                continue
+        several = {path for path, times in Counter(self._paths).items() if times > 1}
+        guessed: dict[str, list[Guess]] = {}
+        traces: dict[str, Trace] = {}
+        firsts = {kind: i for i, kind in reversed(list(enumerate(self._kinds)))}
+        for kind, first in firsts.items():
+            path, call = self._paths[first], captured.calls[first]
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                found = trace(call.modules[0], lambda call=call, inputs=inputs: call.run(inputs), inputs)
+                traces[kind] = trace(call.modules[0], lambda call=call, inputs=inputs: call.run(inputs), inputs)
+            of = path if path in several else kind  # what is called several times has one choice for all its calls
+            guessed.setdefault(of, []).extend(guesses(traces[kind], self._price, TRIED))
+        for kind, first in firsts.items():
+            path, call, found = self._paths[first], captured.calls[first], traces[kind]
+            with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [_option((), plain, plain, self._price)]
-                for guess in guesses(found, self._price, TRIED):
-                    choices = [self._choice(path, *region) for region in guess.regions]
+                for regions in dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind]):
+                    choices = [self._choice(path, *region) for region in regions]
                     try:
                         tried = attempt(call, choices, captured.pretend)
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
                         continue
-                    options.append(_option(guess.regions, tried, plain, self._price))
+                    options.append(_option(regions, tried, plain, self._price))
                 graph = replace(found.graph(self._price), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
                     options += self._offloaded(captured, path, call, undominated(options), plain, forward)
                 options += self._grouped(captured, int(kind), plain, found.kinds)
-            ways[kind] = Kind(undominated(options), graph)
+            ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
 
     def _offloaded(

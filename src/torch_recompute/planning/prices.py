@@ -6,9 +6,10 @@ The figures of `DEVICES` are those of the makers' data sheets (dense, without sp
 that well-written kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are reckoned with. Products in 32
 bits run at the speed of TF32 only where PyTorch's settings allow it, which they do for convolutions alone by default.
 
-Measured means: the operation is run alone on tensors of its shapes, once to warm up and three times in earnest, and the
-fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
-roofline, scaled by what the measured ones took of theirs. What was measured is kept in a file (`kept.py`).
+Measured means: the operation is run alone on inputs that are made up for it (`alone.py`), once to warm up and three
+times in earnest, and the fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run
+alone, is priced by the roofline, scaled by what the measured ones took of theirs, and named in `Measured.timing`. What
+was measured is kept in a file (`kept.py`).
 
 Prices decide between plans, so what counts is how they compare. What a step takes as a whole is measured in its turn
 (`clock.py`).
@@ -30,8 +31,9 @@ from .. import errors
 from .._compat.fakes import is_operator, without_modes
 from .._compat.flops import fused_on_cpu
 from .._compat.on_cuda import tf32
+from .alone import made_up, runs_alone
 from .kept import Kept, full_name, key_of
-from .ops import Meta, Op, metas
+from .ops import Op, metas
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 LONGEST = 0.5  # seconds
@@ -256,6 +258,7 @@ class Measured:
         self._device = device
         self._roofline = roofline_of(device)
         self._scales: list[float] = []
+        self._not_run: dict[str, None] = {}
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
@@ -267,12 +270,14 @@ class Measured:
         if seconds is not None:
             self._scales.append(seconds / expected)
             return seconds
+        self._not_run[str(getattr(op.func, "overloadpacket", op.func))] = None
         return expected * (statistics.median(self._scales) if self._scales else 1.0)
 
     @property
     def timing(self) -> str:
         """Where its seconds are from, in words."""
-        return f"single operations timed on {self.name}"
+        others = ", ".join(sorted(self._not_run))
+        return f"single operations timed on {self.name}{others and f', {others} by its speeds'}"
 
     def keep(self) -> None:
         """Writes what was measured to a file."""
@@ -288,10 +293,11 @@ class Measured:
         return self._kept.seconds[name]
 
     def _run(self, op: Op) -> float | None:
+        if not runs_alone(op):
+            return None
         try:
             with without_modes(), torch.no_grad():  # prices are asked for while fake tensors are about
-                args = tuple(self._real(value) for value in op.args)
-                kwargs = {name: self._real(value) for name, value in op.kwargs}
+                args, kwargs = made_up(op, self._device)
                 return min(self._times(lambda: op.func(*args, **kwargs)))
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
             return None
@@ -311,16 +317,6 @@ class Measured:
             end.synchronize()
             found.append(start.elapsed_time(end) / 1000)
         return found
-
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, Meta):
-            tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
-            return tensor.normal_() if value.dtype.is_floating_point and 0 not in value.stride else tensor.zero_()
-        if isinstance(value, tuple):
-            return [self._real(item) for item in value]
-        if isinstance(value, torch.device):
-            return self._device
-        return value
 
 
 class Where(NamedTuple):

@@ -22,6 +22,7 @@ resort where the moments take turns.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -329,6 +330,9 @@ def plan_stages(
         raise errors.ArgumentError(errors.optimizer_of_a_whole(optimizer))
     profile = planner.profile
     paths = [segment.path for segment in profile.costs.segments]
+    again = next((path for path, times in Counter(paths).items() if times > 1), None)
+    if again is not None:
+        raise errors.ArgumentError(errors.called_again_in_stages(again, paths.count(again)))
     pipeline = Pipeline.of(stages, paths)
     budgets = _budgets(budget, len(pipeline.orders))
     pieces = cut(paths, pipeline.bounds)

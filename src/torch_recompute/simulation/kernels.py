@@ -61,7 +61,7 @@ class Kernels:
             return on_fakes(self._mode, func, args, kwargs)
         if recipe is None:
             before = [_layout(t, []) for t in tensors]
-            out = on_fakes(self._mode, func, args, kwargs)
+            out = self._apart(on_fakes(self._mode, func, args, kwargs), tensors)
             same = before == [_layout(t, []) for t in tensors]
             if len(_recipes) >= _MOST:
                 _recipes.clear()
@@ -70,6 +70,19 @@ class Kernels:
         if recipe is _ASK:
             return on_fakes(self._mode, func, args, kwargs)
         return self._made(recipe, tensors)
+
+    def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
+        """The results, of which no two are one tensor: some fakes return the gradient of two biases so."""
+        if type(out) is not tuple:
+            return out
+        made: list[Any] = []
+        for value in out:
+            again = type(value) is FakeTensor and any(value is other for other in made)
+            if again and not any(value is tensor for tensor in tensors):
+                with self._mode:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            made.append(value)
+        return tuple(made)
 
     def _made(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
         if recipe is _NOTHING:

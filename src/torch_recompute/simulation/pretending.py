@@ -9,37 +9,44 @@ Idea. What is read is small and made of integers: token ids, positions, masks, r
 booleans stay real as long as they come from real ones, up to `INTEGERS` elements, and so do floating tensors of up to
 `FLOATS` (an optimizer's counters, constants). They are computed as ever; where one meets a fake tensor, the operation
 is simulated. The other way round, where integers come out of fake ones, a stand-in is taken: indices are spread evenly
-(`topk` of a router then sends as many tokens to each expert), booleans alternate, a float that is read is 1. Each such
-decision is noted by the operation and the module that made it.
+(`topk` of a router then sends as many tokens to each expert), booleans alternate, a float that is read is 1, also where
+values leave PyTorch (`x.numpy()` for a matcher), and a factorization succeeds. Each such decision is noted by the
+operation and the module that made it.
 
 Rejected: `propagate_real_tensors` and `FakeTensor.constant`, whose tensors are fake by class all the same; patching
 the functions that look.
 
-Invariants. No tensor of the caller's is written to: what stays real is a copy. Nothing fake ever holds memory.
+Invariants. No tensor of the caller's is written to: what stays real is a copy. Nothing fake ever holds memory. What is
+drawn for real is given back: the generators stand where they stood before the mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .. import _compat, errors
 from .._compat import TorchDispatchMode
 from .._compat.fakes import (
+    NOT_FAKED,
     FakeTensor,
     FakeTensorMode,
     device_of,
     flex_uncompiled,
     is_operator,
+    returned,
     traced,
     without_modes,
     writes,
 )
 from .._tree import mapped
-from ..memory.workspaces import attention_on_cuda, takes, workspace
+from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
+from ..state import DEFAULT
 from .autocasting import autocast_of_cuda
 from .composing import AsOnCuda
 from .kernels import Kernels
@@ -56,7 +63,16 @@ _DRAWS: set[Any] = {  # whose integers are states of generators
 }
 _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
+_UNREDUCED = {  # losses that write every element into the memory of their result; where `reduction` is
+    aten.binary_cross_entropy.default: 3,
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+}
+_BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
+_LEAVING = {torch.Tensor.numpy, torch.Tensor.__array__}
 _NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
@@ -77,6 +93,36 @@ def _kind(func: Any) -> _Kind:
     if kind is None:
         kind = _kinds[func] = _Kind(func.is_view, writes(func), not _READS.isdisjoint(func.tags))
     return kind
+
+
+@cache
+def _status(func: Any) -> int | None:
+    """Which result of an operation says whether it failed."""
+    return next((place for place, name in enumerate(returned(func)) if name == "info"), None)
+
+
+class _Leaving(TorchFunctionMode):
+    """Gives stand-ins for the values of fake tensors to what is not PyTorch.
+
+    Args:
+        stand_in: Makes them.
+        where: Says which module is running.
+    """
+
+    def __init__(self, stand_in: Callable[[torch.Tensor, str], torch.Tensor], where: Callable[[], str]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+        self._where = where
+
+    def __torch_function__(
+        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _LEAVING and type(args[0]) is FakeTensor:
+            values = self._stand_in(args[0], f"Tensor.{func.__name__}")
+            args = (values.requires_grad_(args[0].requires_grad), *args[1:])
+        elif func is torch.Tensor.data_ptr and type(args[0]) is FakeTensor:
+            raise errors.RecomputeError(errors.no_address(self._where(), args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
 class Pretend(TorchDispatchMode):
@@ -104,18 +150,23 @@ class Pretend(TorchDispatchMode):
         self._seen: Callable[[Any, Any, Any], None] | None = None
         self._composed = composed
         self.capability = _capability(composed)
-        self._around = ExitStack()
+        self._around: list[ExitStack] = []
 
     def __enter__(self) -> Any:
-        self._around.enter_context(flex_uncompiled())
-        if self.capability is not None:
-            self._around.enter_context(autocast_of_cuda())
-            self._around.enter_context(AsOnCuda(self.capability))
+        with ExitStack() as stack:
+            for ambient in DEFAULT:
+                stack.callback(ambient.restore, ambient.capture())
+            stack.enter_context(flex_uncompiled())
+            stack.enter_context(_Leaving(self._stand_in, self._where))
+            if self.capability is not None:
+                stack.enter_context(autocast_of_cuda())
+                stack.enter_context(AsOnCuda(self.capability))
+            self._around.append(stack.pop_all())
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._around.close()
+        self._around.pop().__exit__(*exception)
 
     @contextmanager
     def showing(self, seen: Callable[[Any, Any, Any], None]) -> Generator[None]:
@@ -173,6 +224,7 @@ class Pretend(TorchDispatchMode):
         kind = _kind(func)
         if func in _MASKED:
             args = self._by_index(args)
+            real = True
         elif kind.reads:
             return self._kept(self._run(func, args, kwargs))
         if real and kind.writes:
@@ -183,6 +235,13 @@ class Pretend(TorchDispatchMode):
             with self._fakes:
                 return _grouped(*args, **kwargs)
         out = self._simulated(func, args, kwargs, real)
+        if func in RECURRENT:
+            return self._with_reserve(func, args, kwargs, out)
+        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
+            out.untyped_storage().resize_(args[0].nbytes)
+        if func in _BATCH_NORMS:
+            with self._fakes:
+                return _dense(out)
         if kind.views or kind.writes or func in _DRAWS:
             return out
         return self._decided(func, args, out)
@@ -199,7 +258,25 @@ class Pretend(TorchDispatchMode):
     def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         if real:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
-        return self._kernels.run(func, args, kwargs)
+        try:
+            return self._kernels.run(func, args, kwargs)
+        except NOT_FAKED as error:
+            raise errors.RecomputeError(errors.cannot_simulate(str(func), self._where(), error)) from error
+
+    def _with_reserve(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """The results of a recurrent layer, with what its kernel keeps for backward, which fakes have none of."""
+        if torch.is_grad_enabled() and not out[RECURRENT[func]].numel():
+            taken = reserve(func, (args, kwargs))
+            name = str(func).partition(".default")[0]
+            if isinstance(taken, str):
+                self.assumed[f"what {name} keeps for its backward is not known and counted as none: {taken}"] = None
+                taken = 0
+            elif self._composed:
+                self.assumed[f"{name} keeps as much for its backward on a GPU as on the CPU"] = None
+            with self._fakes:
+                made = torch.empty(taken, dtype=torch.uint8, device=device_of(out[0]))
+            out = tuple(made if place == RECURRENT[func] else x for place, x in enumerate(out))
+        return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that reads or writes real values, with stand-ins for the fake ones."""
@@ -207,9 +284,14 @@ class Pretend(TorchDispatchMode):
         def real(value: Any) -> Any:
             return self._stand_in(value, str(func)) if type(value) is FakeTensor else value
 
-        args, kwargs = mapped(args, real), mapped(kwargs, real)
-        with without_modes():
-            return func(*args, **kwargs)
+        given, named = mapped(args, real), mapped(kwargs, real)
+        try:
+            with without_modes():
+                return func(*given, **named)
+        except RuntimeError as error:
+            if given is args and named is kwargs:
+                raise
+            raise errors.RecomputeError(errors.cannot_simulate(str(func), self._where(), error)) from error
 
     def _by_index(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Indices instead of a mask, whose number of entries a fake operation could not know."""
@@ -234,6 +316,12 @@ class Pretend(TorchDispatchMode):
 
         if isinstance(out, torch.Tensor):
             return decide(out) if not _floats(out) else out
+        status = _status(func)
+        if status is not None:  # of a factorization, which went well
+            info = out[status]
+            with without_modes():
+                well = torch.zeros(info.shape, dtype=info.dtype, device=info.device)
+            out = tuple(well if place == status else x for place, x in enumerate(out))
         return mapped(out, decide)
 
     def _choice(self, func: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -290,6 +378,15 @@ def _capability(composed: str) -> tuple[int, int] | None:
     kind, _, number = composed.partition(" ")
     major, _, minor = (number or "8.0").partition(".")
     return (int(major), int(minor)) if kind == "cuda" else None
+
+
+def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
+    """What a batch norm returns: its kernels lay it out densely, and fakes as the input is."""
+    first, *rest = out
+    formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim() if first is not None else 0, ()))
+    if first is not None and not any(first.is_contiguous(memory_format=each) for each in formats):
+        first = first.new_empty(first.shape)
+    return (first, *rest)
 
 
 def _floats(tensor: torch.Tensor) -> bool:

@@ -68,7 +68,7 @@ class Recording(Measurement):
         """Books one operation."""
         phase, module = self._places.now()
         shape = next((tuple(map(int, t.shape)) for t in _tensors(outputs)), ())
-        place = Place(self._events + 1, phase, module, str(func), shape)
+        place = Place(self._events + 1, phase, module, str(func), shape, calls=self._places.calls)
         for device, _ in storages(outputs):
             self._ledger(device)
         for ledger in self._ledgers.values():

@@ -24,6 +24,7 @@ class Moment(NamedTuple):
         live_bytes: The bytes alive after it, its workspace included.
         phase: "forward", "loss", "backward", "replay" or "optimizer".
         module: Path of the module that ran it, or whose backward it belongs to; "" for none and for the model itself.
+        calls: Of that module and those around it, the path and the number of the call.
     """
 
     event: int
@@ -31,6 +32,7 @@ class Moment(NamedTuple):
     live_bytes: int
     phase: str
     module: str
+    calls: tuple[tuple[str, int], ...] = ()
 
 
 class Simulation(NamedTuple):

@@ -259,7 +259,8 @@ def _moment(sample: Any, places: dict[int, Any], more: int, first: str) -> Momen
     """A sample as it is shown; what no operation has made, as the level at the start, is of the phase `first`."""
     place = places.get(sample.event)
     phase, module = (place.phase, place.module) if place is not None else (first, "")
-    return Moment(sample.event, sample.op, sample.live_bytes + more, phase, module)
+    calls = place.calls if place is not None else ()
+    return Moment(sample.event, sample.op, sample.live_bytes + more, phase, module, calls)
 
 
 def _by_module(entries: list[tuple[Entry, int]]) -> dict[str, int]:
