@@ -34,11 +34,13 @@ def machine() -> dict[str, Any]:
     return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The options that every benchmark takes."""
+def arguments(description: str, **lists: str) -> argparse.Namespace:
+    """The options that every benchmark takes; and options that take lists of words, with what each says."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=100, help="rounds of interleaved runs (default 100)")
     parser.add_argument("--save", metavar="NAME", help="write the figures to benchmarks/results/NAME.json")
+    for name, says in lists.items():
+        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME", help=says)
     return parser.parse_args()
 
 
