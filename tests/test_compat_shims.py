@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
@@ -754,7 +755,7 @@ def test_every_shim_is_tried() -> None:
     # Pytrees are public in all but name, and tried by tests/test_tree.py.
     missing = {n for n in names if not n.startswith("_") and f"_compat.{n}" not in text} - PYTREES
     assert not missing
-    for module in (capture, devices, fakes, flags, partitioning, storages):
+    for module in (capture, devices, fakes, flags, on_cuda, partitioning, storages):
         made = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, STATEMENTS)]
         unspoken = {n.name for n in made if not n.name.startswith("_") and n.name not in text}
         assert not unspoken, module.__name__
@@ -776,7 +777,7 @@ def test_every_stand_in_is_tried() -> None:
         "_C.'_get_graph_exec_group'",  # test_without_execution_groups
         "_C.f'_get_{name}'",  # test_a_setting_that_torch_lacks_is_left_out
         "_C.f'_set_{setter or name}'",
-        "_C.'_get_fp32_precision_getter'",  # test_without_the_newer_interface_to_precision
+        "_C.'_get_fp32_precision_getter'",  # test_without_the_newer_interface_to_precision, test_tf32_is_...
         "torch.'xpu'",  # test_device_generators
         "torch.UntypedStorage.'_new_with_weak_ptr'",  # test_memory_that_torch_cannot_find_again
         "config.'activation_memory_budget'",  # test_the_budget_of_compiled_code
@@ -950,3 +951,25 @@ def test_kernels_of_attention_have_an_order() -> None:
     assert on_cuda.enabled_backends((9, 0)) == ["cudnn", "flash", "efficient", "math"]
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
         assert on_cuda.enabled_backends((9, 0)) == ["math", "flash"]
+
+
+def test_flex_attention_does_not_compile_itself() -> None:
+    """Inside it calls its operator as it is, and afterwards what it did before; it may not have been imported."""
+    before = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    with fakes.flex_uncompiled():
+        assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is True
+    assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, flex_attention.__name__)
+        with fakes.flex_uncompiled():
+            assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
+
+
+def test_what_torch_traces_is_told_apart() -> None:
+    """While it makes a graph of a function, or runs one on fakes, and not before or after."""
+    seen: list[bool] = []
+    make_fx(lambda x: (seen.append(fakes.traced()), x + 1)[1])(torch.ones(2))
+    with fakes.FakeTensorMode():
+        seen.append(fakes.traced())
+    assert seen == [True, True]
+    assert not fakes.traced()

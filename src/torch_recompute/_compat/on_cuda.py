@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+_C: Any = torch._C
 _NAMES = ("math", "flash", "efficient", "cudnn")  # by the number that PyTorch knows them by
 _DEFAULT = (1, 2, 0, 3, 4)
 PREFERRING_CUDNN = (9, 10)
@@ -15,8 +16,7 @@ PREFERRING_CUDNN = (9, 10)
 
 def enabled_backends(capability: tuple[int, int]) -> list[str]:
     """The kernels that the user has enabled, in the order in which they are tried on a device of a capability."""
-    get: Any = getattr(torch._C, "_get_sdp_priority_order", None)
-    order = _DEFAULT if get is None else tuple(map(int, get()))
+    order = tuple(map(int, _C._get_sdp_priority_order()))
     if order[: len(_DEFAULT)] == _DEFAULT[: len(order)] and capability[0] in PREFERRING_CUDNN:
         order = (3, 1, 2, 0)
     backends = torch.backends.cuda
@@ -32,7 +32,7 @@ def enabled_backends(capability: tuple[int, int]) -> list[str]:
 
 def tf32(op: str) -> bool:
     """Whether an operation in 32 bits may be computed in TF32 on CUDA: by default a convolution may, a product not."""
-    get: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    get: Any = getattr(_C, "_get_fp32_precision_getter", None)
     convolves = "convolution" in op
     if get is None:
         return bool(torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32)
