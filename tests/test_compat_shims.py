@@ -973,3 +973,8 @@ def test_what_torch_traces_is_told_apart() -> None:
         seen.append(fakes.traced())
     assert seen == [True, True]
     assert not fakes.traced()
+
+
+def test_what_an_operator_takes() -> None:
+    """The names of its arguments, in their order, by its schema."""
+    assert fakes.taken_by(torch.ops.aten.addmm.default)[:3] == ["self", "mat1", "mat2"]

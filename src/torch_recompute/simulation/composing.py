@@ -43,6 +43,13 @@ aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def capability_of(composed: str) -> tuple[int, int] | None:
+    """What "cuda 9.0" says; 8.0 where no number is said."""
+    kind, _, number = composed.partition(" ")
+    major, _, minor = (number or "8.0").partition(".")
+    return (int(major), int(minor)) if kind == "cuda" else None
+
+
 class AsOnCuda(TorchFunctionMode):
     """Calls what CUDA's way leads to, in the place of functions whose ways differ.
 

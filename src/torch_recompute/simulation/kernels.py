@@ -138,3 +138,14 @@ def _recipe_of(out: Any, tensors: Sequence[FakeTensor], sources: dict[int, int],
         return _ASK
     taken.add(storage)
     return made
+
+
+def grouped(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """A product of groups; what PyTorch has for fake tensors takes bfloat16 alone."""
+    if offs is not None and a.dim() == b.dim() == 2:
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    else:
+        shape = [*a.shape[:-1], b.shape[-1]]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)

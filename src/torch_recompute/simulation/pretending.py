@@ -48,8 +48,8 @@ from .._tree import mapped
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
 from ..state import DEFAULT
 from .autocasting import autocast_of_cuda
-from .composing import AsOnCuda
-from .kernels import Kernels
+from .composing import AsOnCuda, capability_of
+from .kernels import Kernels, grouped
 
 INTEGERS = 2**24
 FLOATS = 2**10
@@ -149,7 +149,7 @@ class Pretend(TorchDispatchMode):
         self.assumed: dict[str, None] = {}
         self._seen: Callable[[Any, Any, Any], None] | None = None
         self._composed = composed
-        self.capability = _capability(composed)
+        self.capability = capability_of(composed)
         self._around: list[ExitStack] = []
 
     def __enter__(self) -> Any:
@@ -233,7 +233,7 @@ class Pretend(TorchDispatchMode):
                 return self._run(func, args, kwargs)
         if func is _GROUPED:
             with self._fakes:
-                return _grouped(*args, **kwargs)
+                return grouped(*args, **kwargs)
         out = self._simulated(func, args, kwargs, real)
         if func in RECURRENT:
             return self._with_reserve(func, args, kwargs, out)
@@ -360,24 +360,6 @@ class Pretend(TorchDispatchMode):
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
-
-
-def _grouped(
-    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
-) -> torch.Tensor:
-    """A product of groups; what PyTorch has for fake tensors takes bfloat16 alone."""
-    if offs is not None and a.dim() == b.dim() == 2:
-        shape = [offs.shape[0], a.shape[0], b.shape[1]]
-    else:
-        shape = [*a.shape[:-1], b.shape[-1]]
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
-
-
-def _capability(composed: str) -> tuple[int, int] | None:
-    """What "cuda 9.0" says; 8.0 where no number is said."""
-    kind, _, number = composed.partition(" ")
-    major, _, minor = (number or "8.0").partition(".")
-    return (int(major), int(minor)) if kind == "cuda" else None
 
 
 def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
