@@ -167,9 +167,10 @@ class _Hooks:
     """The hooks of modules that a forward found and left; who registers one for a forward alone takes it away then."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        with_hooks = [module for module in modules if module._forward_pre_hooks or module._forward_hooks]
-        every = [module.__dict__[name] for module in with_hooks for name in _HOOKS if name in module.__dict__]
-        self._kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(hooks, dict(hooks)) for hooks in every]
+        some = [module.__dict__ for module in modules]
+        hooked = [d for d in some if d.get("_forward_pre_hooks") or d.get("_forward_hooks")]
+        every: list[dict[Any, Any]] = [d[name] for d in hooked for name in _HOOKS if name in d]
+        self._kept = [(hooks, dict(hooks)) for hooks in every]
 
     def settle(self) -> None:
         """After the forward: what is gone already has removed itself and is not to run again."""

@@ -22,10 +22,13 @@ def functional() -> Any:
     return torch.ops._c10d_functional
 
 
+_plain: Any = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
 def dispatches(kind: type) -> bool:
     """Whether tensors of a class decide themselves what an operation on them is; not so fake ones, nor parameters."""
     own: Any = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not torch.Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+    return own is not None and own is not _plain and not issubclass(kind, FakeTensor)
 
 
 def call_next_mode(mode: Any, func: Any, kinds: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,13 +7,28 @@ one again is private.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+_C: Any = torch._C
+_set_versions: Any = _C._autograd._unsafe_set_version_counter
 _revive: Any = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Each tensor with the number of changes in place it has seen; those that count them."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
+    """Makes tensors that hold what they held then of that version again: graphs that have saved them remain valid."""
+    changed = [(tensor, then) for tensor, then in versions if tensor._version != then]
+    if changed:
+        _set_versions(*map(tuple, zip(*changed, strict=True)))
 
 
 class Memory:

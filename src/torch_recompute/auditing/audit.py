@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._compat.storages import set_versions, versions_of
 from .._reach import Reach
 from ..memory.ledger import storages
 from ..memory.saved import module_names
@@ -132,6 +133,7 @@ class _Audit:
         namespaces = [(held, dict(held)) for held in self._reach.buffers()]
         stored = {id(s): s for held, _ in namespaces for buffer in held.values() for _, s in storages(buffer)}
         buffers = [(storage, storage.clone()) for storage in stored.values() if storage.device.type != "meta"]
+        versions = versions_of(buffer for held, _ in namespaces for buffer in held.values() if buffer is not None)
         try:
             with torch.inference_mode(False), torch.enable_grad(), Calls(recorder):
                 torch.clear_autocast_cache()
@@ -143,6 +145,7 @@ class _Audit:
                 held.update(before)
             for storage, content in [*buffers, *recorder.kept.values()]:
                 storage.copy_(content)
+            set_versions(versions)
             places.restore()
             generators.restore()
             recorder.end()

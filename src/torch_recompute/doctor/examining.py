@@ -20,7 +20,7 @@ from torch import nn
 from .. import errors
 from .._reach import Reach
 from ..auditing import Audit, audit
-from ..memory.saved import as_before
+from ..memory.saved import as_before, attributes_as_before
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of
@@ -234,20 +234,22 @@ class _Examination:
     def _observed(self) -> Seen:
         model, values = self._model, [*self._args, *self._kwargs.values()]
         reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
-        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        for parameter, _ in gradients:
-            parameter.grad = None
+        leaves = [*model.parameters(), *(v for v in values if isinstance(v, torch.Tensor) and v.is_leaf)]
+        gradients = [(leaf, leaf.grad) for leaf in leaves]
+        for leaf, _ in gradients:
+            leaf.grad = None
         observer = Observer(model)
         try:
-            with as_before(reach, values), torch.inference_mode(False), torch.enable_grad():
+            before = attributes_as_before(reach.modules), as_before(reach, values)
+            with before[0], before[1], torch.inference_mode(False), torch.enable_grad():
                 value = self._loss(model(*self._args, **self._kwargs))
                 if value.requires_grad:  # else nothing in it is trained, which is a finding and no failure
                     value.backward()
             return observer.end()
         finally:
             observer.end()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            for leaf, gradient in gradients:
+                leaf.grad = gradient
 
 
 class _Plain:

@@ -18,8 +18,9 @@ nothing, and are listed apart (`existing`), with 0 bytes.
 Rejected: saved-tensor hooks around the model, which regions would take for their store; a sum over saved tensors,
 which counts a view as if it were memory and cannot see what escapes.
 
-Invariants. The model runs once, and no region replays. Generators and buffers are as before; what else the model does
-to the world (attributes, arguments changed in place) stays done, as after any call. The result holds plain data.
+Invariants. The model runs once, and no region replays. Generators, buffers and the attributes of modules are as before;
+what else the model does to the world (arguments changed in place) stays done, as after any call. The result holds plain
+data.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from torch import nn
 
 from .. import _tree, errors
+from .._compat.storages import set_versions, versions_of
 from .._reach import Reach
 from ..state import DEFAULT, Ambient, GeneratorRng, TensorState
 from .births import Birth, Watch
@@ -73,12 +75,14 @@ def saved_activations(
         raise errors.ArgumentError(errors.args_not_a_tuple(_WHAT, args))
     if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
         raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
-    return _look(model, args, kwargs or {})
-
-
-def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedActivations:
-    values = [*args, *kwargs.values()]
+    values = [*args, *(kwargs or {}).values()]
     reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
+    with attributes_as_before(reach.modules):
+        return _look(model, args, kwargs or {}, reach)
+
+
+def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reach: Reach) -> SavedActivations:
+    values = [*args, *kwargs.values()]
     names = module_names(model, reach)
     holders = Holders()
     with as_before(reach, values):
@@ -143,13 +147,13 @@ def _explain_the_rest(
 
 @contextmanager
 def as_before(reach: Reach, values: list[Any]) -> Generator[None]:
-    """Puts generators and buffers back."""
+    """Puts generators and buffers back, and how often these have been changed: a graph around may have saved them."""
     generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
     ambients: list[Ambient] = [*DEFAULT, *map(GeneratorRng, generators)]
     states = [ambient.capture() for ambient in ambients]
     places = [(place, dict(place)) for place in reach.buffers()]
     buffers = [buffer for _, held in places for buffer in held.values() if buffer is not None]
-    contents = TensorState(*buffers).capture()
+    contents, versions = TensorState(*buffers).capture(), versions_of(buffers)
     try:
         yield
     finally:
@@ -160,8 +164,30 @@ def as_before(reach: Reach, values: list[Any]) -> Generator[None]:
             for buffer, content in zip(buffers, contents, strict=True):
                 if 0 not in _tree.layout(buffer):  # an expanded one cannot have been changed, nor be copied to
                     TensorState(buffer).restore([content])
+        set_versions(versions)
         for ambient, state in zip(ambients, states, strict=True):
             ambient.restore(state)
+
+
+@contextmanager
+def attributes_as_before(modules: list[nn.Module]) -> Generator[None]:
+    """Puts back what modules hold as attributes, and what lists, dictionaries and sets among them hold."""
+    held = [(vars(module), dict(vars(module))) for module in modules]
+    found = {id(value): value for _, then in held for value in then.values() if type(value) in (list, dict, set)}
+    contents: list[tuple[Any, Any]] = [(value, value.copy()) for value in found.values()]
+    try:
+        yield
+    finally:
+        for attributes, then in held:
+            for name in attributes.keys() - then.keys():
+                del attributes[name]
+            attributes.update(then)
+        for value, then in contents:
+            if isinstance(value, list):
+                value[:] = then
+            else:
+                value.clear()
+                value.update(then)
 
 
 def _row(birth: Birth, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row:

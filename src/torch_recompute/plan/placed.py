@@ -96,10 +96,9 @@ class Placed:
 
     def _on(self, module: nn.Module) -> Placed:
         """The same on a replica, and what lies below it."""
-        made = copy.copy(self)
+        made, before = copy.copy(self), self._before
         made.module = module
-        if isinstance(self._before, Placed):
-            made._before = self._before._on(module)
+        made._before = before._on(module) if isinstance(before, Placed) else before
         return made
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:

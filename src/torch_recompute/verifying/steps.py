@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .. import _compat
+from .._compat.storages import set_versions, versions_of
 from .._reach import Reach
 from ..auditing.surroundings import Generators, Places
 from ..memory.ledger import storages
@@ -80,6 +81,9 @@ class Subject:
         self._namespaces = [(held, dict(held)) for held in reach.buffers()]
         stored = {id(s): s for held, _ in self._namespaces for buffer in held.values() for _, s in storages(buffer)}
         self._contents = [(storage, storage.clone()) for storage in stored.values() if storage.device.type != "meta"]
+        self._versions = versions_of(
+            buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None
+        )
         self._states = [(generator, generator.get_state()) for generator in self._generators]
         self._start = self._around()
 
@@ -139,6 +143,7 @@ class Subject:
                 held.update(before)
             for storage, content in self._contents:
                 storage.copy_(content)
+            set_versions(self._versions)
         for generator, state in self._states:
             generator.set_state(state)
         self._start.restore()
