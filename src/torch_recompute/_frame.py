@@ -21,7 +21,7 @@ from ._diagnose import reader_of
 from ._exhausted import tell
 from ._fingerprints import Fingerprints
 from ._hollow import Read, give_values
-from ._inputs import Inputs
+from ._inputs import Around, Inputs
 from ._late import store_for, waiting
 from ._reach import reach, rebuild
 from ._replay import Replay
@@ -356,7 +356,7 @@ def _ambient_store(outer: Run | None) -> Store | None:
     if hooks is None:
         return None
     if isinstance(outer, (Frame, Replay)) and getattr(hooks[0], "__self__", None) is outer:
-        return Hooks(outer.put, lend)
+        return Around(outer.put, lend)
     return Hooks(*hooks)
 
 

@@ -17,7 +17,7 @@ from . import errors
 from ._compat import is_parameter, storage_id
 from ._hollow import Hollow, missing
 from ._tree import Call, apart, wants_grad
-from .stores import Kept, Store
+from .stores import Hooks, Kept, Store
 
 
 class _Detached:
@@ -36,6 +36,14 @@ def _open(held: Any) -> torch.Tensor:
     if type(held) is _Detached or type(held) is Kept:
         return held.open()
     return held if held.requires_grad else held.detach()  # what the replay does to it must not stay
+
+
+class Around(Hooks):
+    """The region around this one, as its store.
+
+    It counts what it is given, and so it is given a tensor that is passed twice twice: its replay may find two tensors
+    there, as where one is a carried value, and has to count the same.
+    """
 
 
 class Inputs:
@@ -66,6 +74,8 @@ class Inputs:
             versions.append(version)
             if id(tensor) in ids:  # one tensor twice stays one
                 held.append(next(kept for other, kept in zip(given, held, strict=False) if other is tensor))
+                if isinstance(store, Around):
+                    store.put(tensor)
             else:
                 ids[id(tensor)] = version
                 held.append(self._hold(tensor, region))

@@ -105,6 +105,28 @@ def test_gradients_of_a_tensor_with_two_names(way: str, place: str, monkeypatch:
         assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_nested_region_is_given_both(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor that a region inside is given twice in forward, and two in the replay, are counted alike."""
+    x = torch.linspace(-1.0, 1.0, 6).reshape(2, 3).clone()
+    monkeypatch.setitem(globals(), "GIVEN", x)
+    monkeypatch.setattr(HELD, "tensor", x)
+
+    def gradient(region: Callable[..., Any]) -> torch.Tensor:
+        w = torch.linspace(0.5, 1.5, 6).reshape(2, 3).clone().requires_grad_()
+
+        def body(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            other = WAYS[way](x)
+            h = (other * w).sin()
+            return region(lambda a, b: (other * a * h).exp() * b)(x, other).sin() * h
+
+        region(body)(x, w).sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    assert torch.equal(gradient(tr.recompute), gradient(lambda fn: fn))
+
+
 def test_a_replay_that_saves_an_input_where_the_forward_saved_another_tensor() -> None:
     """Work that is done in the replay alone is an error that says so, and no other gradient."""
     x, w = torch.randn(3), torch.randn(3, requires_grad=True)
