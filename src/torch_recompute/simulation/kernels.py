@@ -9,6 +9,9 @@ itself. Whatever does not fit one of these (results over each other's memory, si
 
 This is why identical layers need not be recognised: the second one costs only the books.
 
+Where PyTorch's answer is not what its kernels do (the layout of a batch norm's result, the memory of a loss, one tensor
+twice), theirs is taken.
+
 Invariants. A recipe holds no tensor. Nothing here makes a reference cycle, which would keep an operation's arguments
 alive until the garbage collector runs, and would be counted.
 """
@@ -23,6 +26,8 @@ import torch
 from .. import _compat
 from .._compat.fakes import FakeTensor, FakeTensorMode, lay, on_fakes
 
+aten: Any = torch.ops.aten
+
 
 class _Made(NamedTuple):
     """How one tensor of a result is made; `source` is the argument whose memory it lies over, None for its own."""
@@ -35,10 +40,27 @@ class _Made(NamedTuple):
     source: int | None
 
 
+_UNREDUCED = {  # losses that write every element into the memory of their result; where `reduction` is
+    aten.binary_cross_entropy.default: 3,
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+}
+_BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _ASK = object()
 _NOTHING = object()
 _MOST = 2**16
 _recipes: dict[Any, Any] = {}
+
+
+def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
+    """What a batch norm returns: its kernels lay it out densely, and fakes as the input is."""
+    first, *rest = out
+    formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim() if first is not None else 0, ()))
+    if first is not None and not any(first.is_contiguous(memory_format=each) for each in formats):
+        first = first.new_empty(first.shape)
+    return (first, *rest)
 
 
 class Kernels:
@@ -53,6 +75,15 @@ class Kernels:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation none of whose arguments is a real tensor."""
+        out = self._answer(func, args, kwargs)
+        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
+            out.untyped_storage().resize_(args[0].nbytes)
+        if func in _BATCH_NORMS:
+            with self._mode:
+                return _dense(out)
+        return out
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[FakeTensor] = []
         try:
             key = (func, torch.get_default_dtype(), _layout(args, tensors), _layout(tuple(kwargs.items()), tensors))

@@ -22,7 +22,7 @@ drawn for real is given back: the generators stand where they stood before the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -63,14 +63,6 @@ _DRAWS: set[Any] = {  # whose integers are states of generators
 }
 _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
-_UNREDUCED = {  # losses that write every element into the memory of their result; where `reduction` is
-    aten.binary_cross_entropy.default: 3,
-    aten.mse_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.soft_margin_loss.default: 2,
-}
-_BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
-_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
 _LEAVING = {torch.Tensor.numpy, torch.Tensor.__array__}
 _NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
@@ -237,11 +229,6 @@ class Pretend(TorchDispatchMode):
         out = self._simulated(func, args, kwargs, real)
         if func in RECURRENT:
             return self._with_reserve(func, args, kwargs, out)
-        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
-            out.untyped_storage().resize_(args[0].nbytes)
-        if func in _BATCH_NORMS:
-            with self._fakes:
-                return _dense(out)
         if kind.views or kind.writes or func in _DRAWS:
             return out
         return self._decided(func, args, out)
@@ -360,15 +347,6 @@ class Pretend(TorchDispatchMode):
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
-
-
-def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
-    """What a batch norm returns: its kernels lay it out densely, and fakes as the input is."""
-    first, *rest = out
-    formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim() if first is not None else 0, ()))
-    if first is not None and not any(first.is_contiguous(memory_format=each) for each in formats):
-        first = first.new_empty(first.shape)
-    return (first, *rest)
 
 
 def _floats(tensor: torch.Tensor) -> bool:
