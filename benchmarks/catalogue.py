@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from _measure import arguments, finish
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from torch_recompute import apply, errors, make_plan, measure, simulate
 
@@ -199,7 +200,8 @@ def same(one: list[Any], other: list[Any]) -> bool:
 def peak(model: nn.Module, args: Any, kwargs: Any) -> int:
     """The measured peak of a step."""
     torch.manual_seed(1)
-    with measure(model) as m:
+    batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    with measure(model).track(*batch) as m:
         loss(model(*args, **kwargs)).backward()
     model.zero_grad()
     return m.peak_bytes
@@ -218,8 +220,8 @@ def examined(case: Case) -> dict[str, Any]:
     if not same(wanted, again):
         return {"verdict": "plain", "why": "its gradient is not the same twice"}
     try:
-        simulation = simulate(model, args, kwargs, loss=loss)
-        plan = make_plan(model, args, kwargs, loss=loss, budget=0.3)
+        simulation = simulate(model, args, kwargs, loss=loss, hold_output=False)
+        plan = make_plan(model, args, kwargs, loss=loss, budget=0.3, hold_output=False)
         figures: dict[str, Any] = {"assumed": list(simulation.assumed), "regions": len(plan.choices)}
         figures["plain"] = simulation.peak_bytes, peak(model, args, kwargs)
         handle = apply(model, plan)

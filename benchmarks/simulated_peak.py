@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from _measure import arguments, finish
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from torch_recompute import Plan, apply, measure, simulate
 
@@ -55,12 +56,14 @@ def row(name: str, kind: str, plan: Plan) -> dict[str, Any]:
         model.zero_grad()
 
     step()
-    start = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
-    with measure(model) as measured:
+    batch = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    counted = [*model.state_dict().values(), *batch]
+    start = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in counted}
+    with measure(model).track(*batch) as measured:
         step()
     allocator = allocator_peak(sum(start.values()), step)
     handle.remove()
-    simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss).peak_bytes
+    simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss, hold_output=False).peak_bytes
     return {
         "model": name,
         "plan": kind,

@@ -16,6 +16,7 @@ import torch
 from _measure import arguments, finish
 
 from torch_recompute import Plan, RecomputeConfig, apply
+from torch_recompute._loop import Loop
 from torch_recompute._models import batch_for, load
 from torch_recompute.planning.ops import Op, op_of
 from torch_recompute.planning.planner import Planner
@@ -24,17 +25,18 @@ from torch_recompute.simulation import simulate_step
 DEVICE = "h100"
 # Model -> rows of its batch, tokens in each (None: it has pictures).
 MODELS = {"gpt2-xl": (8, 1024), "llama3-8b": (2, 4096), "vit-h": (64, None)}
+LOOP = Loop(hold_output=False)
 EVERY_LAYER = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def figures_of(name: str) -> dict[str, Any]:
     """The peaks, replays and times of one model."""
-    model, _ = load(name)
+    model = load(name).model
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     inputs = batch_for(model, name, *MODELS[name])
-    planner = Planner(model, (), inputs, optimizer=torch.optim.AdamW, device=DEVICE)
+    planner = Planner(model, (), inputs, optimizer=torch.optim.AdamW, device=DEVICE, loop=LOOP)
 
     def step(plan: Plan) -> dict[str, Any]:
         ran: Counter[Op] = Counter()
@@ -45,7 +47,11 @@ def figures_of(name: str) -> dict[str, Any]:
                 ran[op] += 1
 
         result = simulate_step(
-            model, (), inputs, prepare=lambda copy: apply(copy, plan), optimizer=torch.optim.AdamW, watch=count
+            *(model, (), inputs),
+            prepare=lambda copy: apply(copy, plan),
+            optimizer=torch.optim.AdamW,
+            watch=count,
+            loop=LOOP,
         )
         replay = result.flops.get("replay", 0)
         return {

@@ -1,5 +1,6 @@
 """The step that the tests of reports look at: small, with every layer of the picture, and two kinds of placement."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch_recompute import Choice, Plan
 from torch_recompute.report.data import Reported, collect, compared
 from torch_recompute.report.timed import Clock
+from zoo import mean_loss
 
 
 class Block(nn.Module):
@@ -23,6 +25,11 @@ def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Sequential(*(Block() for _ in range(4)), nn.BatchNorm1d(32)), (torch.ones(512, 32),)
 
 
+def task() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.Tensor]]:
+    """For the command line: the pair and its loss."""
+    return *pair(), mean_loss
+
+
 BY_HAND = Plan(
     (Choice(("0",), labels=("block",)), Choice(("1",), labels=("block",)), Choice(("2",), keep=("up",))), "a hand"
 )
@@ -33,11 +40,11 @@ INPUT = 512 * 32 * 4  # bytes of what each block of the pair is given
 
 def clock(**changes: Any) -> Clock:
     model, args = pair()
-    return Clock(model, args, None, **{"optimizer": torch.optim.AdamW, "device": "h100", **changes})
+    return Clock(model, args, None, **{"optimizer": torch.optim.AdamW, "device": "h100", **changes}, loss=mean_loss)
 
 
 def seen(plan: Plan = BY_HAND, points: int = 4, title: str = "") -> Reported:
     """A report on a plan, on a data sheet's device."""
     model, args = pair()
-    others = compared(plan, model, args, optimizer=torch.optim.AdamW, device="h100", points=points)
+    others = compared(plan, model, args, optimizer=torch.optim.AdamW, device="h100", points=points, loss=mean_loss)
     return collect(plan, others, clock(), title=title)

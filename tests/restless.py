@@ -1,5 +1,7 @@
 """A model with a layer that does something else in every run: what a check of two steps has to notice."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -16,7 +18,7 @@ class Restless(nn.Module):
         return torch.tanh(x * self.scale * self.runs)
 
 
-def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    """The model, with that layer as its second, and a batch."""
+def pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """The model, with that layer as its second, a batch, and a loss."""
     first, *rest = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
-    return nn.Sequential(first, Restless(), *rest), (torch.ones(64, 8),)
+    return nn.Sequential(first, Restless(), *rest), (torch.ones(64, 8),), torch.mean

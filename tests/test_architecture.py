@@ -25,7 +25,7 @@ PACKAGE = "torch_recompute"
 ROOMS = (
     ("errors",),
     ("_compat",),
-    ("_diagnose", "_exhausted"),
+    ("_diagnose", "_exhausted", "_loop"),
     ("_tree",),
     ("_reach",),
     ("_generators",),
@@ -81,6 +81,7 @@ LEAN = {
     "_diagnose",
     "_exhausted",
     "_fingerprints",
+    "_loop",
     "_task",
     "_trace",
     "_saved_call",

@@ -14,6 +14,7 @@ from torch_recompute.memory import CATEGORIES, Block
 from torch_recompute.memory.blocks import blocks_of
 from torch_recompute.memory.ledger import ACTIVATIONS, GRADIENTS, Ledger
 from torch_recompute.memory.snapshot import snapshot_of
+from zoo import mean_loss
 
 
 class Residual(nn.Module):
@@ -42,7 +43,7 @@ STEPS = {
 def step(request: pytest.FixtureRequest) -> Simulation:
     """One simulated step of each kind."""
     model = nn.Sequential(*(Residual() for _ in range(3)), nn.BatchNorm1d(16))
-    return simulate(model, (torch.ones(32, 16),), **STEPS[request.param])
+    return simulate(model, (torch.ones(32, 16),), **STEPS[request.param], loss=mean_loss)
 
 
 def alive(blocks: tuple[Block, ...], event: int) -> dict[str, int]:
@@ -76,7 +77,7 @@ def test_events_rise(step: Simulation) -> None:
 def test_state_is_there_from_the_beginning() -> None:
     """An optimizer's state is one block from the first moment to the last, like the parameters that it is for."""
     model = nn.Linear(4, 4)
-    found = simulate(model, (torch.ones(2, 4),), optimizer=torch.optim.AdamW)
+    found = simulate(model, (torch.ones(2, 4),), optimizer=torch.optim.AdamW, loss=mean_loss)
     sizes = [parameter.nbytes for parameter in model.parameters()]
     lasting = [block for block in found.blocks if block.born == 0 and block.died is None]
     assert sorted(block.nbytes for block in lasting if block.category == "parameters") == sorted(sizes)
@@ -155,7 +156,7 @@ def test_pytorch_reads_a_snapshot(step: Simulation, tmp_path: Path) -> None:
 def test_a_snapshot_says_who_made_the_bytes() -> None:
     """A frame names the operation and the module, the next the category and the phase; the viewer's own is there."""
     model = nn.Sequential(Residual(), Residual())
-    found = simulate(model, (torch.ones(32, 16),), plan=Plan((Choice(("1",)),)))
+    found = simulate(model, (torch.ones(32, 16),), plan=Plan((Choice(("1",)),)), loss=mean_loss)
     (trace,) = snapshot_of(found.blocks)["device_traces"]
     said = {(frame["filename"], frame["name"]) for entry in trace for frame in entry["frames"]}
     assert {("0.up", "aten.addmm.default"), ("1.up", "aten.addmm.default"), ("activations", "replay")} <= said
@@ -210,7 +211,7 @@ def test_a_measured_step_has_blocks_at_every_moment() -> None:
 
 def test_a_snapshot_of_another_device() -> None:
     """The trace stands in the place of its device."""
-    found = simulate(nn.Linear(4, 4), (torch.ones(2, 4),))
+    found = simulate(nn.Linear(4, 4), (torch.ones(2, 4),), loss=mean_loss)
     snapshot = snapshot_of(found.blocks, 2)
     assert [bool(trace) for trace in snapshot["device_traces"]] == [False, False, True]
     assert {segment["device"] for segment in snapshot["segments"]} == {2}

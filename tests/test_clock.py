@@ -19,6 +19,7 @@ from torch_recompute.planning.clock import Clocked, Replays, Scale, clock, obsta
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Measured
 from torch_recompute.simulation.step import loss_of
+from zoo import mean_loss
 
 CPU = torch.device("cpu")
 
@@ -104,7 +105,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     monkeypatch.setattr(planner, "clock", watched)
-    made = Planner(model, (ids,), None)
+    made = Planner(model, (ids,), None, loss=mean_loss)
     plan = made.plan(0.2)
     assert plan.prediction is not None
     assert len(peaks) == 1
@@ -121,7 +122,10 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert Profile.from_json(found.to_json()) == found
 
     monkeypatch.setattr(planner, "free_bytes", lambda *_: 1)
-    assert "not scaled to a whole step: there is no memory for one" in Planner(model, (ids,), None).profile.timing
+    assert (
+        "not scaled to a whole step: there is no memory for one"
+        in Planner(model, (ids,), None, loss=mean_loss).profile.timing
+    )
     assert len(peaks) == 3
 
 
@@ -133,8 +137,8 @@ def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("a step was run")
 
     monkeypatch.setattr(planner, "clock", refuse)
-    assert profile(model, (ids,), device="h100").timing == ""
-    assert "not scaled to a whole step: one raised ValueError" in profile(model, (ids,)).timing
+    assert profile(model, (ids,), device="h100", loss=mean_loss).timing == ""
+    assert "not scaled to a whole step: one raised ValueError" in profile(model, (ids,), loss=mean_loss).timing
     assert obstacle(model, (ids,), {}, CPU) == ""
     assert obstacle(model, (ids.to("meta"),), {}, CPU) == "a tensor is on meta and not on cpu"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -165,7 +169,7 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
 def test_a_plan_without_regions_is_timed_as_it_is() -> None:
     """Where all fits, the step with no region is the one that is run, and the optimizer's price is added."""
     model, ids = Gpt(1), at(8)
-    plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW)
+    plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW, loss=mean_loss)
     assert plan.prediction is not None
     assert "a step that was run without regions" in plan.prediction.timing
     assert plan.prediction.step_seconds == plan.prediction.plain_step_seconds

@@ -22,6 +22,7 @@ from torch_recompute import Choice, Plan, simulate
 from torch_recompute._ranks.placing import divided, wire
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Roofline
+from zoo import mean_loss
 
 S, B, H, A, LAYERS = 96, 2, 64, 4, 4
 SBH, SB = S * B * H, S * B
@@ -101,7 +102,7 @@ def kept_by_a_rank(ranks: int, *, sequence: bool) -> int:
             whole, part = (Stack(layers, fused=False, ranks=n).bfloat16() for n in (1, ranks))
             x = torch.empty(B, S // ranks if sequence else S, H, dtype=torch.bfloat16)
         wire(part, [f"layers.{i}" for i in range(layers)], divided(whole, part, ranks, "gpt"), ranks, sequence)
-        kept.append(simulate(part, (x,)).saved_bytes)
+        kept.append(simulate(part, (x,), loss=mean_loss).saved_bytes)
     return kept[1] - kept[0]
 
 
@@ -145,7 +146,9 @@ def kept_per_layer(plan: Placement | None, *, fused: bool = True) -> int:
     kept: list[int] = []
     for layers in (2, 3):
         model, args = stack(layers, fused=fused)
-        kept.append(simulate(model, args, plan=None if plan is None else placed(plan, layers)).saved_bytes)
+        kept.append(
+            simulate(model, args, plan=None if plan is None else placed(plan, layers), loss=mean_loss).saved_bytes
+        )
     return kept[1] - kept[0]
 
 
@@ -166,7 +169,7 @@ def test_what_a_placement_keeps(name: str) -> None:
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     model, args = stack(LAYERS)
-    return Planner(model, args, None, device=Roofline("counting FLOPs", {1: 1e12}, 1e18, 1e-12))
+    return Planner(model, args, None, device=Roofline("counting FLOPs", {1: 1e12}, 1e18, 1e-12), loss=mean_loss)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -178,7 +181,7 @@ def test_the_frontier_lies_on_them(name: str, planner: Planner) -> None:
     placement = PLACEMENTS[name]
     flops = placement.products * SBH * H
     model, args = stack(LAYERS)
-    reached = simulate(model, args, plan=placed(placement, LAYERS))
+    reached = simulate(model, args, plan=placed(placement, LAYERS), loss=mean_loss)
     assert reached.flops["replay"] == LAYERS * flops
     plan = planner.plan(reached.peak_bytes)
     assert plan.predicted_peak_bytes is not None

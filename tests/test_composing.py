@@ -11,13 +11,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_recompute import Choice, Plan, apply, doctor
+from torch_recompute._loop import Loop
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import DEVICES, Roofline, where
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.simulation.composing import AsOnCuda
+from zoo import mean_loss
 
 WIDTH, ROWS = 64, 32
 NONE = Plan()
+RELEASED: dict[str, Any] = {"loss": mean_loss, "loop": Loop(hold_output=False)}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +59,7 @@ def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
 
     model = fn if isinstance(fn, nn.Module) else Net()
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    return simulate_step(model, (x,), watch=watch, composed=composed), ran
+    return simulate_step(model, (x,), watch=watch, composed=composed, loss=mean_loss, loop=Loop(hold_output=False)), ran
 
 
 def test_a_norm_is_one_operation_that_keeps_its_input_and_a_number_per_row() -> None:
@@ -293,7 +296,7 @@ class Inside(nn.Module):
 def under(kind: str, model: nn.Module, plan: Plan = NONE, around: bool = True) -> Simulation:
     """A step on an "h100" in which autocast of a kind is on around the step, or inside the model."""
     x = torch.randn(ROWS, WIDTH)
-    step: dict[str, Any] = {"prepare": lambda copy: apply(copy, plan), "composed": "cuda 9.0"}
+    step: dict[str, Any] = {"prepare": lambda copy: apply(copy, plan), "composed": "cuda 9.0", **RELEASED}
     if not around:
         return simulate_step(Inside(model, kind), (x,), **step)
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -367,10 +370,10 @@ def test_a_plan_for_a_gpu_is_for_its_operations_where_the_model_has_no_weights()
     """A model on meta is planned as on CUDA; one with weights as it runs here, of which its peak is promised."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     real = Norms().to(torch.bfloat16)
-    here = Planner(real, (x,), None, device="h100").plain.peak_bytes
-    there = Planner(real.to("meta"), (x,), None, device="h100").plain.peak_bytes
-    assert here == simulate_step(Norms().to(torch.bfloat16), (x,)).peak_bytes
-    assert there == simulate_step(Norms().to(torch.bfloat16), (x,), composed="cuda").peak_bytes < here
+    here = Planner(real, (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
+    there = Planner(real.to("meta"), (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
+    assert here == simulate_step(Norms().to(torch.bfloat16), (x,), loss=mean_loss).peak_bytes
+    assert there == simulate_step(Norms().to(torch.bfloat16), (x,), composed="cuda", loss=mean_loss).peak_bytes < here
 
 
 def test_a_device_of_which_nothing_is_said_changes_nothing() -> None:
@@ -386,9 +389,9 @@ def test_the_doctor_examines_the_step_that_a_plan_is_for() -> None:
     """What fits a GPU by its own operations fits in the doctor's simulation, too, and does not as the CPU's."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     meta = Norms().to(torch.bfloat16).to("meta")
-    budget = Planner(meta, (x,), None, device="h100").plain.peak_bytes
+    budget = Planner(meta, (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
     found = [
-        {finding.kind for finding in doctor.examine(meta, (x,), budget=budget, device=device).findings}
+        {finding.kind for finding in doctor.examine(meta, (x,), budget=budget, device=device, loss=mean_loss).findings}
         for device in ("h100", "cpu")
     ]
     assert [("over_budget" in kinds) for kinds in found] == [False, True]
@@ -411,15 +414,15 @@ def test_a_layer_of_latent_attention_keeps_what_it_keeps_on_hopper() -> None:
             return self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
 
     x = torch.empty(1, 4096, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    there = simulate_step(Layer(), (x,), device="cpu", composed=DEVICES["h100"].composed)
+    there = simulate_step(Layer(), (x,), device="cpu", composed=DEVICES["h100"].composed, **RELEASED)
     assert 2.85 < there.saved_bytes / 2**30 < 2.95
 
 
 def test_an_optimizer_goes_over_lists_as_on_cuda() -> None:
     """What its step takes besides is then a list of tensors, not one tensor after the other."""
     model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), torch.ones(1, 64)
-    there = simulate_step(model, (x,), optimizer=torch.optim.AdamW, composed="cuda")
-    here = simulate_step(model, (x,), optimizer=torch.optim.AdamW)
+    there = simulate_step(model, (x,), optimizer=torch.optim.AdamW, composed="cuda", **RELEASED)
+    here = simulate_step(model, (x,), optimizer=torch.optim.AdamW, **RELEASED)
     assert there.peak.phase == "optimizer"
     assert "_foreach" in there.peak.op
     assert there.peak_bytes > here.peak_bytes + 4 * 64 * 64

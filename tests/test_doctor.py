@@ -28,6 +28,7 @@ from torch_recompute.doctor.checks.replay_share import ReplayShare
 from torch_recompute.doctor.observing import Allocator, Seen
 from torch_recompute.doctor.regions import Accounts
 from torch_recompute.simulation import simulate_step
+from zoo import mean_loss
 
 SIZE = 32
 
@@ -125,6 +126,7 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), torch.zeros(logits[..., 0].numel(), dtype=torch.long))
 
 
+STEP = {"device": "h100", "loss": mean_loss, "hold_output": False}
 NUMBERS = iter(range(1, 10**6))
 
 
@@ -221,6 +223,14 @@ CASES = [
         also=("over_budget",),
     ),
     Case(
+        "output_held",
+        lambda: nn.Sequential(Head()),
+        "the training loop",
+        ("`out` of `out = model(...)` keeps 1.00 MiB alive",),
+        lambda: {"loss": entropy, "hold_output": True},
+        x=lambda: torch.ones(64, 8),
+    ),
+    Case(
         "loss_head",
         lambda: nn.Sequential(Head()),
         "Sequential",
@@ -236,7 +246,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.where}")
 def test_provoked(case: Case) -> None:
     """The model gets the finding, at the place, with the figures, and no other but what goes with it."""
-    report = doctor.examine(case.model(), (case.x(),), **{"device": "h100", **case.options()})
+    report = doctor.examine(case.model(), (case.x(),), **{**STEP, **case.options()})
     found = [finding for finding in report.findings if finding.kind == case.kind]
     assert [finding.where for finding in found] == [case.where], report
     assert all(word in found[0].seen for word in case.words), report
@@ -263,7 +273,7 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], dict[str
 
 
 def planned(model: nn.Module) -> dict[str, Any]:
-    plan = make_plan(model, (batch(),), budget=0.5, optimizer=torch.optim.AdamW, device="h100")
+    plan = make_plan(model, (batch(),), budget=0.5, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     return {"plan": plan, "budget": plan.predicted_peak_bytes, "optimizer": torch.optim.AdamW}
 
 
@@ -271,7 +281,7 @@ def planned(model: nn.Module) -> dict[str, Any]:
 def test_healthy(name: str, model: Any, options: Any) -> None:
     """A model with nothing wrong gets no finding."""
     made = model()
-    report = doctor.examine(made, (batch(),), **{"device": "h100", **options(made)})
+    report = doctor.examine(made, (batch(),), **{**STEP, **options(made)})
     kinds = {finding.kind for finding in report.findings}
     assert kinds <= ({"replay_share"} if name == "counting buffers" else set()), report
 
@@ -289,7 +299,7 @@ def test_the_books_are_what_the_step_keeps(plan: Plan) -> None:
         books.close(value)
         return value
 
-    plain = simulate_step(model, (batch(),))
+    plain = simulate_step(model, (batch(),), loss=mean_loss)
     step = simulate_step(model, (batch(),), prepare=lambda copy: apply(copy, plan), watch=books.watch, loss=loss)
     assert sum(account.freed_bytes for account in books.by_name.values()) == plain.saved_bytes - step.saved_bytes
 
@@ -300,7 +310,7 @@ def test_everything_is_as_before() -> None:
     model(batch()).sum().backward()
     tensors = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
     before, random = {name: tensor.clone() for name, tensor in tensors.items()}, torch.get_rng_state()
-    doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100")
+    doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100", loss=mean_loss)
     after = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(random, torch.get_rng_state())
@@ -315,7 +325,7 @@ def test_nothing_is_kept_alive() -> None:
     model = stack()
     with doctor.watch(model) as watching:
         model(batch()).sum().backward()
-    report = doctor.examine(model, (batch(),), plan=each("soft"), device="h100")
+    report = doctor.examine(model, (batch(),), plan=each("soft"), device="h100", loss=mean_loss)
     assert watching.report()
     assert not report
     del watching
@@ -332,7 +342,7 @@ def test_a_model_on_meta_is_simulated() -> None:
     """On meta the findings of the simulation come out, and the report says which kinds were not looked for, and why."""
     with torch.device("meta"):
         model = stack()
-    report = doctor.examine(model, (batch().to("meta"),), plan=each("soft"), device="h100")
+    report = doctor.examine(model, (batch().to("meta"),), plan=each("soft"), device="h100", loss=mean_loss)
     assert [finding.kind for finding in report.findings] == ["made_worse"]
     assert dict(report.not_looked_for)["host_syncs"] == "no step was run (the model is on meta)"
     assert set(report.looked_for) | {kind for kind, _ in report.not_looked_for} == set(doctor.KINDS)
@@ -342,7 +352,7 @@ def test_a_model_on_meta_is_simulated() -> None:
 def test_a_step_that_cannot_be_simulated_is_run() -> None:
     """A model that no copy can be made of is run all the same, and the report says what is missing for it."""
     outside = linear()
-    report = doctor.examine(nn.Sequential(Wrapped(outside, lambda fn, x: outside(x))), (batch(),))
+    report = doctor.examine(nn.Sequential(Wrapped(outside, lambda fn, x: outside(x))), (batch(),), loss=mean_loss)
     assert report
     assert dict(report.not_looked_for)["made_worse"].startswith("the step cannot be simulated (")
 
@@ -486,10 +496,12 @@ def test_no_cuda_graph() -> None:
 def test_a_plan_with_host_memory_is_within_its_budget() -> None:
     """What a plan keeps in host memory does not count on another device: the doctor sees the peak that was promised."""
     model, x = deep_is_made()[0], torch.ones(512, 16)
-    plan = make_plan(model, (x,), budget=0.02, offload=True, device="h100")
+    plan = make_plan(model, (x,), budget=0.02, offload=True, device="h100", loss=mean_loss)
     assert plan.prediction is not None
     assert plan.prediction.host_bytes > 0
-    report = doctor.examine(model, (x,), plan=plan, budget=plan.predicted_peak_bytes, run=False, device="h100")
+    report = doctor.examine(
+        model, (x,), plan=plan, budget=plan.predicted_peak_bytes, run=False, device="h100", loss=mean_loss
+    )
     assert "over_budget" in report.looked_for
     assert "over_budget" not in {finding.kind for finding in report.findings}
 
@@ -557,12 +569,12 @@ def test_replay_seconds(seconds: float, found: bool) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def bad_pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return wrapped(reentrant)(), (batch().requires_grad_(),)
+def bad_pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.Tensor]]:
+    return wrapped(reentrant)(), (batch().requires_grad_(),), mean_loss
 
 
-def good_pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return stack(), (batch(),)
+def good_pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.Tensor]]:
+    return stack(), (batch(),), mean_loss
 
 
 @pytest.fixture
@@ -579,7 +591,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
     pytest.importorskip("rich")
-    arguments = ["--optimizer", "none", "--device", "h100"]
+    arguments = ["--optimizer", "none", "--device", "h100", "--no-hold-output"]
     assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.OK
     assert "nothing found; 11 kinds looked for" in capsys.readouterr().out
     path = tmp_path / "plan.json"

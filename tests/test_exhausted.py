@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch_recompute import Choice, Plan, apply, make_plan, measure, no_recompute, recompute, simulate
 from torch_recompute.plan import exhausted
 from torch_recompute.plan.exhausted import asked_for
+from zoo import mean_loss
 
 ASKED = "CUDA out of memory. Tried to allocate 20.00 KiB. GPU 0 has a total capacity of 79.10 GiB"
 MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories."
@@ -102,7 +103,7 @@ def test_under_a_measurement(model: nn.Sequential) -> None:
 
 def test_the_nearest_plan_fits(model: nn.Sequential) -> None:
     """A plan made for a budget says the next one below it, and the budget that it says makes a plan that needs less."""
-    plan = make_plan(model, (batch(),), budget=0.9, device="h100")
+    plan = make_plan(model, (batch(),), budget=0.9, device="h100", loss=mean_loss)
     handle = apply(model, plan)
     model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError(ASKED)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -115,16 +116,16 @@ def test_the_nearest_plan_fits(model: nn.Sequential) -> None:
     assert found is not None
     for block in model:
         block.error = None
-    leaner = make_plan(model, (batch(),), budget=found[1], device="h100")
+    leaner = make_plan(model, (batch(),), budget=found[1], device="h100", loss=mean_loss)
     assert plan.predicted_peak_bytes is not None
     assert leaner.predicted_peak_bytes is not None
     assert leaner.predicted_peak_bytes <= plan.predicted_peak_bytes - asked_for(ASKED)
-    assert simulate(model, (batch(),), plan=leaner).peak_bytes == leaner.predicted_peak_bytes
+    assert simulate(model, (batch(),), plan=leaner, loss=mean_loss).peak_bytes == leaner.predicted_peak_bytes
 
 
 def test_where_no_plan_fits(model: nn.Sequential) -> None:
     """An allocation larger than any plan frees is answered with the least peak there is."""
-    plan = make_plan(model, (batch(),), budget=0.5, device="h100")
+    plan = make_plan(model, (batch(),), budget=0.5, device="h100", loss=mean_loss)
     apply(model, plan)
     model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -134,7 +135,7 @@ def test_where_no_plan_fits(model: nn.Sequential) -> None:
 
 def test_a_plan_from_a_file(model: nn.Sequential) -> None:
     """A plan that was read has no costs with it; then the line to write has the budget that is left."""
-    plan = Plan.from_json(make_plan(model, (batch(),), budget=0.5, device="h100").to_json())
+    plan = Plan.from_json(make_plan(model, (batch(),), budget=0.5, device="h100", loss=mean_loss).to_json())
     assert plan.profile is None
     apply(model, plan)
     model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError(ASKED)
@@ -148,7 +149,7 @@ def test_a_plan_from_a_file(model: nn.Sequential) -> None:
 def test_on_cuda(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the allocator's books are said, and the budget is what this process can have, less five per cent."""
     gib = 2**30
-    plan = make_plan(model, (batch(),), budget=0.5, device="h100")
+    plan = make_plan(model, (batch(),), budget=0.5, device="h100", loss=mean_loss)
     apply(model, plan)
     monkeypatch.setattr(exhausted, "_device", lambda model: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70 * gib)

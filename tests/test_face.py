@@ -54,6 +54,7 @@ class Command:
 
 BLOCKS = "bench discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
 MADE_BY = "torch_recompute torch python machine"
+TASK = "model class parameters dtypes inputs optimizer offload hold_output accumulate set_to_none"
 COMMANDS = (
     Command(
         "demo --steps 1 --layers 1 --d-model 8 --seq 16 --batch 2",
@@ -64,13 +65,13 @@ COMMANDS = (
     Command("show restless:pair", "model stacks labels units", "--frobnicate"),
     Command(
         "plan restless:pair --device h100 --budget 40%",
-        "model class parameters dtypes inputs optimizer offload device plain advice plan",
+        f"{TASK} device plain advice plan",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),
     Command(
         "plan restless:pair --device h100 --frontier",
-        "model class parameters dtypes inputs optimizer offload device plain advice frontier",
+        f"{TASK} device plain advice frontier",
         "--out a.json",
         plots="",
     ),
@@ -82,7 +83,7 @@ COMMANDS = (
     ),
     Command(
         "report plan.json --model restless:pair --device h100 --points 2",
-        "title source device layers chosen plain names steps notes",
+        "title source device layers chosen plain names steps counted notes",
         "--points 1",
         plots="",
     ),

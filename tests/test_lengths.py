@@ -12,6 +12,7 @@ from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simu
 from torch_recompute.bench.frontier.config import PRICES
 from torch_recompute.planning import sizes
 from torch_recompute.planning.lengths import FINENESS, Lengths, longest
+from zoo import mean_loss
 
 NAMES = ("ids", "mask")
 
@@ -66,8 +67,8 @@ def test_lengths_are_planned_as_examples_are() -> None:
     model = Gpt(1)
     ids = torch.arange(40).view(2, 20)
     longer = torch.cat([ids, ids], 1)
-    by_length = make_plan(model, (ids,), budget=0.3, device="h100", sizes=[8, 40])
-    by_example = make_plan(model, budget=0.3, device="h100", sizes=[(ids[:, :8],), (longer,)])
+    by_length = make_plan(model, (ids,), budget=0.3, device="h100", sizes=[8, 40], loss=mean_loss)
+    by_example = make_plan(model, budget=0.3, device="h100", sizes=[(ids[:, :8],), (longer,)], loss=mean_loss)
     assert by_length == by_example
     assert [size.shape for size in by_length.sizes] == [(2, 8), (2, 40)]
 
@@ -76,7 +77,7 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     """Each class fits where it ends, simulated and measured; the first needs no region; one plan would replay more."""
     top = 64
     monkeypatch.setattr(sizes, "MOST", 2)
-    plan = make_plan(Gpt(2), (at(top),), budget=0.25, device=PRICES["flops"], sizes="all")
+    plan = make_plan(Gpt(2), (at(top),), budget=0.25, device=PRICES["flops"], sizes="all", loss=mean_loss)
     assert plan.prediction is not None
     budget = plan.prediction.budget_bytes
     lengths, replayed = [size.shape[1] for size in plan.sizes], list[int]()
@@ -87,20 +88,22 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     for size in plan.sizes:
         assert size.prediction is not None
         assert size.prediction.peak_bytes <= budget == size.prediction.budget_bytes
-        step = simulate(Gpt(2), (at(size.shape[1]),), plan=plan)
+        step = simulate(Gpt(2), (at(size.shape[1]),), plan=plan, loss=mean_loss)
         assert step.peak_bytes == size.prediction.peak_bytes
         assert step.flops["replay"] == size.prediction.replay_flops
         replayed.append(step.flops["replay"])
-    fixed = [simulate(Gpt(2), (at(length),), plan=Plan(plan.choices)).flops["replay"] for length in lengths]
+    fixed = [
+        simulate(Gpt(2), (at(length),), plan=Plan(plan.choices), loss=mean_loss).flops["replay"] for length in lengths
+    ]
     assert sum(replayed) < 0.8 * sum(fixed)
     # The shortest class ends where a step without regions would no longer fit.
-    assert simulate(Gpt(2), (at(lengths[0] + max(1, top // FINENESS)),)).peak_bytes > budget
+    assert simulate(Gpt(2), (at(lengths[0] + max(1, top // FINENESS)),), loss=mean_loss).peak_bytes > budget
     model = Gpt(2)
     apply(model, plan)
     for length in (lengths[0], lengths[0] + 1, lengths[1], top // 2 + 3, top):
         model.zero_grad()
         ids = at(length)
-        with measure(model) as measured:
+        with measure(model).track(ids) as measured:
             model(ids).backward()
         assert measured.peak_bytes <= budget
     assert Plan.from_json(plan.to_json()) == plan
@@ -108,7 +111,7 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
 
 def test_a_budget_for_everything_has_one_size() -> None:
     """Where the longest call needs no region, there is one class, without any."""
-    plan = make_plan(Gpt(1), (at(16),), budget="1GiB", device="h100", sizes="all")
+    plan = make_plan(Gpt(1), (at(16),), budget="1GiB", device="h100", sizes="all", loss=mean_loss)
     assert [(size.shape, size.choices) for size in plan.sizes] == [((2, 16), ())]
 
 
@@ -129,4 +132,4 @@ def test_a_budget_for_everything_has_one_size() -> None:
 def test_what_cannot_be_told_is_refused(args, asked, why) -> None:
     """Lengths that are none, and calls without one sequence that can be found, are refused in words."""
     with pytest.raises(ArgumentError, match=why):
-        make_plan(Gpt(1), args, budget=0.5, device="h100", sizes=asked)
+        make_plan(Gpt(1), args, budget=0.5, device="h100", sizes=asked, loss=mean_loss)

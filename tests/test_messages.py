@@ -219,7 +219,7 @@ def plans_stages(**options: Any) -> None:
     said: dict[str, Any] = {"budget": 2**30, "stages": Stages("GPipe", pipeline=2, microbatches=2), **options}
     model = said.pop("model", torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
     sizes = "sizes" in options
-    make_plan(model, () if sizes else (torch.ones(8, 4),), device="h100", **said)
+    make_plan(model, () if sizes else (torch.ones(8, 4),), loss=torch.sum, device="h100", **said)
 
 
 class Opaque:
@@ -474,7 +474,7 @@ def draws_without_matplotlib() -> None:
 def fits_where_memory_is_unknown() -> None:
     elsewhere = unittest.mock.patch("torch_recompute.memory.host.sys", types.SimpleNamespace(platform="darwin"))
     with elsewhere, unittest.mock.patch.dict(sys.modules, {"psutil": None}):
-        make_plan(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), budget="fit")
+        make_plan(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), loss=torch.sum, budget="fit")
 
 
 def on_meta() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
@@ -896,7 +896,7 @@ def plans_for_too_little(*, sizes: bool = False) -> None:
     two = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(2)]
     args = (torch.ones(64, 8),)
     given: Any = {"sizes": [args]} if sizes else {"args": args}
-    make_plan(torch.nn.Sequential(*two), budget=100, device="h100", **given)
+    make_plan(torch.nn.Sequential(*two), budget=100, loss=torch.sum, device="h100", **given)
 
 
 def cut_up(model: torch.nn.Module, **layout: Any) -> None:
@@ -1901,8 +1901,15 @@ CASES = [
         "bad_accumulate",
         ArgumentError,
         lambda: simulate(nn_linear(), (vector(),), accumulate=0),
-        "simulate(accumulate=...) is how many forwards and backwards come before a step of the optimizer, an integer "
-        "from 1, but got int: 0",
+        "accumulate= is how many forwards and backwards come before a step of the optimizer, an integer from 1, but "
+        "got int: 0",
+    ),
+    Case(
+        "not_a_word_of_the_loop",
+        ArgumentError,
+        lambda: simulate(nn_linear(), (vector(),), hold_output="held"),  # type: ignore[arg-type]
+        "hold_output= is whether the model's output is alive in backward, as in `out = model(batch); "
+        "out.loss.backward()`; it is True or False, but got str: 'held'",
     ),
     Case(
         "no_such_device",
@@ -1956,7 +1963,7 @@ CASES = [
     Case(
         "original_reached",
         RecomputeError,
-        lambda: simulate(Reaches(), (vector(),)),
+        lambda: simulate(Reaches(), (vector(),), loss=torch.sum),
         "simulate: the copy of Reaches used parameters of the original, through a closure or a bound method that "
         "copy.deepcopy does not follow, so its figures mean nothing. The gradients of the original have been put back."
         "\n  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is independent.",
@@ -1964,16 +1971,19 @@ CASES = [
     Case(
         "no_loss",
         ArgumentError,
-        lambda: simulate(torch.nn.Identity(), (3,)),
-        "simulate: the model returned int: 3, which has no `.loss` and no floating tensor.\n"
-        "  Say how the loss is computed:  simulate(model, args, loss=lambda output: ...)",
+        lambda: simulate(nn_linear(), (torch.ones(2, 3),)),
+        "the model returned Tensor of shape (2, 3), and which loss it is trained with cannot be told: it has no "
+        "`.loss` and no scalar that requires grad. The peak depends on it: a loss over logits keeps several tensors of "
+        "their size.\n"
+        "  Say how the loss is computed, where the plan or the figures are asked for:  loss=lambda out: "
+        "F.cross_entropy(out.flatten(0, -2), labels.flatten())",
     ),
     Case(
         "not_a_loss",
         ArgumentError,
         lambda: simulate(nn_linear(), (vector(),), loss=lambda out: 3),
-        "simulate: the loss must be a tensor with one element that requires grad, but is int: 3\n"
-        "  Say how it is computed:  simulate(model, args, loss=lambda output: output.logits.float().mean())",
+        "the loss must be a tensor with one element that requires grad, but is int: 3\n"
+        "  Say how it is computed:  loss=lambda out: F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())",
     ),
     Case(
         "not_an_optimizer",
@@ -2628,7 +2638,8 @@ CASES = [
         ArgumentError,
         lambda: _models.load("math:pi"),
         "MODEL is 'math:pi', which gives float: 3.141592653589793; expected a torch.nn.Module, or a function that "
-        "returns one, or one and its batch (a tuple of arguments, or a dict of keyword arguments).",
+        "returns one, or one and its batch (a tuple of arguments, or a dict of keyword arguments), and a function for "
+        "its loss.",
     ),
     Case(
         "not_built",
@@ -2667,8 +2678,8 @@ CASES = [
         ArgumentError,
         lambda: _models.batch_for(nn.Linear(1, 1), "mine:model"),
         "MODEL is 'mine:model', which is Linear: no model of transformers that takes input_ids or pixel_values, so "
-        "there is no batch for it. Write a function pkg.module:name that returns (model, batch), the batch a tuple of "
-        "arguments or a dict of keywords.",
+        "there is no batch for it. Write a function pkg.module:name that returns (model, batch), or (model, batch, "
+        "loss), the batch a tuple of arguments or a dict of keywords.",
     ),
     Case(
         "no_such_sequence",
@@ -3376,6 +3387,14 @@ CASES = [
         "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the device.\n"
         "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
         'Choice(..., store="host").',
+    ),
+    Case(
+        "stages_and_loop",
+        ArgumentError,
+        lambda: plans_stages(accumulate=2),
+        "hold_output=, accumulate= and set_to_none= describe a loop over one model, and a pipeline's schedule says "
+        "itself what a rank holds.\n"
+        "  Leave them out with stages=; microbatches are those of the schedule.",
     ),
     Case(
         "rank_does_not_fit",

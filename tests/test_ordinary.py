@@ -100,7 +100,7 @@ def loss(out: torch.Tensor) -> torch.Tensor:
 def stepped(model: nn.Module, x: torch.Tensor) -> tuple[int, list[Any]]:
     """The measured peak of a step, and its gradients."""
     torch.manual_seed(1)
-    with measure(model) as m:
+    with measure(model).track(x) as m:
         model(x).backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -114,8 +114,8 @@ def test_it_is_planned_and_the_promise_is_kept(name: str) -> None:
     stepped(model, x)  # vectors of a spectral norm settle in pairs of steps that are compared
     copy, _ = made(name)
     copy.load_state_dict(model.state_dict())
-    plan = make_plan(model, (x,), budget=0.3, loss=loss)
-    simulated = simulate(model, (x,), loss=loss).peak_bytes
+    plan = make_plan(model, (x,), budget=0.3, loss=loss, hold_output=False)
+    simulated = simulate(model, (x,), loss=loss, hold_output=False).peak_bytes
     peak, wanted = stepped(model, x)
     apply(copy, plan)
     planned, gradients = stepped(copy, x)
@@ -220,7 +220,7 @@ def test_a_layer_that_is_called_several_times_has_a_region_per_call(alone: bool)
     plain, wanted = stepped(model, x)
     peaks: list[int] = []
     for budget in (0.6, 0.05):
-        plan = make_plan(model, (x,), budget=budget, loss=loss, device="h100")
+        plan = make_plan(model, (x,), budget=budget, loss=loss, device="h100", hold_output=False)
         assert [choice.paths for choice in plan.choices if "block" in choice.paths[0]] == [("block",)]
         assert plan.prediction is not None
         assert sum(line.count for line in plan.prediction.lines if line.where == "block") == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,16 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return nn.Sequential(*(Block() for _ in range(3))), (torch.ones(256, 8),)
+Task = tuple[nn.Module, Any, Callable[[torch.Tensor], torch.Tensor]]
 
 
-def named_pair() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model, (x,) = pair()
-    return model, {"input": x}
+def pair() -> Task:
+    return nn.Sequential(*(Block() for _ in range(3))), (torch.ones(256, 8),), torch.mean
+
+
+def named_pair() -> Task:
+    model, (x,), loss = pair()
+    return model, {"input": x}, loss
 
 
 def only_a_model() -> nn.Module:
@@ -116,7 +120,7 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, llama, "--sequence", "128", "--budget", "50%", "--optimizer", "sgd", "--device", "a100")
     assert list(found) == [
         *("schema_version", "command", "model", "class", "parameters", "dtypes", "inputs", "optimizer", "offload"),
-        *("device", "plain", "advice", "plan"),
+        *("hold_output", "accumulate", "set_to_none", "device", "plain", "advice", "plan"),
     ]
     assert (found["schema_version"], found["command"], found["device"]) == (1, "plan", "a100")
     assert found["inputs"] == {"input_ids": [1, 128], "labels": [1, 128]}
@@ -156,6 +160,20 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_place["plan"] == by_name["plan"]
     assert (by_place["inputs"], by_name["inputs"]) == ({"0": [256, 8]}, {"input": [256, 8]})
     assert by_place["dtypes"] == ["float32"]
+
+
+def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """The words of `make_plan` for the loop are options, and stand in the plan; a schedule leaves no room for them."""
+    argv = ["--budget", "40%", "--device", "h100", "--no-hold-output", "--accumulate", "4", "--no-set-to-none"]
+    found = document(capsys, "this_test:pair", *argv, "--autocast", "bf16")
+    loop = found["plan"]["prediction"]["loop"]
+    said = {"hold_output": False, "accumulate": 4, "set_to_none": False}
+    assert loop == {**loop, **said, "autocast": "bfloat16", "loss": "loss=mean"}
+    assert found == {**found, **said}
+    assert cli.main(["plan", "this_test:pair", "--budget", "40%", "--accumulate", "0"]) == cli.USAGE
+    assert "accumulate= is how many forwards and backwards" in capsys.readouterr().err
+    assert cli.main(["plan", "gpt2-xl", "--budget", "40%", "--pp", "2", "--accumulate", "2"]) == cli.USAGE
+    assert "--accumulate" in capsys.readouterr().err
 
 
 def test_a_step_over_ranks(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_recompute import (
@@ -25,6 +26,7 @@ from torch_recompute import (
     simulate,
     solve,
 )
+from torch_recompute._loop import Loop
 from torch_recompute.plan.cost import paths_of
 from torch_recompute.plan.solve import smallest
 from torch_recompute.planning.capture import capture
@@ -32,7 +34,7 @@ from torch_recompute.planning.guesses import all_guesses
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.trace import trace
-from zoo import build, scalar_loss
+from zoo import build, mean_loss, scalar_loss
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 2
 
@@ -128,9 +130,10 @@ def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.op
 
 
 def promise_is_kept(
-    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan, optimizer: Any = None
+    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan, batch: Any, optimizer: Any = None
 ) -> None:
     """Runs the step plainly and with the plan, and compares."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     assert plan.prediction is not None
     model, call = fresh()
     step(model, call)
@@ -157,7 +160,7 @@ def promise_is_kept(
     made_optimizer = None if optimizer is None else optimizer(model.parameters())
     if made_optimizer is not None:
         step(model, call, made_optimizer)
-    with measure(model, made_optimizer) as m:
+    with measure(model, made_optimizer).track(*tensors) as m:
         step(model, call, made_optimizer)
     assert m.peak_bytes <= plan.prediction.budget_bytes
     assert m.peak_bytes == plan.predicted_peak_bytes
@@ -173,9 +176,9 @@ def test_the_promise_is_kept(name: str, optimizer: Any) -> None:
         model, args = made(name)
         return model, lambda: model(*args)
 
-    planner = Planner(model, args, None, optimizer=optimizer, device="h100")
+    planner = Planner(model, args, None, optimizer=optimizer, device="h100", loop=Loop(hold_output=False))
     for share in (0.7, 0.3, 0.02):
-        promise_is_kept(fresh, planner.plan(share), optimizer)
+        promise_is_kept(fresh, planner.plan(share), args, optimizer)
 
 
 # One of each sort: dense, routed, latent attention, two stacks, pictures, state spaces, adapters.
@@ -191,14 +194,14 @@ def test_the_promise_is_kept_for_every_sort_of_model(name: str) -> None:
         return model, lambda: scalar_loss(model(**inputs))
 
     model, inputs = build(name)
-    plan = make_plan(model, (), inputs, budget=0.3, loss=scalar_loss, device="h100")
-    promise_is_kept(fresh, plan)
+    plan = make_plan(model, (), inputs, budget=0.3, loss=scalar_loss, device="h100", hold_output=False)
+    promise_is_kept(fresh, plan, inputs)
 
 
 def test_a_larger_budget_never_costs_more() -> None:
     """Along the budgets the predicted peak stays below each, and seconds and FLOPs fall."""
     model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100")
+    planner = Planner(model, args, None, device="h100", loss=mean_loss)
     plans = [planner.plan(share / 10) for share in range(1, 10)]
     for plan in plans:
         assert plan.prediction is not None
@@ -212,8 +215,8 @@ def test_a_larger_budget_never_costs_more() -> None:
 def test_prices_may_be_given_as_a_roofline() -> None:
     """A planner that is given a device by its speeds spares by them: one that counts FLOPs replays no more of them."""
     model, args = made("gpt")
-    counting = Planner(model, args, None, device=Roofline("counting", {1: 1e12}, 1e18, 1e-12))
-    other = Planner(model, args, None, device="h100")
+    counting = Planner(model, args, None, device=Roofline("counting", {1: 1e12}, 1e18, 1e-12), loss=mean_loss)
+    other = Planner(model, args, None, device="h100", loss=mean_loss)
     for share in (0.2, 0.5, 0.8):
         plan, peer = counting.plan(share), other.plan(share)
         assert plan.prediction is not None
@@ -224,7 +227,7 @@ def test_prices_may_be_given_as_a_roofline() -> None:
 def test_an_infeasible_budget_names_the_smallest_and_its_plan() -> None:
     """The error carries the least budget and a plan; asking for that budget gives a plan that keeps it."""
     model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100")
+    planner = Planner(model, args, None, device="h100", loss=mean_loss)
     with pytest.raises(BudgetError, match="is too small for a step of this model") as caught:
         planner.plan("1 KiB")
     least = caught.value.smallest
@@ -239,7 +242,7 @@ def test_an_infeasible_budget_names_the_smallest_and_its_plan() -> None:
 def test_a_generous_budget_leaves_the_model_alone() -> None:
     """With more than the plain step needs there is no region, and the step costs nothing more."""
     model, args = made("gpt")
-    plan = make_plan(model, args, budget="10 GiB", device="h100")
+    plan = make_plan(model, args, budget="10 GiB", device="h100", loss=mean_loss)
     assert len(plan) == 0
     assert plan.predicted_replay_flops == 0
     assert plan.prediction is not None
@@ -264,7 +267,7 @@ def test_a_model_on_meta_is_planned_without_memory() -> None:
     with torch.device("meta"):
         model = Large()
     x = torch.empty(65536, 16384, device="meta")
-    plan = make_plan(model, (x,), budget=0.3, device="h100")
+    plan = make_plan(model, (x,), budget=0.3, device="h100", loss=mean_loss)
     assert plan.prediction is not None
     assert plan.prediction.plain_peak_bytes > 128 * 2**30
     assert len(plan) > 0
@@ -273,7 +276,7 @@ def test_a_model_on_meta_is_planned_without_memory() -> None:
 def test_a_profile_is_data() -> None:
     """What is written as JSON and read back solves to the same plans, without the model."""
     model, args = made("gpt")
-    taken = profile(model, args, device="h100")
+    taken = profile(model, args, device="h100", loss=mean_loss)
     read = Profile.from_json(taken.to_json())
     assert read == taken
     for budget in (0.8, 0.2):
@@ -282,7 +285,7 @@ def test_a_profile_is_data() -> None:
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.predicted_peak_bytes is not None
         assert plan.prediction is not None
-        again = make_plan(model, args, budget=plan.prediction.budget_bytes, device="h100")
+        again = make_plan(model, args, budget=plan.prediction.budget_bytes, device="h100", loss=mean_loss)
         assert again.choices == plan.choices
     with pytest.raises(BudgetError) as caught:
         solve(read, budget=1)
@@ -292,7 +295,7 @@ def test_a_profile_is_data() -> None:
 def test_a_plan_is_for_one_model() -> None:
     """A plan that was written and read applies to the same model made anew; another is refused by its difference."""
     model, args = made("gpt")
-    plan = Plan.from_json(make_plan(model, args, budget=0.3, device="h100").to_json())
+    plan = Plan.from_json(make_plan(model, args, budget=0.3, device="h100", loss=mean_loss).to_json())
     again, _ = made("gpt")
     apply(again, plan).remove()
     again.blocks[1].mlp[0] = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
@@ -305,7 +308,7 @@ def test_planning_leaves_no_trace() -> None:
     model, args = made("u-net")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    make_plan(model, args, budget=0.3, device="h100")
+    make_plan(model, args, budget=0.3, device="h100", loss=mean_loss)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
@@ -315,7 +318,7 @@ def test_planning_leaves_no_trace() -> None:
 def test_a_guess_is_what_a_trial_finds() -> None:
     """Of a block, bytes stored and FLOPs replayed are guessed from the graph as the engine does them."""
     model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100")
+    planner = Planner(model, args, None, device="h100", loss=mean_loss)
     captured = capture(model, args, {})
     call = captured.calls[0]
     with captured.running():
@@ -383,9 +386,9 @@ def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
 
     plan = Plan(tuple(Choice((f"layers.{i}",), ("@down",)) for i in range(3)))
     plain = torch.autograd.grad(model(*args), [*model.parameters()])
-    simulated = simulate(model, args, plan=plan)
+    simulated = simulate(model, args, plan=plan, hold_output=False)
     handle = apply(model, plan)
-    with measure(model) as memory:
+    with measure(model).track(*args) as memory:
         model(*args).backward()
     handle.remove()
     assert memory.peak_bytes == simulated.peak_bytes
@@ -402,7 +405,7 @@ def test_a_model_that_fills_a_cache(training: bool) -> None:
     model = transformers.GPT2LMHeadModel(config).train(training)
     ids = torch.randint(0, 50, (2, 16))
     call = {"input_ids": ids, "labels": ids}
-    plan = make_plan(model, kwargs=call, budget=0.3, device="h100")
+    plan = make_plan(model, kwargs=call, budget=0.3, device="h100", hold_output=False)
     assert plan.choices
 
     def gradients(**more: bool) -> list[torch.Tensor]:
@@ -414,19 +417,21 @@ def test_a_model_that_fills_a_cache(training: bool) -> None:
     plain = gradients(use_cache=not training)  # in training a plan keeps the model from filling one
     apply(model, plan)
     model.zero_grad()
-    with measure(model) as m:
+    with measure(model).track(ids) as m:
         torch.manual_seed(1)
         model(**call).loss.backward()
     assert m.peak_bytes <= plan.prediction.budget_bytes
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
 
 
+DEEP = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+
+
 def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Narrow() for _ in range(12)))
-    x = torch.randn(512, 16)
-    return model, lambda: model(x).square().mean()
+    return model, lambda: model(DEEP).square().mean()
 
 
 class Narrow(nn.Module):
@@ -444,7 +449,8 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
     """Where inputs of layers do not fit, several are recomputed together, nested, and the promise is kept."""
     model, _ = deep_is_made()
     x = torch.randn(512, 16)
-    planner = Planner(model, (x,), None, loss=lambda y: y.square().mean(), device="h100")
+    loop = Loop(hold_output=False)
+    planner = Planner(model, (x,), None, loss=lambda y: y.square().mean(), device="h100", loop=loop)
     single = {
         name: replace(kind, options=tuple(option for option in kind.options if option.span == 1))
         for name, kind in planner.costs.kinds.items()
@@ -453,7 +459,7 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
     assert least < 0.9 * smallest(replace(planner.costs, kinds=single)).peak_bytes
     plans = [planner.plan(least), planner.plan(0.05)]
     for plan in plans:
-        promise_is_kept(deep_is_made, plan)
+        promise_is_kept(deep_is_made, plan, DEEP)
         assert Plan.from_json(plan.to_json()) == plan
     assert any(choice.nested and len(choice.paths) > 1 for choice in plans[0])
     assert "recomputed together, then each again" in str(plans[0])
@@ -472,14 +478,14 @@ def test_layers_that_do_not_hand_on_are_not_grouped() -> None:
                 x = x + layer(x)
             return x.square().mean()
 
-    planner = Planner(Between(), (torch.randn(64, 16),), None, device="h100")
+    planner = Planner(Between(), (torch.randn(64, 16),), None, device="h100", loss=mean_loss)
     assert {option.span for kind in planner.costs.kinds.values() for option in kind.options} == {1}
 
 
 def test_a_part_is_recomputed_with_its_norm() -> None:
     """The output of a norm is rebuilt with the part that it feeds: it is no input that the region has to keep."""
     model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100")
+    planner = Planner(model, args, None, device="h100", loss=mean_loss)
     options = {option.regions: option for option in planner.costs.kinds["0"].options}
     together = [regions for regions in options if any(path == "norm1 attn" for path, _ in regions)]
     assert together
@@ -490,8 +496,8 @@ def test_a_part_is_recomputed_with_its_norm() -> None:
 def test_the_turn_is_what_lives_before_backward() -> None:
     """An optimizer, whose step is simulated after backward, does not change what is said of the turn but its state."""
     model, args = made("gpt")
-    without = Planner(model, args, None, device="h100").costs
-    with_adam = Planner(model, args, None, optimizer=torch.optim.AdamW, device="h100").costs
+    without = Planner(model, args, None, device="h100", loss=mean_loss).costs
+    with_adam = Planner(model, args, None, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss).costs
     elements = sum(p.numel() for p in model.parameters())
     steps = len(list(model.parameters()))
     assert with_adam.turn_bytes - without.turn_bytes == 4 * (2 * elements + steps)
@@ -500,7 +506,7 @@ def test_the_turn_is_what_lives_before_backward() -> None:
 def test_the_table_says_what_and_why() -> None:
     """A printed plan has its promise, and a line per sort of treatment with an exchange rate."""
     model, args = made("gpt")
-    text = str(make_plan(model, args, budget=0.4, device="h100"))
+    text = str(make_plan(model, args, budget=0.4, device="h100", loss=mean_loss))
     assert "from a budget of" in text
     assert "allowed" in text
     assert "no schedule saves more than" in text

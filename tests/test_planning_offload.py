@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from test_planning import deep_is_made, step
+from test_planning import DEEP, deep_is_made, step
 from torch_recompute import ArgumentError, OnHost, Plan, Profile, apply, make_plan, measure, solve
+from torch_recompute._loop import Loop
 from torch_recompute.plan.cost import Host
 from torch_recompute.planning.hosts import LINKS, waited
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Roofline
 from torch_recompute.stores import Bandwidth
 from torch_recompute.stores.parcels import Depot
+from zoo import mean_loss
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
@@ -75,7 +77,14 @@ class Away(OnHost):
 @functools.cache
 def planner(**options: Any) -> Planner:
     model, _ = deep_is_made()
-    return Planner(model, (X,), None, loss=lambda y: y.square().mean(), **{"device": "h100", **options})
+    return Planner(
+        model,
+        (X,),
+        None,
+        loss=lambda y: y.square().mean(),
+        loop=Loop(hold_output=False),
+        **{"device": "h100", **options},
+    )
 
 
 def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan) -> None:
@@ -87,7 +96,7 @@ def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tens
     model, call = fresh()
     store = Away()
     apply(model, plan, stores={"host": store} if any(choice.store for choice in plan) else {})
-    with measure(model) as m:
+    with measure(model).track(DEEP) as m:
         step(model, call)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
     assert m.peak_bytes == plan.predicted_peak_bytes <= plan.prediction.budget_bytes
@@ -151,6 +160,6 @@ def test_no_plan_pretends_that_the_processor_has_a_host() -> None:
     """A step on the CPU has nowhere to send anything, and a device of unknown links no price for it."""
     model, _ = deep_is_made()
     with pytest.raises(ArgumentError, match="whose memory is host memory"):
-        make_plan(model, (X,), budget=0.5, offload=True)
+        make_plan(model, (X,), budget=0.5, offload=True, loss=mean_loss)
     with pytest.raises(ArgumentError, match="'mine' copies to and from host memory is not known"):
         planner.__wrapped__(device=Roofline("mine", {1: 1e12}, 1e12, 1e-6), offload=True)

@@ -11,9 +11,10 @@ import torch
 
 import report_cases
 from torch_recompute import Plan, cli, simulate
+from zoo import mean_loss
 
 pytest.importorskip("rich")
-MADE_BY = ["plan", "cases:pair", "--device", "h100", "--optimizer", "sgd", "--budget", "40%"]
+MADE_BY = ["plan", "cases:task", "--device", "h100", "--optimizer", "sgd", "--budget", "40%"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None
     pytest.importorskip("matplotlib")
     capsys.readouterr()
     Path("plan.json").write_text(made)
-    assert json.loads(made)["task"] == {"model": "cases:pair", "optimizer": "sgd", "device": "h100"}
+    assert json.loads(made)["task"] == {"model": "cases:task", "optimizer": "sgd", "device": "h100"}
     files = ["-o", "report.html", "--snapshot", "step.pickle", "--png", "step.svg"]
     assert cli.main(["report", "plan.json", "--points", "3", *files]) == cli.OK
     output = capsys.readouterr()
@@ -78,12 +79,12 @@ def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_any_plan_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan of any origin is shown when the command line says the step."""
     Path("plan.json").write_text(report_cases.BY_HAND.to_json())
-    argv = ["plan.json", "--model", "cases:pair", "--device", "a100", "--points", "0"]
+    argv = ["plan.json", "--model", "cases:task", "--device", "a100", "--points", "0"]
     found = document(capsys, *argv)
     assert (found["schema_version"], found["command"], found["device"]) == (1, "report", "a100")
     assert [step["name"] for step in found["steps"]] == ["the plan", "no region"]
     model, args = report_cases.pair()
-    expected = simulate(model, args, plan=report_cases.BY_HAND, optimizer=torch.optim.AdamW)
+    expected = simulate(model, args, plan=report_cases.BY_HAND, optimizer=torch.optim.AdamW, loss=mean_loss)
     assert found["steps"][0]["peak_bytes"] == expected.peak_bytes
 
 
@@ -104,10 +105,10 @@ def test_the_command_line_comes_first(made: str, capsys: pytest.CaptureFixture[s
         ("{}", [], "this is not a plan"),
         (Plan().to_json(), [], "does not say for which model and batch"),
         (Plan().to_json(), ["--model", "no-such-model"], "Known by name are"),
-        (Plan().to_json(), ["--model", "cases:pair", "--batch", "2"], "--batch is for models that are built here"),
-        ('{"task": {"model": "cases:pair", "batch": "2"}, ', [], "says batch='2' of its step"),
-        ('{"task": {"model": "cases:pair", "optimizer": "lion"}, ', [], "says optimizer='lion' of its step"),
-        ('{"task": {"model": "cases:pair", "sharded": true}, ', [], "says sharded=True of its step"),
+        (Plan().to_json(), ["--model", "cases:task", "--batch", "2"], "--batch is for models that are built here"),
+        ('{"task": {"model": "cases:task", "batch": "2"}, ', [], "says batch='2' of its step"),
+        ('{"task": {"model": "cases:task", "optimizer": "lion"}, ', [], "says optimizer='lion' of its step"),
+        ('{"task": {"model": "cases:task", "sharded": true}, ', [], "says sharded=True of its step"),
         (Plan().to_json(), ["--points", "1"], "--points is 1; expected 0"),
         (Plan().to_json(), ["-o", "no/such/folder/a.html"], "--out is no/such/folder/a.html: there is no folder"),
         (Plan().to_json(), ["--snapshot", "no/a.pickle"], "--snapshot is no/a.pickle: there is no folder"),

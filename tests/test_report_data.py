@@ -14,6 +14,7 @@ from torch_recompute.report.data import LAYERS, Reported, collect, sampled
 from torch_recompute.report.placements import in_force
 from torch_recompute.report.timed import Clock
 from torch_recompute.simulation import Moment
+from zoo import mean_loss
 
 PHASES = {"forward", "loss", "backward", "replay", "optimizer"}
 
@@ -32,7 +33,7 @@ def test_layers_sum_to_the_timeline(by_hand: Reported) -> None:
     """A sample's layers sum to what was alive then, by category too, and the sample of the peak is the peak."""
     model, args = pair()
     step = named(by_hand, "the plan")
-    found = simulate(model, args, plan=BY_HAND, optimizer=torch.optim.AdamW)
+    found = simulate(model, args, plan=BY_HAND, optimizer=torch.optim.AdamW, loss=mean_loss)
     layers, at = step["samples"]["layers"], step["peak"]
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
     assert totals == [moment.live_bytes for moment in found.timeline]  # which is short enough to be there as a whole
@@ -40,9 +41,9 @@ def test_layers_sum_to_the_timeline(by_hand: Reported) -> None:
     here = {layer: series[at] for layer, series in layers.items()}
     activations = sum(here.get(layer, 0) for layer in ("activations", "rebuilt", "backward"))
     assert activations == found.by_category["activations"]
-    for category in ("parameters", "buffers", "optimizer", "gradients"):
+    for category in ("parameters", "buffers", "optimizer", "gradients", "other"):
         assert here.get(category, 0) == found.by_category[category]
-    assert set(layers) == set(LAYERS) - {"other"}
+    assert set(layers) == set(LAYERS)
     assert step["kept_bytes"] == found.saved_bytes
     assert step["replay_flops"] == found.flops["replay"] > 0
 
@@ -75,7 +76,7 @@ def test_phases_cover_the_step(by_hand: Reported) -> None:
 def test_the_clock_is_the_planners() -> None:
     """For a plan from a budget the clock shows the seconds that it promises, its own rows, and its peak."""
     model, args = pair()
-    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100")
+    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     found = seen(plan)
     step = named(found, "the plan")
     promised = plan.prediction
@@ -112,8 +113,8 @@ def test_what_is_in_host_memory() -> None:
 def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     """Where a budget's plan sends inputs to host memory, its step has the promised peak and the planner's own rows."""
     model, args = deep_is_made()[0], (torch.ones(512, 16),)
-    plan = make_plan(model, args, budget=0.02, offload=True, device="h100")
-    found = collect(plan, [], Clock(model, args, None, device="h100"))
+    plan = make_plan(model, args, budget=0.02, offload=True, device="h100", loss=mean_loss)
+    found = collect(plan, [], Clock(model, args, None, device="h100", loss=mean_loss))
     step = named(found, "the plan")
     assert plan.prediction is not None
     assert step["peak_bytes"] == plan.prediction.peak_bytes
@@ -121,14 +122,14 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     assert sum(row["count"] * row["host_bytes"] for row in step["placements"]) == step["host_bytes"]
     assert not found.data["notes"]
     slow = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
-    (note,) = collect(slow, [], Clock(model, args, None, device="h100")).data["notes"]
+    (note,) = collect(slow, [], Clock(model, args, None, device="h100", loss=mean_loss)).data["notes"]
     assert "250.00 ms, in which copies to and from host memory are waited for" in note
 
 
 def test_another_step_than_the_planned_one() -> None:
     """Of a plan that was made for another step its promise is not believed: that is said, and the rows are counted."""
     model, args = pair()
-    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.SGD, device="h100")
+    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.SGD, device="h100", loss=mean_loss)
     assert plan.prediction is not None
     found = seen(plan, points=0)
     (note,) = found.data["notes"]
@@ -140,7 +141,7 @@ def test_another_step_than_the_planned_one() -> None:
 def test_seconds_that_were_scaled() -> None:
     """Where a plan's seconds are not sums of operations, the report says that its own are."""
     model, args = pair()
-    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100")
+    plan = make_plan(model, args, budget=0.4, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)
     assert plan.prediction is not None
     longer = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
     (note,) = seen(longer, points=0).data["notes"]
@@ -165,7 +166,7 @@ def test_rows_of_a_plan_by_hand(by_hand: Reported) -> None:
     alike, single = named(by_hand, "the plan")["placements"]
     assert (alike["where"], alike["count"], alike["what"]) == ("*", 2, "recomputed (block)")
     assert (single["where"], single["count"], single["what"]) == ("2", 1, "recomputed but not up")
-    plain = simulate(*pair(), optimizer=torch.optim.AdamW).saved_by_module
+    plain = simulate(*pair(), optimizer=torch.optim.AdamW, loss=mean_loss).saved_by_module
     saved = by_hand.chosen.saved_by_module
     inside = [sum(n for path, n in by.items() if path.split(".")[0] == "2") for by in (saved, plain)]
     assert (single["saved_bytes"], single["freed_bytes"]) == (inside[0], inside[1] - inside[0])

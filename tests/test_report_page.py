@@ -23,6 +23,7 @@ from browser import Browser, find_browser, why_none
 from report_cases import BY_HAND, TO_HOST, pair, seen
 from torch_recompute.report import report
 from torch_recompute.report.page import render
+from zoo import mean_loss
 
 TITLE = 'a <b>step</b> & "more" </script><!-- $x'
 
@@ -76,7 +77,7 @@ def test_the_page_holds_the_document(data: dict[str, Any]) -> None:
 def test_the_function_gives_the_page() -> None:
     """`report` is the page of the step that it is given."""
     model, args = pair()
-    page = report(BY_HAND, model, args, optimizer=torch.optim.AdamW, device="h100", points=0)
+    page = report(BY_HAND, model, args, optimizer=torch.optim.AdamW, device="h100", points=0, loss=mean_loss)
     reader = Reader()
     reader.feed(page)
     assert json.loads(reader.texts["data"]) == {"schema_version": 1, **seen(points=0).data}

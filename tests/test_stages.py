@@ -14,6 +14,7 @@ from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, appl
 from torch_recompute.plan.inflight import moments, one_f_one_b
 from torch_recompute.plan.stage_memory import Rank, Sends, StageBytes
 from torch_recompute.planning.stages import plan_stages
+from zoo import mean_loss
 
 PATHS = [f"layers.{i}" for i in range(8)]
 
@@ -130,7 +131,7 @@ def test_make_plan_hands_over() -> None:
     with torch.device("meta"):
         whole, batch = Net(), torch.empty(1, 64, dtype=torch.long)
     stages = Stages("GPipe", 2, 4)
-    found = make_plan(whole, (batch,), budget="10 MiB", device="h100", stages=stages)
+    found = make_plan(whole, (batch,), budget="10 MiB", device="h100", stages=stages, loss=mean_loss)
     adam = plans_for("GPipe", "10 MiB")
     assert [len(plan) for plan in found] == [0, 0]
     for plain, with_adam in zip(found, adam, strict=True):

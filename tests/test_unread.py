@@ -30,6 +30,7 @@ from torch_recompute import (
     recompute,
     simulate,
 )
+from zoo import mean_loss
 
 Tail = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -301,7 +302,7 @@ def unread_words(plan: Plan) -> list[str]:
 def test_planned() -> None:
     """Plans use it where a dropout ends a part, keep their promise, and replay what they say."""
     net, x = model(), torch.randn(8, 4, 16)
-    plan = make_plan(net, (x,), budget=1e-9)
+    plan = make_plan(net, (x,), budget=1e-9, loss=mean_loss, hold_output=False)
     assert unread_words(plan), plan
     assert plan.prediction is not None
     plain, flops = step(net, Plan())
@@ -310,19 +311,20 @@ def test_planned() -> None:
     assert more - flops == plan.prediction.replay_flops
     handle = apply(net, plan)
     net.zero_grad()
-    with measure(net) as m:
+    with measure(net).track(x) as m:
         net(x).mean().backward()
     handle.remove()
-    assert m.peak_bytes == plan.prediction.peak_bytes == simulate(net, (x,), plan=plan).peak_bytes
+    simulated = simulate(net, (x,), plan=plan, loss=mean_loss, hold_output=False)
+    assert m.peak_bytes == plan.prediction.peak_bytes == simulated.peak_bytes
 
 
 def test_planned_where_something_looks() -> None:
     """Where code in front of the dropout reads the values for itself, plans do not say that nothing does."""
     net, x = model(), torch.randn(8, 4, 16)
-    assert unread_words(make_plan(net, (x,), budget=1e-9))
+    assert unread_words(make_plan(net, (x,), budget=1e-9, loss=mean_loss))
     for layer in net:
         layer.mlp[2].register_forward_hook(lambda module, args, y: setattr(module, "seen", y.detach().abs().mean()))
-    plan = make_plan(net, (x,), budget=1e-9)
+    plan = make_plan(net, (x,), budget=1e-9, loss=mean_loss)
     assert plan.choices
     assert not unread_words(plan)
     plain, _ = step(net, Plan())

@@ -22,7 +22,7 @@ from torch_recompute.memory import workspaces
 from torch_recompute.memory.workspaces import COPYING, TAKING, attention_on_cuda, kept_by_cublas, workspace
 from torch_recompute.planning.planner import Planner
 from torch_recompute.simulation import simulate_step
-from zoo import build, scalar_loss
+from zoo import build, mean_loss, scalar_loss
 
 aten: Any = torch.ops.aten
 GENERATOR_STATE = 5056
@@ -228,7 +228,7 @@ def test_a_planned_convolutional_network_is_within_its_budget() -> None:
     model, batch = build_big("convnext", 6, 32, 256, 2)
     plain = peak_of_step(model, lambda: model(batch).backward())
     model.zero_grad()
-    planner = Planner(model, (batch,), None, device="h100")
+    planner = Planner(model, (batch,), None, device="h100", loss=mean_loss)
     with pytest.raises(BudgetError) as caught:
         planner.plan(plain // 2)
     least = caught.value.smallest
@@ -262,7 +262,7 @@ class Convolutions(nn.Module):
 def test_the_books_are_whole() -> None:
     """A workspace is a block of its operation's moment: sums, categories, phase and module are right there."""
     model, x = Convolutions().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    step = simulate(model, (x,))
+    step = simulate(model, (x,), hold_output=False)
     assert [moment.live_bytes for moment in step.timeline] == [
         sum(alive(step.blocks, moment.event).values()) for moment in step.timeline
     ]
@@ -273,7 +273,7 @@ def test_the_books_are_whole() -> None:
     assert taken.died == taken.born + 1
     assert taken.nbytes > step.peak_bytes / 2
     assert sum(place.op == "aten.convolution_backward.default" for place in step.operations) == 2
-    with measure(model) as real:
+    with measure(model).track(x) as real:
         model(x).backward()
     assert real.by_category == step.by_category
     assert max(sample.live_bytes for sample in real.timeline) == real.peak_bytes
@@ -297,10 +297,10 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[
     model, x = Convolutions(), torch.randn(2, 3, 16, 16)
     with torch.device("meta"):
         empty = Convolutions()
-    named = simulate_step(empty, (x,), composed="cuda")
+    named = simulate_step(empty, (x,), composed="cuda", loss=mean_loss)
     assert not asked
     monkeypatch.setattr(workspaces, "host_memory", lambda: (1000, 2000))
-    crowded = simulate(model, (x,))
+    crowded = simulate(model, (x,), loss=mean_loss)
     assert not asked
     assert named.assumed == (
         "workspaces of aten.convolution are not known and counted as none: operations are not run on cuda here",
@@ -310,8 +310,8 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[
     )
     assert crowded.peak_bytes == named.peak_bytes - kept_by_cublas((8, 0))
     monkeypatch.undo()
-    assert simulate(model, (x,)).peak_bytes > crowded.peak_bytes
-    assert not simulate(model, (x,)).assumed
+    assert simulate(model, (x,), loss=mean_loss).peak_bytes > crowded.peak_bytes
+    assert not simulate(model, (x,), loss=mean_loss).assumed
 
 
 GIB = 2**30
@@ -363,14 +363,14 @@ class Attending(nn.Module):
 def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 13: the promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
-    counted = simulate_step(Attending(), (x,), composed="cuda 8.0")
+    counted = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 8.0")
     monkeypatch.setattr("torch_recompute.simulation.pretending.attention_on_cuda", lambda *_: 0)
-    without = simulate_step(Attending(), (x,), composed="cuda 8.0")
+    without = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 8.0")
     assert counted.peak_bytes - without.peak_bytes == 4 * 2 * 2 * 128 * (32 + 1)
     assert counted.saved_bytes < kept_by_cublas((8, 0)) < without.peak_bytes
     assert sum(counted.by_category.values()) == counted.peak_bytes
     assert sum(counted.activations_by_use.values()) == counted.by_category["activations"]
-    on_hopper = simulate_step(Attending(), (x,), composed="cuda 9.0")
+    on_hopper = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 9.0")
     assert on_hopper.live_bytes - counted.live_bytes == kept_by_cublas((9, 0)) - kept_by_cublas((8, 0))
 
 

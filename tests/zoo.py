@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zoo_handmade import (
     ConvNeXt,
@@ -310,6 +311,15 @@ def build(name: str, seed: int = 0) -> Built:
         torch.manual_seed(seed)
         model, inputs = ZOO[name]()
     return model.train(), inputs
+
+
+def mean_loss(output: Any) -> Tensor:
+    """The output's own loss, or else the mean of its first floating tensor."""
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point]
+    return leaves[0].mean()
 
 
 def scalar_loss(output: Any) -> Tensor:

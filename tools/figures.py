@@ -107,6 +107,17 @@ def exact() -> str:
     )
 
 
+def promise() -> str:
+    """How far the peaks of real loops are from the promised ones."""
+    found = _result("promise-cpu")["figures"]
+    rows: list[tuple[str, ...]] = []
+    for loop in dict.fromkeys(row["loop"] for row in found):
+        for budget in dict.fromkeys(row["budget"] for row in found):
+            errors = [row["error"] for row in found if (row["loop"], row["budget"]) == (loop, budget)]
+            rows.append((loop, f"{budget:g}", str(len(errors)), f"{max(errors):+.3%}", f"{min(errors):+.3%}"))
+    return _table(("the output is", "budget", "models", "most above its promise", "most below"), rows)
+
+
 def _frontiers() -> dict[str, dict[str, Any]]:
     """The runs of `bench frontier`, by what they ran."""
     found: dict[str, dict[str, Any]] = {}
@@ -175,6 +186,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "blocks": blocks,
     "costs": costs,
     "exact": exact,
+    "promise": promise,
     "frontier_goals": frontier_goals,
     "frontier_budgets": frontier_budgets,
     "frontier_lost": frontier_lost,

@@ -39,6 +39,7 @@ from .devices import set_device_state as set_device_state
 from .devices import stream_for as stream_for
 from .devices import streams_of as streams_of
 from .devices import wait_for as wait_for
+from .flags import autocast_dtype as autocast_dtype
 from .flags import autocast_on as autocast_on
 from .flags import function_modes as function_modes
 from .flags import pop_dispatch_mode as pop_dispatch_mode

@@ -85,6 +85,12 @@ def autocast_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def autocast_dtype(*devices: str) -> str:
+    """The dtype of the autocast that is on for the first of some types of device that has one; "" for none."""
+    found = next((torch.get_autocast_dtype(device) for device in devices if device and autocast_on(device)), "")
+    return str(found).removeprefix("torch.")
+
+
 _precision_of: Any = getattr(_C, "_get_fp32_precision_getter", None)
 
 

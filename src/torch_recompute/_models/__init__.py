@@ -11,7 +11,16 @@ unless it is to be run. Whoever has another model writes a function that returns
 Rejected: guessing a batch from the signature of a forward. A wrong guess gives figures that look right.
 """
 
-from .asked import add_batch_options, add_model_options, asked, check_sizes, model_help
+from .asked import (
+    add_batch_options,
+    add_loop_options,
+    add_model_options,
+    asked,
+    autocasting,
+    check_sizes,
+    loop_of,
+    model_help,
+)
 from .batches import batch_for, filled
 from .loading import Loaded, load
 from .presets import PRESETS
@@ -23,11 +32,14 @@ __all__ = [
     "PRESETS",
     "Loaded",
     "add_batch_options",
+    "add_loop_options",
     "add_model_options",
     "asked",
+    "autocasting",
     "batch_for",
     "check_sizes",
     "filled",
     "load",
+    "loop_of",
     "model_help",
 ]

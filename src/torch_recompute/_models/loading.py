@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,10 +29,12 @@ class Loaded(NamedTuple):
     Attributes:
         model: The model.
         batch: A tuple of positional or a dictionary of keyword arguments; None where only a model was given.
+        loss: From the model's output to a scalar; None where it was not said.
     """
 
     model: nn.Module
     batch: tuple[Any, ...] | dict[str, Any] | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
 
 
 def load(model: str, dtype: torch.dtype | None = None, device: torch.device | str = "meta") -> Loaded:
@@ -79,10 +81,11 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
             raise errors.ArgumentError(errors.not_built(model, error)) from error
     if isinstance(made, nn.Module):
         return Loaded(made)
-    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
-    if len(pair) != 2 or not isinstance(pair[0], nn.Module) or not isinstance(pair[1], (tuple, dict)):
+    parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
+    right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and isinstance(parts[1], (tuple, dict))
+    if not right or not all(map(callable, parts[2:])):
         raise errors.ArgumentError(errors.makes_no_module(model, made))
-    return Loaded(pair[0], pair[1])
+    return Loaded(*parts)
 
 
 def _from_config(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:

@@ -124,14 +124,15 @@ def taken(
     highest = {"forward": [0] * len(sizes), "backward": [0] * len(sizes)}
     besides, now = 0, 0
     for moment in simulation.timeline:
+        live = moment.live_bytes - simulation.loop.batch_bytes  # what is received is in what a chunk keeps
         if moment.phase == "optimizer":
-            besides = max(besides, moment.live_bytes)
+            besides = max(besides, live)
             continue
         phase = "forward" if moment.phase in ("forward", "loss") else "backward"
         if phase == "backward" and not any(highest["backward"]):
             now = len(sizes) - 1
         now = _chunk(moment.module, chunk_of, now)
-        highest[phase][now] = max(highest[phase][now], moment.live_bytes - sum(kept[:now]))
+        highest[phase][now] = max(highest[phase][now], live - sum(kept[:now]))
     backward = tuple(most + sent for most, sent in zip(highest["backward"], received, strict=True))
     return Taken(kept, tuple(highest["forward"]), backward, besides)
 

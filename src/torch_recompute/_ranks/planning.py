@@ -23,6 +23,7 @@ from torch import nn
 
 from .. import errors
 from .._compat.fakes import FakeTensorMode
+from .._loop import Loop
 from ..plan.cost import Option, Solution
 from ..plan.inflight import one_f_one_b
 from ..plan.plan import Plan
@@ -32,12 +33,14 @@ from ..planning.ops import Log, Op
 from ..planning.planner import Planner
 from ..planning.prices import sent_bytes
 from ..planning.schedules import orders_named
+from ..simulation.step import any_loss
 from .flight import Instant, Taken, chosen, estimated, instants, seconds_at_least, taken
 from .layout import Layout
 from .model import Rank, ranks
 from .optimizer import sharded
 
 ROUNDS = 8
+_STEP: dict[str, Any] = {"loss": any_loss, "loop": Loop(hold_output=False)}  # a rank sends its output, or its loss
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -182,7 +185,7 @@ class RankPlanner:
         if alike is None:
             make = sharded(optimizer, layout.dp)
             ran: Counter[tuple[str, Op]] = Counter()
-            self.planner = Planner(rank.model, (), rank.batch, optimizer=make, device=device, ran=ran)
+            self.planner = Planner(rank.model, (), rank.batch, optimizer=make, device=device, ran=ran, **_STEP)
             self._optimizer_seconds = update_seconds(rank.model, make, self.planner.price)
             links = [(op, count) for (_, op), count in ran.items() if sent_bytes(op) is not None]
             self._link_bytes = sum((sent_bytes(op) or 0) * count for op, count in links)

@@ -43,7 +43,7 @@ class Trainer:
 
     def plan(self, budget: float, text: Tensor) -> None:
         """Plan for a share of the activation memory, with a batch such as this, and apply the plan."""
-        plan = make_plan(self.model, (text,), budget=budget, loss=_itself, optimizer=self.optimizer)
+        plan = make_plan(self.model, (text,), budget=budget, optimizer=self.optimizer, hold_output=False)
         self.predicted_peak_bytes = plan.predicted_peak_bytes
         apply(self.model, plan)
 
@@ -64,7 +64,7 @@ class Trainer:
 
     def bytes_of_step(self, index: int, text: Tensor) -> dict[str, int]:
         """What is alive at the peak of a step."""
-        with measure(self.model, self.optimizer) as m:
+        with measure(self.model, self.optimizer).track(text) as m:
             self.step(index, text)
         return m.by_category
 
@@ -197,10 +197,6 @@ def run(
 def ticks(config: Config, settings: tuple[Setting, ...] = SETTINGS) -> int:
     """How often `run` reports progress."""
     return len(settings) * (config.steps + 2) + sum(setting.budget is not None for setting in settings)
-
-
-def _itself(loss: Tensor) -> Tensor:
-    return loss
 
 
 def _quiet(_: str) -> None:

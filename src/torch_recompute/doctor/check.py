@@ -31,6 +31,7 @@ class Simulated:
         regions: What each region of `step` drops and runs again.
         gradient_bytes: Of the gradients of all trainable parameters.
         planned: The step with a part of the plan; None where there is no plan to take anything from.
+        released: `step` in a loop that holds no output.
     """
 
     step: Simulation
@@ -38,6 +39,7 @@ class Simulated:
     regions: Accounts
     gradient_bytes: int = 0
     planned: Callable[[Plan], Simulation] | None = None
+    released: Callable[[], Simulation] | None = None
 
     @property
     def accounts(self) -> list[Account]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .._face import FAILED, OK, Face, add_options
-from .._models import OPTIMIZERS, add_model_options
+from .._models import OPTIMIZERS, add_loop_options, add_model_options, autocasting
 from .._plan_file import read_plan
 from ..plan.budget import read_budget
 from ..plan_command.task import Task
@@ -29,6 +29,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
     parser.add_argument("--device", choices=(*DEVICES, "cpu"), help="what seconds are of (h100)")
     parser.add_argument("--no-run", action="store_true", help="simulate only, also where the model has weights")
+    add_loop_options(parser)
     add_options(parser, command)
     parser.set_defaults(offload=False)
 
@@ -43,7 +44,7 @@ def command(args: argparse.Namespace) -> int:
         task = Task.of(args)
     batch = task.batch
     given, named = (batch, None) if isinstance(batch, tuple) else ((), batch)
-    with face.at_work(f"examining {task}"):
+    with face.at_work(f"examining {task}"), autocasting(task.model, args.autocast):
         report = examine(
             task.model,
             given,
@@ -53,6 +54,8 @@ def command(args: argparse.Namespace) -> int:
             optimizer=OPTIMIZERS[args.optimizer],
             device=task.device,
             run=False if args.no_run else None,
+            loss=task.loss,
+            **task.loop.words,
         )
     face.give(report.to_json, lambda: _view().show(task, report))
     return FAILED if report.findings else OK

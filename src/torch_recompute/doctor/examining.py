@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from .. import errors
+from .._loop import COMMON, Loop
 from .._reach import Reach
 from ..auditing import Audit, audit
 from ..memory.saved import as_before, attributes_as_before
@@ -50,6 +52,9 @@ def examine(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
     run: bool | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Report:
     """Looks for what keeps recomputation from helping: why it is still out of memory, slow, or wrong.
 
@@ -71,6 +76,10 @@ def examine(
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: What seconds are of, and where the simulated step is to run; see `profile`.
         run: Whether to run steps: by default where nothing of the model and the batch lies on meta.
+        hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two. Where
+            nothing else is said, the loop is that of the plan.
+        accumulate: How many forwards and backwards come before the optimizer's step.
+        set_to_none: Whether gradients are gone when forward begins.
 
     Returns:
         The findings. True if there are none.
@@ -86,7 +95,10 @@ def examine(
         raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
-    return _Examination(model, args, kwargs or {}, plan, loss, optimizer, device).report(budget, run)
+    loop = Loop(hold_output, accumulate, set_to_none)
+    if loop == COMMON and plan is not None:
+        loop = plan.loop
+    return _Examination(model, args, kwargs or {}, plan, loss, optimizer, device, loop).report(budget, run)
 
 
 def looked_at(checks: tuple[Check, ...], evidence: Evidence) -> Report:
@@ -116,8 +128,9 @@ class _Examination:
         loss: Loss,
         optimizer: MakeOptimizer,
         device: torch.device | str | None,
+        loop: Loop,
     ) -> None:
-        self._model, self._args, self._kwargs, self._plan = model, args, kwargs, plan
+        self._model, self._args, self._kwargs, self._plan, self._loop = model, args, kwargs, plan, loop
         self._loss: Callable[[Any], torch.Tensor] = loss or loss_of
         self._optimizer = optimizer
         self._device = device
@@ -168,16 +181,30 @@ class _Examination:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a real step says the same, and means it
                 plain = self._step(Plan(), self._loss)
-                step = self._step(self._plan or Plan(), closing, accounts.watch)
+                own = self._plan or Plan()
+                alone = replace(self._loop, accumulate=1, set_to_none=True)
+                step = self._step(own, closing, accounts.watch, alone)
+                if self._loop.keeps_gradients:  # regions are booked in a step of one forward
+                    step = self._step(own, self._loss)
         except errors.RecomputeError as error:
             if required:
                 raise
             self._missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
             return None
         gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-        return Simulated(step, plain, accounts, gradients, lambda plan: self._step(plan, self._loss))
+        letting_go = replace(self._loop, hold_output=False)
+        return Simulated(
+            step,
+            plain,
+            accounts,
+            gradients,
+            lambda plan: self._step(plan, self._loss),
+            lambda: self._step(own, self._loss, loop=letting_go),
+        )
 
-    def _step(self, plan: Plan, loss: Callable[[Any], torch.Tensor], watch: Any = None) -> Simulation:
+    def _step(
+        self, plan: Plan, loss: Callable[[Any], torch.Tensor], watch: Any = None, loop: Loop | None = None
+    ) -> Simulation:
         stores = stores_for(plan, self._model, self._device)
         prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
         return simulate_step(
@@ -188,14 +215,14 @@ class _Examination:
             watch=watch,
             loss=loss,
             optimizer=self._optimizer,
+            loop=loop or self._loop,
             **where(self._device, self._model).step,
         )
 
     def _planner(self) -> Planner:
         if self._known is None:
-            self._known = Planner(
-                self._model, self._args, self._kwargs, loss=self._loss, optimizer=self._optimizer, device=self._device
-            )
+            how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
+            self._known = Planner(self._model, self._args, self._kwargs, loop=self._loop, **how)
         return self._known
 
     def _best(self, budget: int) -> Plan:
@@ -205,7 +232,7 @@ class _Examination:
         """What a budget comes to."""
         if simulated is None:
             return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, 0, None)
-        free = partial(free_bytes, self._model, simulated.step.device, self._optimizer)
+        free = partial(free_bytes, self._model, simulated.step.device, self._optimizer, (self._args, self._kwargs))
         return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, simulated.plain.peak_bytes, free)
 
     # --- run ------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def kind(value: object) -> str:
-    """The name of its type."""
-    return type(value).__name__
+    """The name of its type; a simulated tensor stands for the real one."""
+    return type(value).__name__.replace("FakeTensor", "Tensor")
 
 
 def say(value: object) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from ._say import size
 
-_OWN = "a function pkg.module:name that returns (model, batch), the batch a tuple of arguments or a dict of keywords"
+_OWN = (
+    "a function pkg.module:name that returns (model, batch), or (model, batch, loss), the batch a tuple of arguments "
+    "or a dict of keywords"
+)
 
 
 def no_plan_file(option: str, path: str, why: str) -> str:

@@ -92,6 +92,15 @@ def stages_and_sizes() -> str:
     )
 
 
+def stages_and_loop() -> str:
+    """Text for words of a training loop with stages."""
+    return (
+        "hold_output=, accumulate= and set_to_none= describe a loop over one model, and a pipeline's schedule says "
+        "itself what a rank holds.\n"
+        "  Leave them out with stages=; microbatches are those of the schedule."
+    )
+
+
 def stages_and_offload() -> str:
     """Text for a pipeline and host memory at once."""
     return (

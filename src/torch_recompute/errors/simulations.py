@@ -10,9 +10,19 @@ from ._say import say
 def bad_accumulate(value: object) -> str:
     """Text for `accumulate=` that is no count."""
     return (
-        f"simulate(accumulate=...) is how many forwards and backwards come before a step of the optimizer, an integer "
-        f"from 1, but got {say(value)}"
+        "accumulate= is how many forwards and backwards come before a step of the optimizer, an integer from 1, but "
+        f"got {say(value)}"
     )
+
+
+def not_a_word_of_the_loop(name: str, value: object) -> str:
+    """Text for a word of the training loop that is not True or False."""
+    means = {
+        "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); "
+        "out.loss.backward()`",
+        "set_to_none": "that of zero_grad(set_to_none=...): whether gradients are gone when forward begins",
+    }
+    return f"{name}= is {means[name]}; it is True or False, but got {say(value)}"
 
 
 def no_such_device(device: str) -> str:
@@ -80,19 +90,44 @@ def original_reached(model: str) -> str:
     )
 
 
-def no_loss(output: object) -> str:
-    """Text for an output of which no loss can be made."""
+def no_loss(output: object, scalars: int) -> str:
+    """Text for an output of which it cannot be told what is trained.
+
+    Args:
+        output: What the model returned.
+        scalars: How many scalars in it require grad.
+    """
+    several = "no scalar that requires grad" if not scalars else f"{scalars} scalars that require grad"
     return (
-        f"simulate: the model returned {say(output)}, which has no `.loss` and no floating tensor.\n"
-        "  Say how the loss is computed:  simulate(model, args, loss=lambda output: ...)"
+        f"the model returned {say(output)}, and which loss it is trained with cannot be told: it has no `.loss` and "
+        f"{several}. The peak depends on it: a loss over logits keeps several tensors of their size.\n"
+        f"  Say how the loss is computed, where the plan or the figures are asked for:  {_loss_for(output)}"
     )
+
+
+def _loss_for(output: object) -> str:
+    """The line to write for an output of some kind."""
+    logits = "F.cross_entropy({0}.flatten(0, -2), labels.flatten())"
+    shape = getattr(output, "shape", None)
+    if shape is not None:
+        return "loss=lambda out: " + (logits.format("out") if len(shape) > 1 else "F.mse_loss(out, target)")
+    if getattr(output, "logits", None) is not None:
+        return f"loss=lambda out: {logits.format('out.logits')}, or pass labels to the model"
+    if getattr(output, "last_hidden_state", None) is not None:
+        return "loss=lambda out: loss_fn(head(out.last_hidden_state), labels)"
+    if isinstance(output, dict):
+        names = [str(name) for name in output]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return f"loss=lambda out: loss_fn(out[{names[0] if names else ''!r}], labels)"
+    if isinstance(output, (tuple, list)):
+        return "loss=lambda out: loss_fn(out[0], labels)"
+    return "loss=lambda out: loss_fn(out, labels)"
 
 
 def not_a_loss(value: object) -> str:
     """Text for a loss that backward cannot start from."""
     return (
-        f"simulate: the loss must be a tensor with one element that requires grad, but is {say(value)}\n"
-        "  Say how it is computed:  simulate(model, args, loss=lambda output: output.logits.float().mean())"
+        f"the loss must be a tensor with one element that requires grad, but is {say(value)}\n"
+        "  Say how it is computed:  loss=lambda out: F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())"
     )
 
 

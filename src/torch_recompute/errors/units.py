@@ -45,7 +45,7 @@ def makes_no_module(model: str, made: object) -> str:
     """Text for a name that stands for something else than a model."""
     return (
         f"MODEL is {model!r}, which gives {say(made)}; expected a torch.nn.Module, or a function that returns one, "
-        "or one and its batch (a tuple of arguments, or a dict of keyword arguments)."
+        "or one and its batch (a tuple of arguments, or a dict of keyword arguments), and a function for its loss."
     )
 
 

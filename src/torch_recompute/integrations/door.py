@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
 from .. import errors, plan
+from .._loop import Loop
 from ..plan import Applied
 from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
 from .policies import Policy, plan_of
 
-__all__ = ["Applied", "Figures", "apply"]
+__all__ = ["Applied", "Figures", "apply", "check_loop"]
 
 WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
@@ -104,3 +107,22 @@ class Figures:
             figures["recompute_routing_flips"] = report.flips
             figures["recompute_regions_carrying"] = carrying
         return figures
+
+
+def check_loop(planned: plan.Plan, words: Mapping[str, Any]) -> None:
+    """Warns if a plan promises the peak of a loop that holds less than the trainer's.
+
+    Args:
+        planned: The plan.
+        words: The trainer's loop, as `make_plan` takes it.
+    """
+    known, own = None if planned.prediction is None else planned.prediction.loop, Loop(**words)
+    if known is not None and own.keeps_gradients and not known.keeps_gradients:
+        said = ", ".join(f"{name}={value}" for name, value in own.words.items())
+        warnings.warn(
+            "The plan promises the peak of a loop in which gradients are gone when forward begins. In this trainer "
+            "they are alive then, so the peak is higher by up to their bytes. Make the plan for its loop: "
+            f"make_plan(..., {said}), which `training_loop` of this integration gives.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -3,6 +3,7 @@
     handle = apply(model, "full")                                   # before the Trainer
     Trainer(model, args, callbacks=[RecomputeCallback(handle)])     # its figures in the log
     Trainer(model, args, callbacks=[RecomputeCallback("full")])     # or: the callback applies
+    make_plan(..., **training_loop(args))                           # a plan for the loop of the Trainer
 
 Applied before the Trainer, the plan also answers when the Trainer asks the model whether it is checkpointing, and DDP
 is set up for it; applied by the callback, it comes after that. The policy can be a string, so it can stand among the
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 from .. import errors, memory
-from .door import Applied, Figures, apply
+from .._loop import Loop
+from .door import Applied, Figures, apply, check_loop
 from .policies import Policy, plan_of
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ else:
     except ImportError:
         TrainerCallback = object
 
-__all__ = ["Applied", "RecomputeCallback", "apply", "plan_of"]
+__all__ = ["Applied", "RecomputeCallback", "apply", "plan_of", "training_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class RecomputeCallback(TrainerCallback):
             if policy is None:
                 raise errors.ArgumentError(errors.no_policy())
             self.handle = apply(model, policy)
+        check_loop(self.handle.plan, training_loop(args))
         logger.info("%s", self.handle.plan)
         self._peak = self._peak and not getattr(args, "torch_compile", False)
 
@@ -141,6 +144,20 @@ class RecomputeCallback(TrainerCallback):
         if self._measured is not None and self._measuring:
             self._measured.__exit__(None, None, None)
         self._measuring = False
+
+
+def training_loop(args: Any) -> dict[str, Any]:
+    """The training loop of the Trainer, in the words of `make_plan`.
+
+        plan = make_plan(model, (), batch, budget="24GiB", **training_loop(args))
+
+    `Trainer.compute_loss` returns the loss alone, so the output is gone when backward begins, and `model.zero_grad()`
+    sets gradients to None. A `compute_loss` of your own that keeps the outputs (`self.outputs = outputs`) holds them.
+
+    Args:
+        args: The `TrainingArguments`.
+    """
+    return Loop(hold_output=False, accumulate=getattr(args, "gradient_accumulation_steps", 1)).words
 
 
 def _policy_of(args: Any) -> Any:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .door import Applied, Figures, apply
+from .._loop import Loop
+from .door import Applied, Figures, apply, check_loop
 from .policies import Policy
 
 if TYPE_CHECKING:
@@ -33,7 +34,21 @@ else:
         except ImportError:
             Callback = object
 
-__all__ = ["Applied", "Recompute", "apply"]
+__all__ = ["Applied", "Recompute", "apply", "training_loop"]
+
+
+def training_loop(trainer: Any) -> dict[str, Any]:
+    """The training loop of a Trainer under automatic optimization, in the words of `make_plan`.
+
+        plan = make_plan(model, (batch,), loss=..., budget="24GiB", **training_loop(trainer))
+
+    `training_step` has returned when backward begins, so the output is gone. Gradients go between forward and backward
+    (`zero_grad` is called there), so they are alive in forward; they are counted in backward, too, which is no less.
+
+    Args:
+        trainer: The Trainer.
+    """
+    return Loop(hold_output=False, accumulate=getattr(trainer, "accumulate_grad_batches", 1), set_to_none=False).words
 
 
 class Recompute(Callback):
@@ -68,6 +83,7 @@ class Recompute(Callback):
         """Applies the plan, before the strategy takes the model."""
         if stage == "fit" and self.handle is None:
             self.handle = apply(pl_module, self._policy)
+            check_loop(self.handle.plan, training_loop(trainer))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begins to watch the batch."""

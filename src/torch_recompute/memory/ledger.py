@@ -174,9 +174,14 @@ class Ledger:
         """What is in the books, with its bytes."""
         return [(entry, entry.nbytes) for entry in self._entries.values()]
 
-    def at_peak(self) -> list[tuple[Entry, int]]:
-        """What was in the books at the peak, with its bytes then."""
-        return self._at_peak
+    def alive_after(self, event: int) -> list[tuple[Entry, int]]:
+        """What was in the books after an event, with its bytes then; with `history`."""
+        found: dict[int, tuple[Entry, int]] = {}
+        for at, entry, nbytes in self.changes:
+            if at > event:
+                break
+            found[id(entry)] = entry, nbytes
+        return [(entry, nbytes) for entry, nbytes in found.values() if nbytes]
 
     def live_by_category(self) -> dict[str, int]:
         """The bytes alive now, by what they are for."""

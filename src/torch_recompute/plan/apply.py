@@ -45,7 +45,7 @@ from .chain import Chain
 from .exhausted import planned_models
 from .named import Listed, module_of, name_in
 from .observe import Figures, watching
-from .placed import Placed, described
+from .placed import Placed, Promised, described
 from .plan import Choice, Plan, kind_in
 from .report import Report, Row
 from .sizes import BySize, Sizes
@@ -60,6 +60,7 @@ class Region(Placed):
         store: Where its inputs lie; None for where they are.
         resting: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
         figures: What it frees and costs, while somebody watches; else None.
+        promised: What the first call of a training step is compared with; None when that is over.
     """
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
@@ -70,11 +71,15 @@ class Region(Placed):
         self._carry = choice.carry
         self.resting = False
         self.figures: Figures | None = None
+        self.promised: Promised | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
         if self.idle or self.resting:
             return self.plain(*args, **kwargs)
+        if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.promised.compare(self.module)
+            self.promised = None
         name = self.path or type(self.module).__name__
         return recompute(self.function(), name=name, inputs=self.store)(*args, **kwargs)
 
@@ -320,7 +325,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         if found != said:
             raise errors.ArgumentError(errors.other_model(path, said, found))
     by_word = _stores(plan, stores or {})
-    sizes = Sizes(plan)
+    sizes, promised = Sizes(plan), Promised(plan)
     placed: list[Placed] = []
     wanted: dict[tuple[int, int, str], str] = {}
 
@@ -342,7 +347,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                 region = Member(module, path, choice, store, chain)
             else:
                 region = (NamedCalls if name_in(path) else Region)(module, path, choice, store)
-            region.when = sizes.when([choice])
+            region.when, region.promised = sizes.when([choice]), promised
             placed.append(region)
     kept: dict[tuple[int, str], tuple[Placed, list[Choice]]] = {}
     for choice in plan.all_choices:

@@ -37,9 +37,16 @@ def behind_each(options: Sequence[Option], *, counted: bool) -> list[int]:
 
 def kinds_for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
     """Kinds whose options are paid for in each of some microbatches."""
-    return {name: Kind(tuple(for_all(option, times) for option in kind.options)) for name, kind in kinds.items()}
+    return {
+        name: Kind(tuple(for_all(option, times) for option in kind.options), kind.graph and _paid(kind.graph, times))
+        for name, kind in kinds.items()
+    }
 
 
 def for_all(option: Option, times: int) -> Option:
     """An option that is paid for in each of some microbatches."""
     return replace(option, seconds=option.seconds * times, flops=option.flops * times)
+
+
+def _paid(graph: Graph, times: int) -> Graph:
+    return replace(graph, nodes=tuple(replace(node, seconds=node.seconds * times) for node in graph.nodes))

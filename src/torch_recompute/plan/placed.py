@@ -14,10 +14,14 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from .. import _compat
+from .plan import Plan
 
 REPLICATE = "_replicate_for_data_parallel"
 
@@ -37,6 +41,34 @@ def placed_on(module: nn.Module) -> list[Placed]:
         found.append(forward)
         forward = forward._before  # pyright: ignore[reportPrivateUsage]
     return found
+
+
+class Promised:
+    """Compares the autocast that a plan was made under with that of the first training step, once.
+
+    Args:
+        plan: The plan; one that promises nothing is not compared.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        loop = None if plan.prediction is None else plan.prediction.loop
+        self._autocast = None if loop is None else loop.autocast
+
+    def compare(self, module: nn.Module) -> None:
+        """Warns if the autocast that a region's module finds is another one."""
+        planned, self._autocast = self._autocast, None
+        found = _compat.autocast_dtype(next((p.device.type for p in module.parameters()), "cpu"))
+        if planned is not None and found != planned:
+            made, trained = (
+                f"inside torch.autocast ({x})" if x else "outside torch.autocast" for x in (planned, found)
+            )
+            warnings.warn(
+                f"The plan was made {made}, and the model is trained {trained}: what layers keep, and so the peak and "
+                "the seconds that the plan promises, are of another dtype. Make the plan where the model is trained: "
+                "with torch.autocast(...): plan = make_plan(model, ...). (Said once.)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 class Placed:

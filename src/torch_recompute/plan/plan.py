@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
+from .._loop import COMMON, Loop
 from .prediction import Prediction
 from .reading import read
 
@@ -146,6 +147,12 @@ class Plan:
         """The choices of the plan and of its sizes, each once."""
         of_sizes = [choice for size in self.sizes for choice in size.choices]
         return tuple(dict.fromkeys([*self.choices, *of_sizes]))
+
+    @property
+    def loop(self) -> Loop:
+        """The training loop that the plan was made for; the most common one where it does not say."""
+        known = None if self.prediction is None else self.prediction.loop
+        return COMMON if known is None else known.asked
 
     @property
     def predicted_peak_bytes(self) -> int | None:

@@ -90,7 +90,14 @@ def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
     return any(inside(router, path) for path in paths for router in routers)
 
 
-def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, peak: int | None = None) -> Plan:
+def planned(
+    profile: Profile,
+    costs: Costs,
+    solution: Solution,
+    budget: int,
+    peak: int | None = None,
+    advice: str = "",
+) -> Plan:
     """The plan of a solution, with what it promises.
 
     Args:
@@ -99,6 +106,7 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         solution: What was chosen.
         budget: In bytes.
         peak: Of the simulated step with this plan; None if it was not simulated.
+        advice: What else would lower that peak.
     """
     starts = [i for i in range(len(solution.options)) if _begins(solution.options, i)]
     prediction = Prediction(
@@ -114,6 +122,8 @@ def planned(profile: Profile, costs: Costs, solution: Solution, budget: int, pea
         lines=lines_of(costs, solution, starts),
         timing=profile.timing,
         host_bytes=sum(solution.options[i].host_bytes for i in starts),
+        loop=profile.loop,
+        advice=advice,
     )
     source, asked_of = f"a budget of {budget:,} bytes", dataclasses.replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)

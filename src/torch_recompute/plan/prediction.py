@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .._loop import Loop
+
 MIB = 2**20
 
 
@@ -58,6 +60,8 @@ class Prediction:
         lines: The segments, those treated alike together.
         timing: Where the seconds are from, in words.
         host_bytes: The most that lies in host memory.
+        loop: The training loop that the peak is of; None where the plan does not say.
+        advice: What else would lower this peak, in words; "" where nothing is to be said.
     """
 
     budget_bytes: int
@@ -72,6 +76,8 @@ class Prediction:
     lines: tuple[Line, ...]
     timing: str = ""
     host_bytes: int = 0
+    loop: Loop | None = None
+    advice: str = ""
 
     @property
     def gap(self) -> float:
@@ -79,9 +85,10 @@ class Prediction:
         return max(0.0, self.step_seconds - self.bound_seconds) / self.step_seconds if self.step_seconds else 0.0
 
     @staticmethod
-    def from_data(lines: Iterable[dict[str, Any]], **rest: Any) -> Prediction:
+    def from_data(lines: Iterable[dict[str, Any]], loop: Any = None, **rest: Any) -> Prediction:
         """A prediction from the dictionary that `dataclasses.asdict` made of it."""
-        return Prediction(lines=tuple(Line(**line) for line in lines), **rest)
+        read = None if loop is None else Loop(**loop)
+        return Prediction(lines=tuple(Line(**line) for line in lines), loop=read, **rest)
 
     def __str__(self) -> str:
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
@@ -91,6 +98,8 @@ class Prediction:
             f"step {1000 * self.step_seconds:,.1f} ms on {self.device}: {more:+.1%} for {self.replay_flops / 1e9:,.1f} "
             f"GFLOP replayed; no schedule saves more than {self.gap:.1%} of it",
         ]
+        if self.loop is not None:
+            head.append(f"counted: {self.loop}")
         if self.timing:
             head.append(f"seconds: {self.timing}")
         rows = [("", "keeps MiB", "frees MiB", "costs ms", "why", "")]
@@ -110,7 +119,7 @@ class Prediction:
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
             for row in rows
         ]
-        return "\n".join([*head, *table])
+        return "\n".join([*head, *table, *filter(None, [self.advice])])
 
 
 def _mib(count: int) -> str:

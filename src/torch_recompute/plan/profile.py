@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import errors
+from .._loop import Loop
 from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 from .profiles import diff, merge
 from .reading import read
@@ -31,8 +32,9 @@ class Profile:
         modules: What the segments are, in words, by path.
         carries: The paths of segments whose regions carry decisions (routing).
         left_out: Modules that are not planned, and why.
-        advice: What else would help, in words; "" where nothing is to be said.
+        advice: What else would lower the peak of the step with no region, in words; "" where nothing is to be said.
         timing: Where the seconds are from, in words.
+        loop: The training loop that the bytes are of; None where the profile does not say.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Profile:
     left_out: tuple[tuple[str, str], ...] = ()
     advice: str = ""
     timing: str = ""
+    loop: Loop | None = None
 
     def to_json(self) -> str:
         """The profile as JSON text; `from_json` reads it."""
@@ -83,9 +86,10 @@ class Profile:
 
 
 def _profile(data: dict[str, Any]) -> Profile:
-    costs = _costs(**data.pop("costs"))
+    costs, loop = _costs(**data.pop("costs")), data.pop("loop", None)
     pairs = {name: tuple((a, b) for a, b in data.pop(name)) for name in ("modules", "left_out")}
-    return Profile(costs=costs, carries=tuple(data.pop("carries")), **pairs, **data)
+    read_loop = None if loop is None else Loop(**loop)
+    return Profile(costs=costs, loop=read_loop, carries=tuple(data.pop("carries")), **pairs, **data)
 
 
 def _costs(kinds: Any, segments: Any, points: Any, host: Any = None, **rest: Any) -> Costs:

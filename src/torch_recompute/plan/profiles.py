@@ -42,6 +42,7 @@ def diff(one: Profile, other: Profile) -> str:
             ("peak with no region, MiB", _mib(one.plain_peak_bytes), _mib(other.plain_peak_bytes)),
             ("step with no region, ms", _ms(one.costs.step_seconds), _ms(other.costs.step_seconds)),
             ("most besides the segments, MiB", _besides(one.costs), _besides(other.costs)),
+            ("counted", str(one.loop or "-"), str(other.loop or "-")),
             ("not planned", ", ".join(dict(one.left_out)) or "-", ", ".join(dict(other.left_out)) or "-"),
         )
         if a != b
@@ -108,6 +109,7 @@ def merge(profiles: Sequence[Profile]) -> Profile:
         _same("the number of segments", len(first.costs.segments), len(other.costs.segments))
         for one, its in zip(first.costs.segments, other.costs.segments, strict=True):
             _same("a segment", f"{one.path} of kind {one.kind}", f"{its.path} of kind {its.kind}")
+        _same("the training loop", *(loop and loop.unmeasured for loop in (first.loop, other.loop)))
         _same("what carries decisions", first.carries, other.carries)
     costs = [profile.costs for profile in profiles]
     segments = tuple(
@@ -125,12 +127,14 @@ def merge(profiles: Sequence[Profile]) -> Profile:
         median(one.step_seconds for one in costs),
         max(one.turn_bytes for one in costs),
     )
+    loops = [profile.loop for profile in profiles if profile.loop is not None]
     words = [*dict.fromkeys(profile.timing or profile.device for profile in profiles)]
     return replace(
         first,
         device=" and ".join(dict.fromkeys(profile.device for profile in profiles)),
         costs=merged,
         plain_peak_bytes=max(profile.plain_peak_bytes for profile in profiles),
+        loop=max(loops, key=lambda loop: loop.batch_bytes, default=None),
         timing=f"medians of {len(profiles)} profiles ({'; '.join(words)})",
     )
 

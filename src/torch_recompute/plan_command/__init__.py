@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from .. import errors
 from .._face import OK, Face, add_options, check_folder, document
-from .._models import add_model_options
+from .._models import add_loop_options, add_model_options, autocasting, loop_of
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
@@ -52,6 +52,7 @@ def add_command(commands: Any) -> None:
     )
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
     add_step_options(parser)
+    add_loop_options(parser)
     parser.set_defaults(optimizer="adamw")
     parser.add_argument(
         "--offload",
@@ -77,11 +78,12 @@ def command(args: argparse.Namespace) -> int:
         return spread.command(args, layout, face)
     with face.at_work(f"building {args.model}"):
         task = Task.of(args)
-    with face.at_work(f"profiling {task}"):
-        planner = task.planner()
-    profile = planner.profile
-    with face.at_work("planning"):
-        plans = curve(profile) if args.frontier else [_planned(planner, args)]
+    with autocasting(task.model, args.autocast):
+        with face.at_work(f"profiling {task}"):
+            planner = task.planner()
+        profile = planner.profile
+        with face.at_work("planning"):
+            plans = curve(profile) if args.frontier else [_planned(planner, args)]
     if args.out is not None:
         write(args.out, plans[0], words_of(args))
     if face.plot is not None:
@@ -101,7 +103,7 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
         least: Any = error.solution
         figures = least.prediction.budget_bytes, error.smallest, planner.profile.plain_peak_bytes
         out = None if args.out is None else str(args.out)
-        text = errors.no_plan_to_write(*figures, planner.profile.advice, out)
+        text = errors.no_plan_to_write(*figures, least.prediction.advice, out)
         raise errors.BudgetError(text, error.smallest, least) from None
 
 
@@ -112,7 +114,7 @@ def to_json(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool)
         **task.as_data(),
         "device": profile.device,
         "plain": {"peak_bytes": profile.plain_peak_bytes, "step_seconds": profile.costs.step_seconds},
-        "advice": profile.advice,
+        "advice": profile.advice if curve or plans[0].prediction is None else plans[0].prediction.advice,
         **({"frontier": data} if curve else {"plan": data[0]}),
     }
     return document("plan", SCHEMA_VERSION, found)
@@ -127,6 +129,7 @@ def _check(args: argparse.Namespace) -> None:
         check_folder("--out", args.out)
     if args.budget is not None:
         read_budget(args.budget)
+    loop_of(args)
 
 
 def _view() -> Any:

@@ -58,6 +58,12 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
         raise errors.ArgumentError(errors.goes_without("--frontier", option, "it is the curve of one device"))
     if args.offload is not False:
         raise errors.ArgumentError(errors.goes_without("--offload", option, "plans of ranks keep all on the device"))
+    loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
+    loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
+    said = next((word for word, is_default in loop.items() if not is_default), None)
+    if said is not None:
+        why = "the schedule of a pipeline says what a rank holds"
+        raise errors.ArgumentError(errors.goes_without(said, option, why))
     check_sizes(args)
     return Layout(**given, sequence_parallel=args.sequence_parallel, batch=args.batch)
 
@@ -65,7 +71,7 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
 def command(args: argparse.Namespace, layout: Layout, face: Face) -> int:
     """Run `torch-recompute plan` for a step that is spread over ranks; 0 when every rank has a plan."""
     with face.at_work(f"building {args.model}"):
-        model, own = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
+        model, own, _ = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
         if own is not None:
             raise errors.ArgumentError(errors.no_pipeline(args.model, type(model).__name__))
         batch = batch_for(model, args.model, layout.mbs, args.sequence)

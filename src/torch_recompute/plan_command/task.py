@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._models import OPTIMIZERS, asked
+from .._loop import COMMON, Loop
+from .._models import OPTIMIZERS, asked, loop_of
 from ..plan.plan import Plan
 from ..plan.planned import planned
 from ..plan.profile import Profile
 from ..plan.solve import frontier
-from ..planning.planner import Planner
+from ..planning.planner import Loss, Planner
 
 POINTS = 10
 
@@ -30,6 +31,8 @@ class Task:
         optimizer: Its word.
         device: What the seconds are of; None for where the model is.
         offload: Whether, or how much, host memory may be used.
+        loss: From the model's output to a scalar, where that was said.
+        loop: The training loop.
     """
 
     word: str
@@ -38,6 +41,8 @@ class Task:
     optimizer: str
     device: str | None
     offload: bool | str = False
+    loss: Loss = None
+    loop: Loop = COMMON
 
     @staticmethod
     def of(args: argparse.Namespace) -> Task:
@@ -46,18 +51,18 @@ class Task:
         Raises:
             ArgumentError: The model cannot be had, or is not one that the options describe.
         """
-        (model, batch), _ = asked(args)
+        (model, batch, loss), _ = asked(args)
         assert batch is not None
         meta = all(parameter.is_meta for parameter in model.parameters())
-        return Task(
-            args.model, model, batch, args.optimizer or "adamw", args.device or ("h100" if meta else None), args.offload
-        )
+        device = args.device or ("h100" if meta else None)
+        optimizer = args.optimizer or "adamw"
+        return Task(args.model, model, batch, optimizer, device, args.offload, loss, loop_of(args))
 
     def planner(self) -> Planner:
         """Knows what the step costs."""
         args, kwargs = (self.batch, None) if isinstance(self.batch, tuple) else ((), self.batch)
-        optimizer = OPTIMIZERS[self.optimizer]
-        return Planner(self.model, args, kwargs, optimizer=optimizer, device=self.device, offload=self.offload)
+        how: dict[str, Any] = {"optimizer": OPTIMIZERS[self.optimizer], "loss": self.loss, "loop": self.loop}
+        return Planner(self.model, args, kwargs, device=self.device, offload=self.offload, **how)
 
     @property
     def parameters(self) -> int:
@@ -92,6 +97,7 @@ class Task:
             "inputs": self.inputs,
             "optimizer": self.optimizer,
             "offload": self.offload,
+            **self.loop.words,
         }
 
 

@@ -29,8 +29,8 @@ def show(task: Task, profile: Profile, plans: Sequence[Plan], *, curve: bool) ->
         console.print(str(plans[0]), markup=False)
     for path, why in profile.left_out:
         console.print(f"not planned: {path} {why}", style="dim", markup=False)
-    if profile.advice:
-        console.print(profile.advice, style="yellow", markup=False)
+    if curve and profile.advice:
+        console.print(f"with no region: {profile.advice}", style="yellow", markup=False)
 
 
 def _curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> None:
@@ -39,6 +39,8 @@ def _curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> None:
         f"with no region: peak {profile.plain_peak_bytes / GIB:,.2f} GiB, step {1000 * plain:,.1f} ms on "
         f"{profile.device}"
     )
+    if profile.loop is not None:
+        console.print(f"counted: {profile.loop}")
     table = Table(box=box.SIMPLE)
     for title in ("budget GiB", "step ms", "more", "replayed GFLOP", "regions", "from the best"):
         table.add_column(title, justify="right")

@@ -49,6 +49,7 @@ class Captured:
         calls: How each is called.
         kinds: The kind of each: segments with the same number are alike.
         chained: Of each, whether its first argument is the result of the one before, as it was returned.
+        autocast: The dtype of the autocast under which the first one ran; "" for none.
         pretend: The mode under which they run.
     """
 
@@ -58,6 +59,7 @@ class Captured:
     calls: list[Call] = field(default_factory=list[Call])
     kinds: list[int] = field(default_factory=list[int])
     chained: list[bool] = field(default_factory=list[bool])
+    autocast: str = ""
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -101,11 +103,13 @@ def capture(
     units = find_units(model)
     found = Captured(units, Pretend(fakes, lambda: "", composed))
     modules = dict(copy.named_modules())
-    seen = _Seen({path: modules[path] for path in segments(units, copy)})
+    kinds = composed.partition(" ")[0], (device or torch.device("cpu")).type
+    seen = _Seen({path: modules[path] for path in segments(units, copy)}, kinds)
     handle = apply(copy, Plan())  # which keeps a model from filling a cache in training
     with found.running(), seen:
         copy(*args, **kwargs)
     handle.remove()
+    found.autocast = seen.autocast
     numbers: dict[Any, int] = {}
     times = Counter(path for path, _, _ in seen.calls)
     for path, call, ran in seen.calls:
@@ -137,8 +141,10 @@ def _autocast(leaves: list[Any]) -> torch.autocast | None:
 class _Seen:
     """The calls of some modules and the operations that run in each."""
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, modules: dict[str, nn.Module], device_types: tuple[str, ...]) -> None:
         self._modules = modules
+        self._device_types = device_types
+        self.autocast = ""
         self.calls: list[tuple[str, Call, list[Op]]] = []
         self.chained: set[str] = set()
         self._result: Any = None
@@ -161,6 +167,8 @@ class _Seen:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, spec = _compat.tree_flatten((args, kwargs))
             self._open.append([])
+            if not self.calls:
+                self.autocast = _compat.autocast_dtype(*self._device_types)
             if leaves and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor):
                 self.chained.add(path)
             noted = tuple(Note(leaf) if is_cache(leaf) else leaf for leaf in leaves)

@@ -66,6 +66,10 @@ class Clocked:
         """Forward and backward."""
         return self.forward + self.backward
 
+    def times(self, count: int) -> Clocked:
+        """So many of these steps."""
+        return Clocked(self.plain * count, self.forward * count, self.backward * count, self.replays * count)
+
     @property
     def without_regions(self) -> float:
         """Forward and backward without regions, put together."""

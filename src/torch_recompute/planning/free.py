@@ -16,22 +16,24 @@ from ..memory.ledger import storages
 RESERVE = 0.05
 
 
-def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None) -> int:
+def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None, batch: object = ()) -> int:
     """Bytes that the peak of a step may reach: what is free, and what the step itself holds, less a reserve of 5 %.
 
-    In the middle of training the device holds gradients and the optimizer's state, which the peak of a step counts.
+    In the middle of training the device holds gradients and the optimizer's state, which the peak of a step counts, and
+    the batch.
 
     Args:
         model: The model.
         device: Where the step runs.
         optimizer: The optimizer of the step, whose state is given back where it has one.
+        batch: A nest of the tensors of the call.
 
     Raises:
         ArgumentError: What is free is said neither by the device nor, for the CPU, by the system.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [*optimizer.state.values()] if isinstance(optimizer, torch.optim.Optimizer) else []
-    own = storages([[*model.parameters(), *model.buffers(), *gradients], state])
+    own = storages([[*model.parameters(), *model.buffers(), *gradients], state, batch])
     held = {id(storage): int(storage.nbytes()) for place, storage in own if _same(place, device)}
     free, total = _memory(device)
     return free + sum(held.values()) - round(RESERVE * total)

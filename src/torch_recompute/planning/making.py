@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.profile import Profile
@@ -34,6 +35,9 @@ def profile(
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
     offload: bool | int | str = False,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Profile:
     """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
 
@@ -52,14 +56,19 @@ def profile(
             "b200" or "rtx4090". By default where the model is.
         offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
             of it, as a number or text as "64GiB".
+        hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
+        accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
+        set_to_none: Whether gradients are gone when forward begins.
 
     Returns:
         The profile.
 
     Raises:
-        ArgumentError: See `simulate`; or the model has no part that could be recomputed.
+        ArgumentError: See `simulate`, also on `loss`; or the model has no part that could be recomputed.
     """
-    return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, offload=offload).profile
+    loop = Loop(hold_output, accumulate, set_to_none)
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload}
+    return Planner(model, args, kwargs, loop=loop, **how).profile
 
 
 @overload
@@ -76,6 +85,9 @@ def make_plan(
     sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
     stages: None = None,
     offload: bool | int | str = False,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Plan: ...
 
 
@@ -108,6 +120,9 @@ def make_plan(
     sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Plan | StagePlans:
     """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
@@ -148,6 +163,12 @@ def make_plan(
             the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
             one of a list of parameters.
         offload: Whether inputs of regions may be kept in host memory, see `profile`. Not with `stages`.
+        hold_output: Whether the loop holds the model's output through backward, as `out = model(**batch);
+            out.loss.backward()` does; False for a loop that lets go of it. See `simulate`, as for the next two. None of
+            them goes with `stages`: a schedule says what it holds.
+        accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
+        set_to_none: Whether gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and for a
+            `zero_grad()` between forward and backward.
 
     Returns:
         The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
@@ -159,22 +180,26 @@ def make_plan(
         ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
             examples, or it cannot be told where the sequence of a call is.
     """
+    loop = Loop(hold_output, accumulate, set_to_none)
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload, "loop": loop}
 
     def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
-        return Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, offload=offload)
+        return Planner(model, args, kwargs, **how)
 
     if stages is not None:
         if sizes:
             raise errors.ArgumentError(errors.stages_and_sizes())
         if offload is not False:
             raise errors.ArgumentError(errors.stages_and_offload())
+        if loop != COMMON:
+            raise errors.ArgumentError(errors.stages_and_loop())
         whole = planner(args, kwargs)
         return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
     if not isinstance(budget, (int, float, str)):
         raise errors.ArgumentError(errors.bad_budget(budget))
 
     def peak(plan: Plan, call: Call) -> int:
-        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, **where(device, model).step}
+        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **where(device, model).step}
         return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
 
     if isinstance(sizes, str):

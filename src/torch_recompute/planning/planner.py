@@ -28,9 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _compat, errors
+from .. import errors
+from .._loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of
+from ..plan.microbatches import kinds_for_all
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
@@ -70,7 +72,9 @@ class Planner:
         loss: From the model's output to a scalar.
         optimizer: From a list of parameters to an optimizer, or an optimizer.
         device: What the seconds are of.
-        ran: Gets the operations of the step with no region, and how often each ran.
+        offload: Whether inputs of regions may be kept in host memory.
+        loop: The training loop around the call.
+        ran: Gets the operations of the step with no region, and how often each ran; of one of those accumulated.
 
     Attributes:
         costs: Taken from the step with no region.
@@ -87,6 +91,7 @@ class Planner:
         optimizer: MakeOptimizer = None,
         device: torch.device | str | Roofline | None = None,
         offload: bool | int | str = False,
+        loop: Loop = COMMON,
         ran: Counter[tuple[str, Op]] | None = None,
     ) -> None:
         self._model = model
@@ -94,7 +99,7 @@ class Planner:
         place = where(device, model)
         roofline, self._composed = place.roofline, place.composed
         limit = limit_of(offload) if offload is not False else None
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, **place.step}
+        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
         ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
         self._price = roofline or prices_for(model, self.plain.device)
@@ -104,11 +109,13 @@ class Planner:
         self._paths = captured.paths
         self._kinds = [str(number) for number in captured.kinds]
         self._routers = captured.routers
-        self._ways = self._tried(captured)
+        self._loop = replace(self.plain.loop, autocast=captured.autocast)
+        self._ways = kinds_for_all(self._tried(captured), loop.accumulate)
         options = [self._ways[kind].options[0] for kind in self._kinds]
         prices = [(phase, self._price(op) * count) for (phase, op), count in ran.items()]
         self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
-        self.costs = self._calibrated(self.plain, options, sum(seconds for _, seconds in prices))
+        once = sum(seconds for _, seconds in prices) - self._optimizer_seconds
+        self.costs = self._calibrated(self.plain, options, loop.accumulate * once + self._optimizer_seconds)
         self._timing = ""
         if isinstance(self._price, Measured):
             self._timing = self._price.timing
@@ -132,11 +139,12 @@ class Planner:
             untied(self.costs),
             self.plain.advice,
             self._timing,
+            self._loop,
         )
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        free = partial(free_bytes, self._model, self.plain.device, self._step["optimizer"])
+        free = partial(free_bytes, self._model, self.plain.device, self._step["optimizer"], self._call)
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
         best = (self._without, self.plain) if self.plain.peak_bytes <= wanted else None
         costs, known = self.costs, None
@@ -160,9 +168,9 @@ class Planner:
         profile, scale = self._clocked((solution, simulation)) if fits else (self._priced, None)
         if scale is not None:
             costs, solution = scale(costs), scale.solution(solution)
-        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes)
+        plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
         if not fits:
-            text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, self.plain.advice)
+            text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         return plan
 
@@ -236,9 +244,8 @@ class Planner:
         why = obstacle(self._model, args, kwargs or {}, device)
         if why:
             return why
-        given = [x for x in _compat.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         try:
-            held = (*self._model.buffers(), *given, *(p.grad for p in self._model.parameters() if p.grad is not None))
+            held = (*self._model.buffers(), *(p.grad for p in self._model.parameters() if p.grad is not None))
             room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
             return str(error)
@@ -249,8 +256,10 @@ class Planner:
         run = partial(clock, self._model, args, kwargs or {}, self._step["loss"] or loss_of, device=device)
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
         try:
-            regions = run(plan) if plan.choices else None
-            return Scale.of(regions, run(Plan()) if alone else None, solution.seconds, self._optimizer_seconds)
+            times = self._loop.accumulate
+            regions = run(plan).times(times) if plan.choices else None
+            plain = run(Plan()).times(times) if alone else None
+            return Scale.of(regions, plain, solution.seconds, self._optimizer_seconds)
         except Exception as error:  # whatever a model may raise: it is said in the plan
             return f"one raised {type(error).__name__}"
 

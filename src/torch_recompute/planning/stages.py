@@ -277,7 +277,8 @@ class _Rank:
         plans: dict[int, Plan] = {}
         for stage in self.stages:
             segments = self._segments(stage)
-            shown = Costs(kinds_for_all(self._profile.costs.kinds, times), segments, step_seconds=plain)
+            kinds = {name: Kind(kind.options) for name, kind in self._profile.costs.kinds.items()}
+            shown = Costs(kinds_for_all(kinds, times), segments, step_seconds=plain)
             options = tuple(for_all(option, times) for option in found.chosen[stage])
             profile = replace(
                 self._profile,
@@ -295,6 +296,7 @@ class _Rank:
                 step_seconds=plain + times * found.seconds,
                 replay_flops=flops,
                 bound_seconds=plain + least,
+                loop=None,
             )
             plans[stage] = replace(
                 plan, prediction=promised, source=f"a budget of {wanted:,} bytes on rank {self._number}"

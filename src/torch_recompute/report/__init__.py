@@ -27,7 +27,7 @@ from torch import nn
 
 from .. import errors
 from .._face import OK, Face, add_options, check_folder, document, write_text
-from .._models import DTYPES, OPTIMIZERS, add_batch_options, model_help
+from .._models import DTYPES, OPTIMIZERS, add_batch_options, autocasting, model_help
 from .._plan_file import read_plan
 from ..plan.plan import Plan
 from ..plan_command.options import NAMES, add_step_options, words_of
@@ -60,8 +60,8 @@ def report(
 
         Path("report.html").write_text(report(plan, model, (batch,), optimizer=torch.optim.AdamW))
 
-    The step is simulated some `points` + 2 times, and the model is profiled once; what a profile runs is said at
-    `profile`.
+    The step is that of the training loop that the plan was made for. It is simulated some `points` + 2 times, and the
+    model is profiled once; what a profile runs is said at `profile`.
 
     Args:
         plan: The plan, from a budget, a configuration or written by hand.
@@ -82,7 +82,7 @@ def report(
     """
     if points < 0 or points == 1:
         raise errors.ArgumentError(errors.too_few_points(points))
-    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
+    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "loop": plan.loop}
     others = compared(plan, model, args, kwargs, points=points, **step)
     return render(_document(collect(plan, others, Clock(model, args, kwargs, **step), title=title)))
 
@@ -122,11 +122,12 @@ def command(args: argparse.Namespace) -> int:
     step = _step(args, words)
     with face.at_work(f"building {step.model}"):
         task = Task.of(step)
-    call, how = _call(task)
-    with face.at_work(f"profiling {task}" if args.points else f"reading {args.plan}"):
-        others = compared(plan, *call, points=args.points, **how)
-    with face.progress(len(others) + 2) as done:
-        seen = collect(plan, others, Clock(*call, **how), title=str(task), done=done)
+    call, how = _call(task, plan)
+    with autocasting(task.model, plan.prediction.loop.autocast if plan.prediction and plan.prediction.loop else None):
+        with face.at_work(f"profiling {task}" if args.points else f"reading {args.plan}"):
+            others = compared(plan, *call, points=args.points, **how)
+        with face.progress(len(others) + 2) as done:
+            seen = collect(plan, others, Clock(*call, **how), title=str(task), done=done)
     data = _document(seen)
     if args.out is not None:
         write_text("--out", args.out, render(data))
@@ -138,10 +139,11 @@ def command(args: argparse.Namespace) -> int:
     return OK
 
 
-def _call(task: Task) -> tuple[tuple[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+def _call(task: Task, plan: Plan) -> tuple[tuple[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
     """A task as the arguments of `compared` and `Clock`."""
     args, kwargs = (task.batch, dict[str, Any]()) if isinstance(task.batch, tuple) else ((), task.batch)
-    return (task.model, args, kwargs), {"optimizer": OPTIMIZERS[task.optimizer], "device": task.device}
+    how: dict[str, Any] = {"optimizer": OPTIMIZERS[task.optimizer], "device": task.device, "loss": task.loss}
+    return (task.model, args, kwargs), {**how, "loop": plan.loop}
 
 
 def _document(seen: Reported) -> dict[str, Any]:
@@ -165,7 +167,8 @@ def _step(args: argparse.Namespace, words: dict[str, Any]) -> argparse.Namespace
             if not _is_a_word(name, word):
                 raise errors.ArgumentError(errors.bad_step_in_plan(str(args.plan), f"{name}={word!r}"))
         given = {**words, **given}
-    return argparse.Namespace(**{**dict.fromkeys(NAMES), **given}, offload=False)
+    loop = {"hold_output": True, "accumulate": 1, "set_to_none": True}  # of the plan, where it says
+    return argparse.Namespace(**{**dict.fromkeys(NAMES), **given}, offload=False, **loop)
 
 
 def _is_a_word(name: str, word: object) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._loop import COMMON, Loop
 from ..memory import Block
 from ..plan.plan import Plan
 from ..plan_command.task import curve
@@ -59,12 +60,13 @@ def compared(
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
+    loop: Loop = COMMON,
     points: int = POINTS,
 ) -> list[Plan]:
     """The plans along the curve of budget against seconds that one is compared with; the arguments are `report`'s."""
     if not points:
         return []
-    profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device).profile
+    profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, loop=loop).profile
     return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
 
@@ -106,6 +108,7 @@ def collect(
             "plain": next(number for number, (_, _, timed) in enumerate(steps) if timed is plain),
             "names": list(names),
             "steps": shown,
+            "counted": str(simulation.loop),
             "notes": _notes(simulation, shown[chosen]),
         },
         simulation,
@@ -114,14 +117,19 @@ def collect(
 
 def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
     """What a reader should know besides."""
-    notes = [simulation.advice, *(f"Assumed: {words}" for words in simulation.assumed)]
+    notes = [f"Assumed: {words}" for words in simulation.assumed]
+    times = simulation.loop.accumulate
+    if times > 1:
+        notes.append(f"The pictures are of the last of {times} forwards and backwards, and of the optimizer's step.")
     promised = step["promised"]
     if promised is not None and promised["peak_bytes"] != step["peak_bytes"]:
         notes.append(
             f"The plan has promised a peak of {promised['peak_bytes']:,} bytes, and this step has one of "
             f"{step['peak_bytes']:,}: it is not the step that the plan was made for. The table is of this step."
         )
-    elif promised is not None and not math.isclose(promised["step_seconds"], step["step_seconds"], rel_tol=0.01):
+    elif promised is None or times > 1:
+        return notes
+    elif not math.isclose(promised["step_seconds"], step["step_seconds"], rel_tol=0.01):
         how = "scaled to whole steps that were run"
         if step["host_bytes"]:
             how = "in which copies to and from host memory are waited for"
@@ -129,7 +137,7 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
             f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, {how}; the pictures are in "
             "seconds of single operations."
         )
-    return [note for note in notes if note]
+    return notes
 
 
 def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, Any]:
@@ -166,6 +174,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
         "replay_flops": simulation.flops["replay"],
         "kept_bytes": simulation.saved_bytes,
         "host_bytes": max(timed.hosted.values(), default=0),
+        "advice": simulation.advice,
         "peak": moments.index(simulation.peak),
         "phases": [list(span) for span in timed.spans],
         "samples": {

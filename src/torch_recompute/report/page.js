@@ -177,6 +177,12 @@ function figures() {
   }));
 }
 
+function notes() {
+  const step = DATA.steps[state.shown];
+  const lines = [`Counted: ${DATA.counted}.`, step.advice, ...DATA.notes].filter(Boolean);
+  by("notes").replaceChildren(...lines.map((line) => element("p", {}, line)));
+}
+
 function show(number) {
   state.shown = number;
   state.sample = null;
@@ -188,6 +194,7 @@ function show(number) {
   drawStep();
   drawFrontier();
   drawTable();
+  notes();
 }
 
 function point(sample) {
@@ -219,7 +226,6 @@ function begin() {
   legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: with no region"],
     ...(HOSTED ? [["var(--host)", "dotted line: in host memory, beside the device's"]] : [])]);
   legend("phases", [["none", "the strip:"], ...ran.map((phase) => [`var(--${phase}-phase)`, phase])]);
-  for (const line of DATA.notes) by("notes").append(element("p", {}, line));
   by("slider").max = String(DATA.steps.length - 1);
   by("slider").addEventListener("input", (event) => show(Number(event.target.value)));
   by("back").addEventListener("click", () => show(DATA.chosen));

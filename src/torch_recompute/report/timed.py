@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..planning.hosts import stores_for
@@ -82,6 +83,7 @@ class Clock:
         loss: From the model's output to a scalar.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: What the seconds are of, as for `make_plan`.
+        loop: The training loop around the call.
 
     Attributes:
         model: As given.
@@ -99,6 +101,7 @@ class Clock:
         loss: Loss = None,
         optimizer: MakeOptimizer = None,
         device: torch.device | str | None = None,
+        loop: Loop = COMMON,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._asked = device
@@ -106,7 +109,7 @@ class Clock:
         place = where(device, model)
         self._price = place.roofline
         self.device = ""
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, **place.step}
+        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
 
     def timed(self, plan: Plan) -> Timed:
         """The step with a plan."""

@@ -47,5 +47,6 @@ def show(data: Mapping[str, Any]) -> None:
             style="bold" if step is chosen else "",
         )
     console.print(table)
-    for note in data["notes"]:
+    console.print(f"counted: {data['counted']}", markup=False)
+    for note in filter(None, [chosen["advice"], *data["notes"]]):
         console.print(note, style="yellow", markup=False)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from .._compat.flops import flops
-from ..memory.ledger import ACTIVATIONS, Entry, Ledger, Place, storages
+from ..memory.ledger import ACTIVATIONS, OTHER, Entry, Ledger, Place, storages
 from ..memory.measurement import Measurement
 from .places import PHASES, Places
 from .pretending import Pretend
@@ -51,6 +51,11 @@ class Recording(Measurement):
         self._ever_kept: list[Entry] = []
         self.at: dict[int, Place] = {}
 
+    @property
+    def events(self) -> int:
+        """The number of the last operation."""
+        return self._events
+
     def hold(self, nbytes: int) -> None:
         """Books memory that is there from the beginning and stays, which no forward keeps for its backward."""
         self._held = torch.UntypedStorage(nbytes, device="meta")
@@ -74,11 +79,19 @@ class Recording(Measurement):
         for ledger in self._ledgers.values():
             ledger.place = place
         self.at[place.event] = place
+        if phase == "loss":  # reads labels, which whoever wrote it holds
+            self._mark_new(inputs)
         super().record(func, inputs, outputs)
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
         if self._told is not None:
             self._told(phase, func, args, kwargs or {}, outputs)
         self.flops[phase] += flops(func, args, kwargs or {}, outputs)
+
+    def _mark_new(self, values: object) -> None:
+        """Books storages that no operation has made, as from now on."""
+        for device, storage in storages(values):
+            if not self._ledger(device).touch(storage):
+                self._mark(storage, OTHER)
 
     def _place(self, func: object) -> Place:
         return self.at[self._events]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._loop import Loop
 from ..memory.blocks import Block
 from ..memory.ledger import Place
 from ..memory.snapshot import write_snapshot
@@ -42,11 +43,13 @@ class Simulation(NamedTuple):
         device: The device that the figures are of.
         peak_bytes: The most bytes alive at any one operation, workspaces included, or when the step began.
         live_bytes: The bytes alive after the step.
-        by_category: `peak_bytes`, split as `measure` splits it; every category is there, and they sum to it.
+        by_category: `peak_bytes`, split as `measure` splits it; every category is there, and they sum to it. "other" is
+            the batch, and in forward the output that the step before has left.
         activations_by_use: The activations among `by_category`, split: "saved" by a forward for its backward, made by
             the "loss", and "transient", which is all else: gradients of activations, what a replay makes, workspaces.
         live_by_category: `live_bytes`, split as `by_category`.
-        timeline: The bytes alive when the step began, and after each operation that changed them.
+        timeline: The bytes alive when the step began, and after each operation that changed them; with accumulation,
+            of the last forward and backward.
         blocks: What lay in memory: each storage with its category, its bytes, who made it, and from which event to
             which it was alive; those alive after an event sum to the timeline there.
         operations: Every operation of the step in order, also those that changed nothing in memory.
@@ -54,10 +57,12 @@ class Simulation(NamedTuple):
         peak_by_module: The activations alive at the peak, by path of the module that made them.
         saved_bytes: The activations alive when the (last) backward begins.
         saved_by_module: `saved_bytes`, by path of the module that made them.
-        flops: FLOPs of products by phase, by PyTorch's own count; those of "replay" are what recomputation costs.
+        flops: FLOPs of products by phase, by PyTorch's own count, of all that is accumulated; those of "replay" are
+            what recomputation costs.
         rounding: What each storage's size was rounded up to a multiple of.
         assumed: What the simulation could not know and has assumed, in words.
         advice: What else would help, in words; "" where nothing is to be said.
+        loop: The training loop that the figures are of, with what of it was seen.
     """
 
     device: torch.device
@@ -77,6 +82,7 @@ class Simulation(NamedTuple):
     rounding: int
     assumed: tuple[str, ...]
     advice: str
+    loop: Loop
 
     def to_snapshot(self, path: Path | str) -> None:
         """Writes the step for the viewer of allocations at https://pytorch.org/memory_viz.
@@ -94,12 +100,16 @@ class Simulation(NamedTuple):
         """
         write_snapshot(Path(path), self.blocks, self.device.index or 0)
 
+    def __repr__(self) -> str:
+        return f"<Simulation: {str(self).splitlines()[0]}>"
+
     def __str__(self) -> str:
         where = f" of {self.peak.module}" if self.peak.module else ""
         lines = [
             f"peak {_said(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
             *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in self.by_category.items() if nbytes),
             *(f"  {_said(nbytes):>13}    {name}" for name, nbytes in self.activations_by_use.items() if nbytes),
+            f"counted: {self.loop}",
             f"kept for backward {_said(self.saved_bytes)}",
             *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in _grouped(self.saved_by_module)[:_LINES]),
             "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),

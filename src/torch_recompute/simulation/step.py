@@ -1,23 +1,31 @@
 """The step: forward, loss, backward, optimizer, on fakes of everything, with the books of `measure` open.
 
-The step is one from the middle of a training run: the optimizer has its state. An optimizer makes that state in its
-first step, so the simulated one is stepped twice at the end, and what it made the first time is added to all that came
-before. Gradients are set to None at the end of a step (`zero_grad()`), so a step begins without any; the model's output
-is let go of before backward, as in `loss_of(model(x)).backward()`.
+The step is one from the middle of a training run, in the loop that `_loop.py` describes. What earlier steps have left
+is there from the start:
+
+- The optimizer has its state. It makes that in its first step, so the simulated one is stepped twice at the end, and
+  what it made the first time is added to all that came before.
+- The output of the step before is alive until the forward returns, if the loop holds it. What an output holds once its
+  backward has ended is seen at the end of the simulated step, and added to all moments of the forward.
+- Gradients are alive, if the loop accumulates or zeroes them in place. A step that is not recorded makes them.
+
+The step that is recorded is the last of those that are accumulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
-from ..memory.blocks import blocks_of
-from ..memory.ledger import ACTIVATIONS, Entry
+from .._loop import COMMON, Loop
+from ..memory.blocks import Block, blocks_of
+from ..memory.ledger import ACTIVATIONS, Entry, Place, Sample, by_category
 from ..memory.workspaces import kept_by_cublas
 from ..state import DEFAULT
 from .advising import advise
@@ -40,7 +48,7 @@ def simulate_step(
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
-    accumulate: int = 1,
+    loop: Loop = COMMON,
     rounding: int | None = None,
     composed: str = "",
 ) -> Simulation:
@@ -55,7 +63,7 @@ def simulate_step(
         loss: From the model's output to a scalar.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: Where the step is to run.
-        accumulate: How many forwards and backwards there are before the optimizer's step.
+        loop: The training loop around the call.
         rounding: What sizes are rounded up to.
         composed: The device that functions are composed for, as "cuda 9.0" (`composing.py`), where it is another one.
 
@@ -72,8 +80,6 @@ def simulate_step(
         raise errors.ArgumentError(errors.args_not_a_tuple(_WHAT, args))
     if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
         raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
-    if type(accumulate) is not int or accumulate < 1:
-        raise errors.ArgumentError(errors.bad_accumulate(accumulate))
     where = _device(model, device)
     states = [(ambient, ambient.capture()) for ambient in DEFAULT]
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -81,7 +87,7 @@ def simulate_step(
         with torch.inference_mode(False), torch.enable_grad():
             step = _Step(where, rounding, watch, composed)
             step.set_up(model, optimizer, prepare)
-            return step.run(args, kwargs or {}, loss or loss_of, accumulate)
+            return step.run(args, kwargs or {}, loss, loop)
     finally:
         for ambient, state in states:
             ambient.restore(state)
@@ -92,17 +98,46 @@ def simulate_step(
             raise errors.RecomputeError(errors.original_reached(type(model).__name__))
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss of an output that has one, else the mean of its first floating tensor."""
+def loss_in(output: Any) -> tuple[torch.Tensor, str]:
+    """The loss of an output and what it is called: its `.loss`, or the one scalar in it that requires grad.
+
+    Raises:
+        ArgumentError: It has none, or several scalars.
+    """
     found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    if isinstance(found, torch.Tensor):
-        return found
-    tensor = first_floating(output)
-    if tensor is None:
-        raise errors.ArgumentError(errors.no_loss(output))
-    return tensor.mean()
+    if found is not None:
+        return found, "the output's .loss"
+    if isinstance(output, dict) and output.get("loss") is not None:
+        return output["loss"], 'output["loss"]'
+    if isinstance(output, torch.Tensor) and _is_scalar(output):
+        return output, "the output"
+    leaves = _compat.tree_leaves(output)
+    scalars = [(number, x) for number, x in enumerate(leaves) if isinstance(x, torch.Tensor) and _is_scalar(x)]
+    if len(scalars) != 1:
+        raise errors.ArgumentError(errors.no_loss(output, len(scalars)))
+    ((number, scalar),) = scalars
+    return scalar, f"the one scalar in the output, tensor {number} of {len(leaves)}"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of an output, see `loss_in`."""
+    return loss_in(output)[0]
+
+
+def any_loss(output: Any) -> torch.Tensor:
+    """The loss of an output that has one, else the mean of its first floating tensor, for what needs some gradient."""
+    try:
+        return loss_of(output)
+    except errors.ArgumentError:
+        tensor = first_floating(output)
+        if tensor is None:
+            raise
+        return tensor.mean()
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    trains = tensor.requires_grad or not torch.is_grad_enabled()
+    return tensor.numel() == 1 and tensor.dtype.is_floating_point and trains
 
 
 def first_floating(output: Any) -> torch.Tensor | None:
@@ -163,86 +198,145 @@ class _Step:
             prepare(self._model)
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor], accumulate: int
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], torch.Tensor] | None,
+        loop: Loop,
     ) -> Simulation:
         """Runs the step."""
         args, kwargs = self._faker.arguments(args, kwargs)
-        books = Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
+        batch = [leaf for leaf in _compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if loop.keeps_gradients:
+            with self._pretend, self._places.watching():
+                value = (loss or loss_of)(self._model(*args, **kwargs))
+                _check(value)
+                torch.clear_autocast_cache()
+                self._backward(value)
+                del value
+            for leaf in batch:
+                leaf.grad = None
+        books = self._recording()
         books.track(self._model)
+        before = books.on(self._device).live_bytes
+        books.track(*batch)
+        batch_bytes = books.on(self._device).live_bytes - before
         capability = self._pretend.capability
         if capability is None and self._device.type == "cuda":
             capability = torch.cuda.get_device_capability(self._device)
         if capability is not None:
             books.hold(kept_by_cublas(capability))
-        logits: tuple[int, int] | None = None
         with self._pretend, self._places.watching(), books:
-            for _ in range(accumulate):
-                self._places.step = "forward"
-                output = self._model(*args, **kwargs)
-                self._places.step = "loss"
-                logits = books.width_of(output, first_floating)
-                value = loss(output)
+            self._places.step = "forward"
+            output = self._model(*args, **kwargs)
+            returned = books.events
+            self._places.step = "loss"
+            logits = books.width_of(output, first_floating)
+            value, words = loss_in(output) if loss is None else (loss(output), _called(loss))
+            _check(value)
+            if not loop.hold_output:
                 del output
-                if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-                    raise errors.ArgumentError(errors.not_a_loss(value))
-                torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
-                books.forward_is_over(self._device)
-                self._places.step = "backward"
-                with torch.autocast(self._device.type, enabled=False):
-                    value.backward()
+            torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
+            books.forward_is_over(self._device)
+            self._places.step = "backward"
+            self._backward(value)
+            if not loop.hold_output:
                 del value
-            state, second = 0, None
             if self._optimizer is not None:
                 self._places.step = "optimizer"
+        recordings, state = [books], 0
         if self._optimizer is not None:
             with self._pretend:
                 self._optimizer.step()
-            second = Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
+            second = self._recording()
             second.go_on_from(books, "optimizer")
             second.track(self._model, self._optimizer)
             state = second.on(self._device).live_by_category["optimizer"]
             with self._pretend, second:
                 self._optimizer.step()
-                self._optimizer.zero_grad()
-        return self._result(books, second, state, logits)
+                self._optimizer.zero_grad(set_to_none=loop.set_to_none)
+            recordings.append(second)
+        parts = [_Part(recording, recording.on(self._device)) for recording in recordings]
+        output = value = None  # what this frees, the step before has left until here
+        held = parts[-1].reading.live_bytes - recordings[-1].on(self._device).live_bytes
+        autocast = _compat.autocast_dtype(self._composed.partition(" ")[0], self._device.type)
+        seen = replace(loop, loss=words, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
+        return self._result(parts, _Left(state, held, returned), seen, logits)
 
-    def _result(
-        self, books: Recording, second: Recording | None, state: int, logits: tuple[int, int] | None
-    ) -> Simulation:
-        device = self._device
-        recordings = [books] if second is None else [books, second]
-        parts = [recording.on(device) for recording in recordings]
-        timeline = [_moment(sample, books.at, state, "forward") for sample in parts[0].timeline]
-        ledger, peak_of = books.books(device), parts[0]
-        extra = state
-        if second is not None:
-            timeline += [_moment(sample, second.at, 0, "optimizer") for sample in parts[1].timeline]
-            if parts[1].peak_bytes > parts[0].peak_bytes + state:
-                ledger, peak_of, extra = second.books(device), parts[1], 0
-        categories = dict(peak_of.by_category)
-        categories["optimizer"] += extra
-        peak_bytes = peak_of.peak_bytes + extra
-        peak = next(moment for moment in timeline if moment.live_bytes == peak_bytes)
-        activations = [(entry, nbytes) for entry, nbytes in ledger.at_peak() if entry.rank == ACTIVATIONS]
+    def _backward(self, value: torch.Tensor) -> None:
+        with torch.autocast(self._device.type, enabled=False):
+            value.backward()
+
+    def _recording(self) -> Recording:
+        return Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
+
+    def _result(self, parts: list[_Part], left: _Left, loop: Loop, logits: tuple[int, int] | None) -> Simulation:
+        device, books, last = self._device, parts[0].books, parts[-1].reading
+        timeline = [
+            _moment(sample, part.books.at, left.before(sample.event) if part is parts[0] else 0, phase)
+            for part, phase in zip(parts, ("forward", "optimizer"), strict=False)
+            for sample in part.reading.timeline
+        ]
+        peak = max(timeline, key=lambda moment: moment.live_bytes)
+        part = parts[-1] if peak in timeline[len(parts[0].reading.timeline) :] else parts[0]
+        alive = part.books.books(device).alive_after(peak.event)
+        activations = [(entry, nbytes) for entry, nbytes in alive if entry.rank == ACTIVATIONS]
+        categories = by_category(alive)
+        if part is parts[0]:
+            categories["optimizer"] += left.state
+            categories["other"] += left.before(peak.event) - left.state
+        before = Block("other", left.output, 0, left.returned + 1, Place(0, "forward"))
+        blocks = blocks_of(*(one.books.books(device).changes for one in parts))
         return Simulation(
             device=device,
-            peak_bytes=peak_bytes,
-            live_bytes=parts[-1].live_bytes,
+            peak_bytes=peak.live_bytes,
+            live_bytes=last.live_bytes,
             by_category=categories,
             activations_by_use=books.by_use(activations),
-            live_by_category=parts[-1].live_by_category,
+            live_by_category=last.live_by_category,
             timeline=tuple(timeline),
-            blocks=blocks_of(*(recording.books(device).changes for recording in recordings)),
-            operations=tuple(place for recording in recordings for place in recording.at.values() if place.op),
+            blocks=(before, *blocks) if left.output else blocks,
+            operations=tuple(place for one in parts for place in one.books.at.values() if place.op),
             peak=peak,
             peak_by_module=_by_module(activations),
             saved_bytes=sum(nbytes for _, nbytes in books.kept),
             saved_by_module=_by_module(books.kept),
-            flops=books.flops,
+            flops={phase: count * loop.accumulate for phase, count in books.flops.items()},
             rounding=self._rounding,
             assumed=(*self._faker.assumed, *self._pretend.assumed),
-            advice=advise(activations, peak_bytes, logits),
+            advice=advise(activations, peak.live_bytes, logits),
+            loop=loop,
         )
+
+
+class _Part(NamedTuple):
+    """One recording of the step and its figures at its end."""
+
+    books: Recording
+    reading: Any
+
+
+class _Left(NamedTuple):
+    """What earlier steps have left: the optimizer's state, and the output, which goes when the forward returns."""
+
+    state: int
+    output: int
+    returned: int
+
+    def before(self, event: int) -> int:
+        """The bytes of it after an event."""
+        return self.state + (self.output if event <= self.returned else 0)
+
+
+def _check(value: object) -> None:
+    """Refuses what backward cannot start from."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise errors.ArgumentError(errors.not_a_loss(value))
+
+
+def _called(loss: Any) -> str:
+    """A loss that was given, in words."""
+    return f"loss={getattr(loss, '__name__', type(loss).__name__)}"
 
 
 def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
@@ -255,7 +349,7 @@ def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = not group.get("differentiable", False)
 
 
-def _moment(sample: Any, places: dict[int, Any], more: int, first: str) -> Moment:
+def _moment(sample: Sample, places: dict[int, Any], more: int, first: str) -> Moment:
     """A sample as it is shown; what no operation has made, as the level at the start, is of the phase `first`."""
     place = places.get(sample.event)
     phase, module = (place.phase, place.module) if place is not None else (first, "")

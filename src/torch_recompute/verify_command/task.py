@@ -14,6 +14,7 @@ from .. import errors
 from .._models import DTYPES, asked, filled, load
 from ..plan import Plan, simulate
 from ..planning.free import free_bytes
+from ..simulation.step import any_loss
 from ..verifying import Verification
 
 
@@ -41,7 +42,7 @@ class Task:
             ArgumentError: The model cannot be had, or is not one that the options describe.
             BudgetError: It is too large to run here.
         """
-        (model, batch), built_here = asked(args)
+        (model, batch, _), built_here = asked(args)
         if built_here:
             device = _device(args.device)
             _check_size(args.model, model, batch, device)
@@ -87,7 +88,7 @@ def _check_size(word: str, model: nn.Module, batch: Any, device: str) -> None:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     needed, at_least = 3 * weights, True
     if needed <= free:
-        needed, at_least = simulate(model, (), batch, device=device).peak_bytes + weights, False
+        needed, at_least = simulate(model, (), batch, loss=any_loss, device=device).peak_bytes + weights, False
     if needed > free:
         text = errors.too_large_to_run(word, device, needed, free, at_least)
         raise errors.BudgetError(text, needed, None)

@@ -13,7 +13,7 @@ from torch import nn
 from .. import errors
 from ..plan import Choice, Plan, apply
 from ..plan.report import Report
-from ..simulation.step import loss_of
+from ..simulation.step import any_loss
 from .comparing import KINDS, Noise, rows
 from .result import Row, Verification
 from .steps import Subject
@@ -59,7 +59,7 @@ def verify(
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     check_call(_WHAT, model, args, kwargs)
     apply(model, plan).remove()
-    work = _Comparison(Subject(model, args, kwargs or {}, loss or loss_of))
+    work = _Comparison(Subject(model, args, kwargs or {}, loss or any_loss))
     found, flipped = work.with_plan(model, plan)
 
     def differs(other: Plan) -> bool:
@@ -96,8 +96,8 @@ def compare_calls(
     """
     for one in (tested, plain):
         check_call("assert_same_gradients", one, args, kwargs)
-    work = _Comparison(Subject(plain, args, kwargs or {}, loss or loss_of))
-    found = work.of(Subject(tested, args, kwargs or {}, loss or loss_of))
+    work = _Comparison(Subject(plain, args, kwargs or {}, loss or any_loss))
+    found = work.of(Subject(tested, args, kwargs or {}, loss or any_loss))
     return work.result(getattr(tested, "__name__", type(tested).__name__), 0, found)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ... import Plan
+from ..._loop import Loop
 from ...errors import BudgetError
 from ...planning.planner import Planner
 from .config import PRICES, Config
@@ -108,7 +109,7 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
                 raise
             failures.append(Failure(way.title, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         tick(way.title)
-    planner = Planner(work.model, (work.batch,), None, device=PRICES[config.price])
+    planner = Planner(work.model, (work.batch,), None, device=PRICES[config.price], loop=Loop(hold_output=False))
     ours: list[int] = []
     for share in SHARES:
         ours.append(work.add_plan(OURS, f"{share:.0%}", planner.plan(share)))

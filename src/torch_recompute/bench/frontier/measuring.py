@@ -5,9 +5,10 @@ not run under a mode: PyTorch falls back to the original code. Figures of peers 
 prove little.
 
 Idea. The profiler sees every allocation of any step, so every peak is the running sum of the CPU allocator's events,
-beginning with the parameters. What a random generator's state takes in host memory is left out, as it is on any device.
-FLOPs are counted by PyTorch's mode, which sees what really runs; of compiled code, which repeats nothing that it does
-not need, they are PyTorch's formulas on the arguments that the profiler saw. For a plain step both give the same.
+beginning with the parameters and the batch. What a random generator's state takes in host memory is left out, as it is
+on any device. FLOPs are counted by PyTorch's mode, which sees what really runs; of compiled code, which repeats nothing
+that it does not need, they are PyTorch's formulas on the arguments that the profiler saw. For a plain step both give
+the same.
 
 Rejected: the profiler's operations for all. It lists an operation before it runs, and so also those that a replay
 breaks off at, and those whose saved result is handed out.
@@ -45,7 +46,7 @@ class Seen:
     """What a step showed.
 
     Attributes:
-        peak_bytes: The most bytes alive, parameters included.
+        peak_bytes: The most bytes alive, parameters and batch included.
         flops: Of products, replays included.
         gradients: By parameter.
     """
@@ -81,7 +82,7 @@ class Step:
         """What a step takes."""
         self.drop_gradients()
         gc.collect()
-        live = sum(parameter.untyped_storage().nbytes() for parameter in self._parameters)
+        live = sum(tensor.untyped_storage().nbytes() for tensor in (*self._parameters, self._batch))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
             self()
         results: Any = profiler.profiler

@@ -74,7 +74,7 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
         model, text = build(SMALL[workload.model], LAYERS, WIDTH, tokens, batch)
         model, call = model.to(dtype), (_filled(text, VOCABULARY, rank),)
     else:
-        model, call = load(workload.model, dtype, device)
+        model, call, _ = load(workload.model, dtype, device)
         if call is None:
             described = batch_for(model, workload.model, workload.batch, workload.sequence)
             config: Any = model.config

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import Plan, apply, make_plan, measure, simulate
 from ..._models import OPTIMIZERS
 from ...errors import ArgumentError, BudgetError, MismatchError
-from ...simulation.step import loss_of
+from ...simulation.step import any_loss
 from . import capacity
 from .machine import name_of
 from .meeting import meet
@@ -112,7 +112,8 @@ class _Trial:
         made = self._built()
         optimizer = OPTIMIZERS[self._task.workload.optimizer]
         assert self._task.setting.budget is not None
-        plan = make_plan(made.model, made.args, made.kwargs, budget=self._task.setting.budget, optimizer=optimizer)
+        step: dict[str, Any] = {"loss": any_loss, "optimizer": optimizer, "hold_output": False}
+        plan = make_plan(made.model, made.args, made.kwargs, budget=self._task.setting.budget, **step)
         return replace(self.record, plan=plan.to_json())
 
     def run(self) -> Record:
@@ -174,7 +175,7 @@ class _Trial:
         if self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device)
         else:
-            with measure(made.model, self._optimizer) as m:
+            with measure(made.model, self._optimizer).track(*made.tensors) as m:
                 self._step(trained, made, task.warmup + task.steps)
             allocated = m.peak_bytes
         self.record = replace(self.record, allocated_bytes=allocated)
@@ -191,7 +192,7 @@ class _Trial:
     def _step(self, model: nn.Module, made: Ready, number: int) -> float:
         """A training step; its random numbers depend on its number and the rank."""
         torch.manual_seed(SEED + number * self._task.ranks + self._task.rank)
-        loss = loss_of(model(*made.args, **made.kwargs))
+        loss = any_loss(model(*made.args, **made.kwargs))
         loss.backward()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -207,7 +208,7 @@ class _Trial:
         """The FLOPs of the step, those of replays apart."""
         made.model.zero_grad()
         try:
-            flops = dict(simulate(made.model, made.args, made.kwargs, plan=plan).flops)
+            flops = dict(simulate(made.model, made.args, made.kwargs, plan=plan, loss=any_loss).flops)
             replayed = flops.pop("replay")
             self.record = replace(self.record, flops=sum(flops.values()), replay_flops=replayed)
         except Exception as error:  # a model may do on fakes what nobody has foreseen, and the trial is worth more

@@ -9,7 +9,7 @@ from .fallbacks import Fallbacks
 from .fragmentation import Fragmentation
 from .frozen_input import FrozenInput
 from .made_worse import MadeWorse
-from .next_wall import LossHead, OptimizerState
+from .next_wall import LossHead, OptimizerState, OutputHeld
 from .output_pins import OutputPins
 from .over_budget import OverBudget
 from .reentrant import ReentrantUnderDDP
@@ -27,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     OverBudget(),
     Fragmentation(),
     LossHead(),
+    OutputHeld(),
     OptimizerState(),
     SavesNothing(),
     OutputPins(),

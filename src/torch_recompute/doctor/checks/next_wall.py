@@ -1,7 +1,8 @@
-"""What no recomputation frees and is the next wall: the optimizer's state, and a loss over a large vocabulary.
+"""What no recomputation frees and is the next wall: the optimizer's state, a loss over a large vocabulary, its logits.
 
 Recomputation frees activations. Once they are few, the peak lies in the optimizer's step, or parameters, gradients and
-optimizer state fill the budget by themselves; or it lies in the loss, in tensors as wide as the vocabulary.
+optimizer state fill the budget by themselves; or it lies in the loss, in tensors as wide as the vocabulary. One of
+these the training loop may hold without need: the logits in `out`, when backward needs the loss alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..words import mib
 FILLED = 0.8  # of the budget
 SAVED = 0.1  # of the plain peak: regions that lower it by less have met something else
 OF_LOSS = 0.4  # of the peak: tensors that the loss made
+HELD = 0.02  # of the peak: what it falls by if the loop lets go of the output
 
 
 class OptimizerState(Check):
@@ -72,4 +74,39 @@ class LossHead(Check):
             "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token.",
             peak_bytes=step.peak_bytes,
             plain_peak_bytes=plain.peak_bytes,
+        )
+
+
+class OutputHeld(Check):
+    """Looks at what a step takes in a loop that lets go of the model's output before backward."""
+
+    kind = "output_held"
+    needs = ("simulated",)
+
+    def why_not(self, evidence: Evidence) -> str:
+        """As of any check; and the loop must hold an output."""
+        held = evidence.simulated is None or evidence.simulated.step.loop.hold_output
+        return super().why_not(evidence) or ("" if held else "the training loop holds no output (hold_output=False)")
+
+    def look(self, evidence: Evidence) -> Iterator[Finding]:
+        """One finding, where the peak falls by as much as is worth a line."""
+        assert evidence.simulated is not None
+        step = evidence.simulated.step
+        if evidence.simulated.released is None or step.loop.output_bytes < HELD * step.peak_bytes:
+            return
+        released = evidence.simulated.released()
+        if step.peak_bytes - released.peak_bytes < HELD * step.peak_bytes:
+            return
+        yield self.found(
+            "the training loop",
+            f"`out` of `out = model(...)` keeps {mib(step.loop.output_bytes)} alive through backward, the optimizer's "
+            f"step and the next forward, where the loss alone is needed: the peak is {mib(step.peak_bytes)}, and "
+            f"{mib(released.peak_bytes)} if the output is let go of.",
+            "two simulated steps, with the output held and without.",
+            "loss = model(**batch).loss; loss.backward(), or `del out` before backward; and plan with "
+            "hold_output=False. The Trainers of Hugging Face and Lightning let go of it by themselves: say "
+            "hold_output=False there, too.",
+            held_bytes=step.loop.output_bytes,
+            peak_bytes=step.peak_bytes,
+            released_peak_bytes=released.peak_bytes,
         )

@@ -33,7 +33,7 @@ class OverBudget(Check):
             evidence.name,
             f"the peak is {mib(step.peak_bytes)}, {mib(step.peak_bytes - budget)} more than the budget, in "
             f"{step.peak.phase}{where}: {kinds}.",
-            "one simulated step.",
+            f"one simulated step, counted: {step.loop}.",
             _write(evidence, budget),
             peak_bytes=step.peak_bytes,
             budget_bytes=budget,

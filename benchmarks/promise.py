@@ -1,0 +1,125 @@
+"""The peak that a plan promises, beside the one of a training loop, for every model of the tests.
+
+    python benchmarks/promise.py
+
+Two loops, three budgets. The meter shares nothing with this library: it is the running sum of the CPU allocator's own
+events, from before the model is built to the end of the third step, without the states of random generators (5,056
+bytes each, host memory on any device). The peak is that of the second step and the third.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _measure import arguments, finish
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from torch_recompute import Plan, apply
+from torch_recompute._loop import Loop
+from torch_recompute.planning.planner import Planner
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from zoo import ZOO, build, scalar_loss
+
+GENERATOR_STATE = 5056
+BUDGETS = (0.25, 0.5, 0.75)
+ALLOWED = 0.005
+Loss = Callable[[Any], torch.Tensor]
+
+
+def held(model: nn.Module, batches: Iterator[dict[str, Any]], optimizer: torch.optim.Optimizer, loss_of: Loss) -> None:
+    """The loop most people write: `out` is alive until the next forward has returned."""
+    for batch in batches:
+        out = model(**batch)
+        loss = loss_of(out)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def released(
+    model: nn.Module, batches: Iterator[dict[str, Any]], optimizer: torch.optim.Optimizer, loss_of: Loss
+) -> None:
+    """A loop that holds no output."""
+    for batch in batches:
+        loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS = {"held": held, "released": released}
+
+
+def measured(name: str, plan: Plan, loop: Any) -> int:
+    """The peak of the second and the third step of a loop, by the events of the CPU's allocator."""
+    marks: list[int] = []
+
+    def batches(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for _ in range(3):
+            marks.append(time.time_ns())
+            yield batch
+
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model, batch = build(name)
+        apply(model, plan)
+        loop(model, batches(batch), torch.optim.AdamW(model.parameters()), scalar_loss)
+    results: Any = profiler.profiler
+    events = [(e.start_ns(), e.nbytes()) for e in results.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for when, nbytes in sorted(events):
+        live += 0 if abs(nbytes) == GENERATOR_STATE else nbytes
+        peak = max(peak, live) if when > marks[1] else live
+    return peak
+
+
+def rows(name: str, loop: str) -> Iterator[dict[str, Any]]:
+    """What is promised and what is measured, for each budget."""
+    model, batch = build(name)
+    words = Loop(hold_output=loop == "held")
+    # `make_plan` is this for one budget. With a device by name no time is taken; the bytes are those of the CPU.
+    planner = Planner(model, (), batch, loss=scalar_loss, optimizer=torch.optim.AdamW, device="h100", loop=words)
+    known: dict[str, int] = {}
+    for budget in BUDGETS:
+        plan = planner.plan(budget)
+        promise = plan.prediction
+        assert promise is not None
+        digest = plan.digest()
+        if digest not in known:
+            known[digest] = measured(name, plan, LOOPS[loop])
+        yield {
+            "model": name,
+            "loop": loop,
+            "budget": budget,
+            "budget_bytes": promise.budget_bytes,
+            "promised": promise.peak_bytes,
+            "measured": known[digest],
+            "error": known[digest] / promise.peak_bytes - 1,
+        }
+
+
+def main() -> None:
+    """Prints one line per model, loop and budget, and the worst of them."""
+    options = arguments(__doc__ or "")
+    print(f"{'model':22} {'loop':9} {'budget':>6} {'promised':>10} {'measured':>10}")
+    figures: list[dict[str, Any]] = []
+    for one in (one for pair in itertools.product(ZOO, LOOPS) for one in rows(*pair)):
+        figures.append(one)
+        words = f"{one['model']:22} {one['loop']:9} {one['budget']:>6}"
+        print(f"{words} {one['promised']:>10,} {one['measured']:>10,}  {one['error']:+.3%}", flush=True)
+    worst = max(figures, key=lambda one: one["error"])
+    print(f"of {len(figures)} steps none is more than {worst['error']:+.3%} above its promise ({worst['model']})")
+    finish(options, figures, worst["error"] <= ALLOWED)
+
+
+if __name__ == "__main__":
+    main()
