@@ -128,7 +128,8 @@ class Placed:
 
     def _on(self, module: nn.Module) -> Placed:
         """The same on a replica, and what lies below it."""
-        made, before = copy.copy(self), self._before
+        made: Any = copy.copy(self)
+        before = self._before
         made.module = module
         made._before = before._on(module) if isinstance(before, Placed) else before
         return made
