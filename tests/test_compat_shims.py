@@ -742,6 +742,20 @@ def test_whether_code_is_being_traced() -> None:
     assert not _compat.being_traced()
 
 
+def test_versions_of_tensors() -> None:
+    """A tensor whose contents were put back is of the version that it had, so what a graph saved of it is valid."""
+    weight, buffer = torch.ones(3, requires_grad=True), torch.ones(3)
+    with torch.inference_mode():
+        uncounted = torch.ones(3)
+    loss = (weight * buffer).sum()
+    versions = storages.versions_of([buffer, uncounted])
+    assert [version for _, version in versions] == [0]
+    buffer.add_(1).sub_(1)
+    storages.set_versions(versions)
+    assert buffer._version == 0
+    loss.backward()
+
+
 def test_every_shim_is_tried() -> None:
     """This file speaks of each public name of `_compat.py`, so a new shim cannot come without its test."""
     names = {

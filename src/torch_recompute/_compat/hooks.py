@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as _checkpoint
 
-_autograd: Any = torch._C._autograd
+_C: Any = torch._C
+_autograd: Any = _C._autograd
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 _Pack = TypeVar("_Pack", bound=Callable[..., Any])
 
@@ -55,5 +56,6 @@ def respect_hooks(context: Any, respect: bool) -> bool:
     """Tells a selective context whether what it stores passes through the user's hooks; False if torch cannot do so."""
     if not isinstance(context, _checkpoint._CachingTorchDispatchMode):
         return True
-    context.respect_saved_tensors_hooks = respect
+    selective: Any = context
+    selective.respect_saved_tensors_hooks = respect
     return not respect or hasattr(_checkpoint, "_current_user_saved_tensors_hooks")
