@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from _measure import arguments, finish
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_recompute import apply, errors, make_plan, measure, simulate
 
@@ -65,14 +65,14 @@ class Around(nn.Module):
         made = self.first(x)
         made = made.mT.contiguous().mT if self.view else made
         found = floats(self.call(made, *args, **kwargs))
-        if self.last is not None:
+        if self.last is not None and self.place is not None:
             found[self.place] = self.last(found[self.place])
         return found
 
 
 def floats(result: Any) -> list[torch.Tensor]:
     """The tensors with a gradient in a result."""
-    leaves = torch.utils._pytree.tree_leaves(result)
+    leaves = tree_leaves(result)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
@@ -88,7 +88,7 @@ Case = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 def catalogue() -> dict[str, Case]:
     """The cases by name."""
     try:
-        import expecttest  # noqa: F401
+        import expecttest  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
@@ -153,7 +153,7 @@ class Whole(nn.Module):
 
 def around(call: Callable[..., Any], x: torch.Tensor, args: Any, kwargs: Any, view: bool) -> Any:
     """The model around a call on `x`, and its arguments, of which `x` is the one that a gradient goes to."""
-    args, kwargs = torch.utils._pytree.tree_map(detached, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map(detached, (tuple(args), dict(kwargs)))
     torch.manual_seed(1)
     with torch.enable_grad():
         outputs = floats(call(x.detach().clone().requires_grad_() * 1, *args, **kwargs))
@@ -226,7 +226,7 @@ def examined(case: Case) -> dict[str, Any]:
         figures["plain"] = simulation.peak_bytes, peak(model, args, kwargs)
         handle = apply(model, plan)
         equal = same(wanted, gradients(model, args, kwargs))
-        figures["planned"] = plan.predicted_peak_bytes, peak(model, args, kwargs)
+        figures["planned"] = plan.predicted_peak_bytes or 0, peak(model, args, kwargs)
         handle.remove()
     except errors.RecomputeError as error:
         ours = not isinstance(error, errors.MismatchError)

@@ -756,6 +756,13 @@ def test_versions_of_tensors() -> None:
     loss.backward()
 
 
+def test_the_dtype_of_autocast() -> None:
+    """The dtype of the autocast that is on for one of the devices; nothing where none is, or a device knows none."""
+    assert flags.autocast_dtype("", "meta", "cpu") == ""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flags.autocast_dtype("meta", "cpu") == "bfloat16"
+
+
 def test_every_shim_is_tried() -> None:
     """This file speaks of each public name of `_compat.py`, so a new shim cannot come without its test."""
     names = {
