@@ -279,7 +279,7 @@ SAME = (
 CONTEXTS = (
     ("torch.no_grad()", "no_grad", 4),
     ('torch.autocast("cpu", dtype=torch.bfloat16)', "autocast", 2),
-    ("copies()", "hooks around", 2),
+    ("copies()", "hooks around", 4),
 )
 # The last of each is a store.
 REGION_OPTIONS = ("", "", "", "", "", "", 'check="values"', 'check="none"', "early_stop=False", "inputs=OnHost()")
@@ -303,15 +303,15 @@ class Writer:
         for maker, weight in (
             (self.unary, 9),
             (self.binary, 7),
-            (self.call, 11),
+            (self.call, 13),
             (self.view, 6),
             (self.linear, 4),
             (self.in_place, 4),
             (self.several, 3),
-            (self.choice, 3),
-            (self.use, 2),
+            (self.choice, 5),
+            (self.use, 4),
             (self.module, 2),
-            (self.context, 3),
+            (self.context, 4),
             (self.again, 2),
             (self.same, 6),
             (self.rebind, 1),

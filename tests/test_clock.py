@@ -229,7 +229,7 @@ def test_a_step_is_timed_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
     """Finding 10: what is waited for, and the stream that replays are timed on, are those of the step's device."""
     devices = Devices(monkeypatch)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-    clock(model, (torch.ones(2, 4),), {}, loss_of, Plan((Choice(("0",)),)), torch.device("cuda", 1))
+    clock(model, (torch.ones(2, 4),), {}, torch.sum, Plan((Choice(("0",)),)), torch.device("cuda", 1))
     assert devices.seen["wait", 1] > 0
     assert devices.seen["event", 1] > 0
     assert devices.seen["wait", 0] == 0

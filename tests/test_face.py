@@ -96,7 +96,7 @@ COMMANDS = (
         plots="",
     ),
     Command(
-        "doctor restless:pair --device h100 --no-run --optimizer sgd",
+        "doctor restless:pair --device h100 --no-run --no-hold-output --optimizer sgd",
         "model ok findings looked_for not_looked_for",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.FAILED),

@@ -101,7 +101,7 @@ def test_it_is_planned(function: bool, device: str | None) -> None:
 def test_a_simulation_keeps_what_the_step_keeps() -> None:
     """The peak is the measured one, less the masks, which the measured model holds since before."""
     model, batch = Net(), x()
-    with measure(model) as seen:
+    with measure(model).track(batch) as seen:
         model(batch).backward()
     simulated = simulate(model, (batch,), loss=lambda out: out)
     assert simulated.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.001)

@@ -181,10 +181,10 @@ class Careless(Ours):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_comparison_sees_a_fault(fault: type[Mode], said: str) -> None:
-    """Wrong random numbers, tensors held in a cycle and extra runs are all found within 60 programs."""
+    """Wrong random numbers, tensors held in a cycle and extra runs are all found within 150 programs."""
     found: list[str] = []
 
-    @drawn(60, 1, phases=[Phase.generate], database=None)
+    @drawn(150, 1, phases=[Phase.generate], database=None)
     @given(programs())
     def look(program: Program) -> None:
         found.extend(compare(program, fault()).wrong)

@@ -214,7 +214,7 @@ def test_a_budget_that_earlier_ranks_feel_more() -> None:
 def planned(pp: int, vpp: int, number: int) -> RankPlanner:
     layout = Layout(pp=pp, vpp=vpp, batch=2 * pp)
     rank = ranks(built(), "MODEL", layout, TOKENS)[number]
-    return RankPlanner(rank, instants(orders_of(pp, vpp)[number], pp), layout, "none", "h100")
+    return RankPlanner(rank, instants(orders_of(pp, vpp)[number], pp), layout, "none", "cpu")
 
 
 def orders_of(pp: int, vpp: int) -> Any:
@@ -224,7 +224,7 @@ def orders_of(pp: int, vpp: int) -> Any:
 @pytest.mark.parametrize("share", ["1TiB", "30%"], ids=["no region", "30%"])
 @pytest.mark.parametrize(("pp", "vpp", "number"), [(2, 1, 0), (2, 2, 1)])
 def test_the_peak_of_a_rank_that_runs(pp: int, vpp: int, number: int, share: str) -> None:
-    """A rank whose actions run in the order of its schedule, on real tensors, has the predicted peak.
+    """A rank planned for this CPU, whose actions run here in the order of its schedule, has the predicted peak.
 
     Rotary embeddings, 4 KiB for each microbatch in flight, are not predicted one by one.
     """

@@ -79,7 +79,7 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
     count = ranks * len(here)
     each = LAYERS // count
     ids = torch.randint(CLASSES, (MICROBATCHES, ROWS), generator=torch.Generator().manual_seed(1))
-    last = {"target": ids} if count - 1 in here else {}
+    last = {"target": ids.clone()} if count - 1 in here else {}
 
     def run(planned: bool) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
@@ -96,7 +96,8 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
             pipeline.step(*([ids] if 0 in here else []), **last)
 
         # The buffers that the schedule keeps are made in the first step, so that one is measured, too.
-        with measure(chunks, optimizer) as memory:
+        batch = [*([ids] if 0 in here else []), *last.values()]
+        with measure(chunks, optimizer).track(*batch) as memory:
             for _ in range(2):
                 step()
                 optimizer.step()

@@ -8,8 +8,9 @@ does not depend on how many wait. So each stage is run for two microbatches, one
 and everything else is a sum. In the second, gradients of parameters are there already and are added to. With the
 counts of `inflight.py`, during an action live
 
-    always         parameters, buffers, optimizer state, and for every microbatch of a step one buffer for the input
-                   and one for the gradient of the output, which torch makes once and keeps
+    always         parameters, buffers, optimizer state, and for every microbatch of a step what the stage reads of
+                   the batch and the labels, and one buffer for the input and one for the gradient of the output,
+                   which torch makes once and keeps
     from a stage's first backward on     its gradients
     per microbatch in flight             what its forward, or the first half of its backward, left behind
     per microbatch that is through       on the last stage its output and loss, until the step ends; and what was sent,
@@ -33,6 +34,7 @@ class StageBytes:
 
     Attributes:
         static_bytes: Parameters and buffers.
+        batch_bytes: What its operations read of the batch and of the labels.
         gradient_bytes: Gradients of the parameters.
         input_bytes: What is received from the stage before; 0 on the first.
         output_bytes: What is sent to the stage behind; 0 on the last.
@@ -44,6 +46,7 @@ class StageBytes:
     """
 
     static_bytes: int
+    batch_bytes: int
     gradient_bytes: int
     input_bytes: int
     output_bytes: int
@@ -104,7 +107,8 @@ class Rank:
     def static(self, stages: Mapping[int, StageBytes]) -> int:
         """What always lives."""
         each = (stages[stage] for stage in self.stages)
-        buffers = self._microbatches * sum(stages[s].input_bytes + stages[s].output_bytes for s in self.stages)
+        each_time = (stages[s].batch_bytes + stages[s].input_bytes + stages[s].output_bytes for s in self.stages)
+        buffers = self._microbatches * sum(each_time)
         return sum(stage.static_bytes for stage in each) + buffers + self._optimizer[0]
 
     def at(self, stages: Mapping[int, StageBytes], moment: Moment) -> int:

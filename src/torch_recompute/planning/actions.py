@@ -53,14 +53,27 @@ class _Left(Exception):
 
 
 class Books(Recording):
-    """A recording that counts only while it is told to."""
+    """A recording that counts only while it is told to.
+
+    Attributes:
+        labels: The storages that the loss reads and no operation made, by identity. They are not in the books.
+    """
 
     counting = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.labels: dict[int, torch.UntypedStorage] = {}
 
     def record(self, func: object, inputs: object, outputs: object) -> None:
         """Books one operation."""
         if self.counting:
             super().record(func, inputs, outputs)
+
+    def _mark_new(self, values: object) -> None:
+        for device, storage in storages(values):
+            if not self._ledger(device).touch(storage):
+                self.labels[id(storage)] = storage
 
 
 @dataclass
@@ -117,6 +130,7 @@ class Actions:
         self._is_first = stage == 0
         self._is_last = stage == len(whole.stages) - 1
         self._storages = {id(storage): storage for _, storage in storages(_of_model(whole.model))}
+        self._batch = {id(storage): storage for _, storage in storages(whole.call)}
         self._read: set[int] = set()
         self._ran: Counter[Op] = Counter()
         self._books = Books(whole.pretend, whole.places, whole.device, whole.rounding, self._told)
@@ -127,7 +141,7 @@ class Actions:
         self._end = 0
 
     def _told(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._read.update(id(storage) for _, storage in storages((args, kwargs)) if id(storage) in self._storages)
+        self._read.update(id(storage) for _, storage in storages((args, kwargs)))
         op = op_of(func, args, kwargs, out)
         if op is not None:
             self._ran[op] += 1
@@ -157,6 +171,7 @@ class Actions:
         mine = {name: tensor for name, tensor in named if self._owns(tensor)}
         figures = StageBytes(
             static_bytes=self._bytes(mine.values()),
+            batch_bytes=self._batch_bytes(),
             gradient_bytes=self._bytes(p.grad for p in of.model.parameters() if p.grad is not None),
             input_bytes=0 if self._is_first else self._bytes(of.seen[self._start].inputs),
             output_bytes=self._sent_bytes,
@@ -174,7 +189,16 @@ class Actions:
 
     def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         found = {id(s): int(s.nbytes()) for t in tensors for device, s in storages(t) if device == self._of.device}
-        return sum(-(-nbytes // self._of.rounding) * self._of.rounding for nbytes in found.values())
+        return self._rounded(found.values())
+
+    def _batch_bytes(self) -> int:
+        """Bytes of the call's tensors that operations of the stage read, and of what the loss reads besides."""
+        known = {**self._batch, **self._books.labels}
+        read = {key: s for key, s in known.items() if key in self._read and key not in self._storages}
+        return self._rounded(int(storage.nbytes()) for storage in read.values())
+
+    def _rounded(self, sizes: Iterable[int]) -> int:
+        return sum(-(-nbytes // self._of.rounding) * self._of.rounding for nbytes in sizes)
 
     @property
     def _sent_bytes(self) -> int:
