@@ -209,7 +209,8 @@ class Devices:
         monkeypatch.setattr(torch.cuda, "device", Device)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.saw("wait"))
-        monkeypatch.setattr("torch_recompute.plan.observe.torch.cuda.is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def saw(self, what: str) -> None:
         self.seen[what, self.current] += 1

@@ -628,7 +628,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     acted = SimpleNamespace(now=None, waits=[], recorded=[])
     acted.stream = lambda name: Stream(name, acted.waits)
     monkeypatch.setattr(devices, "ACCELERATOR", "cpu")
-    monkeypatch.setattr(devices, "_module", lambda: SimpleNamespace(current_stream=None))
+    monkeypatch.setattr(devices, "_module", lambda: SimpleNamespace(current_stream=None, device_count=lambda: 0))
     monkeypatch.setattr(devices, "_present_device", lambda: 0)
     monkeypatch.setattr(devices, "_present_stream", lambda index: acted.now)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)

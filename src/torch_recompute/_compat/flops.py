@@ -3,15 +3,16 @@
 PyTorch's formulas (`torch.utils.flop_counter`) were written for a counter that a user asks for. Two things make them
 unfit to run on their own inside a training step: some raise (torch 2.11 has no formula for attention with fewer heads
 of keys than of queries, and asserts), and that of packed sequences reads their lengths, which waits for the device.
-So attention is counted here, from shapes alone, and any other formula that raises counts as none.
+So attention is counted here, from shapes alone, and any other formula that raises counts as none. The formulas are
+imported when an operation is first counted: with them torch 2.14 imports Triton, where it is there.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from torch.utils.flop_counter import flop_registry
 
 
 class _Attention(NamedTuple):
@@ -45,6 +46,13 @@ _ON_CPU = {
 }
 
 
+@functools.cache
+def _formulas() -> Mapping[Any, Any]:
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """FLOPs of an operation, as PyTorch counts them; 0 where it has no formula, or one that fails.
 
@@ -55,7 +63,7 @@ def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
         out: Its result.
     """
     packet = getattr(func, "overloadpacket", func)
-    formula: Any = flop_registry.get(packet)
+    formula: Any = _formulas().get(packet)
     if formula is None:
         return 0
     way = _ATTENTION.get(getattr(packet, "_qualified_op_name", ""))
