@@ -3414,8 +3414,8 @@ CASES = [
         lambda: plans_stages(budget=100),
         "rank 0 of the pipeline: budget=100 bytes is too small for a step of this model: with the plan that needs the "
         "least its peak is 1008 bytes (1008 bytes), with no region 1008 bytes.\n"
-        '  Pass budget="1008bytes" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
-        ".smallest.",
+        '  Pass budget="1008bytes" or more, or a smaller batch. That plan is .solution of this error, and its bytes '
+        "are .smallest.",
     ),
     # between ranks
     Case(

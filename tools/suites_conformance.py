@@ -22,6 +22,7 @@ Exit status: 0 if nothing failed, 1 if a test failed or a file could not be impo
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -50,13 +51,12 @@ def install_deepspeed() -> None:
     """Put this library's functions in the place of DeepSpeed's, in the processes that its tests fork as well."""
     import multiprocessing
 
-    import deepspeed
     import torch
 
     from torch_recompute.compat import deepspeed as ours
 
     torch_conformance.install()
-    theirs: Any = deepspeed.checkpointing
+    theirs: Any = importlib.import_module("deepspeed").checkpointing
     for name in ours.__all__:
         setattr(theirs, name, getattr(ours, name))
     start = multiprocessing.set_start_method
@@ -110,7 +110,6 @@ def plan_instead(what: str, seen: Counter[str]) -> None:
         seen: Gets how many models there were, by what was found.
     """
     import torch
-    from tests.test_modeling_common import ModelTesterMixin
     from transformers import set_seed
 
     from torch_recompute import RecomputeConfig, RecomputeError
@@ -164,7 +163,8 @@ def plan_instead(what: str, seen: Counter[str]) -> None:
                     seen[found] += 1
                     assert found != "DIFFERENT"
 
-    ModelTesterMixin.check_training_gradient_checkpointing = check
+    common = importlib.import_module("tests.test_modeling_common")
+    common.ModelTesterMixin.check_training_gradient_checkpointing = check
 
 
 @dataclass
