@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from distributed.pipelines import SCHEDULES
 from distributed.ranks import started
@@ -25,7 +27,8 @@ def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
         assert rank["regions"] > 0 or rank["predicted"] == rank["plain"][1]
         assert rank["peak"] <= rank["predicted"] <= rank["budget"]
         # Whole backwards and halves of one stage keep different bytes to the end; of a mixture the more is counted.
-        if schedule != "DualPipeV":
+        # torch 2.15 lets go of what it has sent.
+        if schedule != "DualPipeV" and not TorchVersion(torch.__version__) >= (2, 15):
             assert rank["peak"] == rank["predicted"]
             assert rank["plain"][0] == rank["plain"][1]
 
