@@ -23,7 +23,7 @@ PACKAGE = "torch_recompute"
 # Bottom first. Rooms of one row do not import each other. `__init__` is the public face: what lies above it
 # uses the library the way a user does, what lies below it must not reach up to it.
 ROOMS = (
-    ("errors",),
+    ("errors", "_lazy"),
     ("_compat",),
     ("_diagnose", "_exhausted", "_loop"),
     ("_tree",),
@@ -66,7 +66,8 @@ ROOMS = (
 )
 HEIGHT = {room: height for height, row in enumerate(ROOMS) for room in row}
 
-# These import torch and the standard library, and inside functions what LATE allows; nothing else, ever.
+# These import torch and the standard library, and inside functions what LATE allows; nothing else, ever. `_lazy` alone
+# imports by a name that is computed: one of the package's own.
 LEAN = {
     "errors",
     "_compat",

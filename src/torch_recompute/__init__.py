@@ -6,13 +6,14 @@
     attend = no_recompute(attention)   # inside a region: not run again
 
 The public names are the ones listed in `__all__`; `torch_recompute.state` holds the random-number and user states
-that `recompute(state=...)` takes.
+that `recompute(state=...)` takes. What plans, measures or checks is imported when it is first used.
 """
 
+from typing import TYPE_CHECKING
+
 from . import state as state
-from .auditing import Audit, audit
+from ._lazy import lazily
 from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
-from .config import RecomputeConfig
 from .errors import (
     ArgumentError,
     BudgetError,
@@ -23,18 +24,39 @@ from .errors import (
     SaveError,
     StoreError,
 )
-from .memory import Measurement, SavedActivations, measure, saved_activations
-from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
-from .plan.planned import solve
-from .plan.prediction import Prediction
-from .plan.profile import Profile
-from .plan.stages import StagePlan, StagePlans, Stages
-from .planning import make_plan, profile
 from .region import no_recompute, recompute
-from .simulation import Simulation
 from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
-from .verifying import Verification, verify
+
+if TYPE_CHECKING:
+    from .auditing import Audit, audit
+    from .config import RecomputeConfig
+    from .memory import Measurement, SavedActivations, measure, saved_activations
+    from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
+    from .plan.planned import solve
+    from .plan.prediction import Prediction
+    from .plan.profile import Profile
+    from .plan.stages import StagePlan, StagePlans, Stages
+    from .planning import make_plan, profile
+    from .simulation import Simulation
+    from .verifying import Verification, verify
+else:  # imported when they are first asked for
+    __getattr__, __dir__ = lazily(
+        globals(),
+        {
+            "auditing": ("Audit", "audit"),
+            "config": ("RecomputeConfig",),
+            "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
+            "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
+            "plan.planned": ("solve",),
+            "plan.prediction": ("Prediction",),
+            "plan.profile": ("Profile",),
+            "plan.stages": ("StagePlan", "StagePlans", "Stages"),
+            "planning": ("make_plan", "profile"),
+            "simulation": ("Simulation",),
+            "verifying": ("Verification", "verify"),
+        },
+    )
 
 __version__ = "0.1.0"
 

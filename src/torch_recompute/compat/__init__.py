@@ -22,9 +22,16 @@ Invariants: a face has its system's names, order and defaults; an option that ca
 reason, and none is dropped in silence; a face does not import the system that it stands for.
 """
 
-from . import deepspeed, megatron, paddle
+from typing import TYPE_CHECKING
+
+from .._lazy import lazily
 from .olmo import OutputDiscardCheckpoint
 from .torch_utils import checkpoint, checkpoint_sequential
+
+if TYPE_CHECKING:
+    from . import deepspeed, megatron, paddle
+else:  # imported when they are first asked for
+    __getattr__, __dir__ = lazily(globals(), {"deepspeed": (), "megatron": (), "paddle": ()})
 
 __all__ = [
     "OutputDiscardCheckpoint",

@@ -1,0 +1,76 @@
+"""What `import torch_recompute` loads, and what waits until it is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_recompute
+from torch_recompute import _lazy
+
+MODULES = 70
+CPU_SECONDS = 0.15
+PACKAGES = ("torch_recompute", "torch_recompute.compat")
+
+
+def run(script: str) -> list[str]:
+    """The words that a script prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_what_is_loaded_at_once() -> None:
+    """Seventy of our modules at most, and none of what plans, measures or checks."""
+    loaded = run("import sys, torch_recompute; print(*(m for m in sys.modules if m.startswith('torch_recompute.')))")
+    assert len(loaded) <= MODULES
+    rooms = {name.split(".")[1] for name in loaded}
+    assert not rooms & {
+        "plan",
+        "planning",
+        "simulation",
+        "memory",
+        "config",
+        "auditing",
+        "verifying",
+        "doctor",
+        "report",
+    }
+
+
+def test_the_first_import_is_light() -> None:
+    """Beyond `import torch` it takes 0.15 s of CPU, in the fastest of five processes."""
+    script = "import time, torch; t = time.process_time(); import torch_recompute; print(time.process_time() - t)"
+    assert min(float(run(script)[0]) for _ in range(5)) < CPU_SECONDS
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_type_checkers_see_what_is_imported_later(name: str) -> None:
+    """What stands under `if TYPE_CHECKING` is what is found at run time, from the same modules."""
+    package = importlib.import_module(name)
+    (block,) = [
+        node for node in ast.parse(Path(str(package.__file__)).read_text("utf-8")).body if isinstance(node, ast.If)
+    ]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    typed = {f"{node.module or ''}:{alias.name}" for node in imports for alias in node.names}
+    (call,) = [node for node in ast.walk(ast.Module(block.orelse, [])) if isinstance(node, ast.Call) and node.args]
+    found = ast.literal_eval(call.args[1])
+    assert typed == {f"{module}:{one}" for module, names in found.items() for one in names} | {
+        f":{module}" for module, names in found.items() if not names
+    }
+    assert set(package.__all__) <= set(dir(package))
+    for one in package.__all__:
+        assert getattr(package, one) is package.__dict__[one]
+
+
+def test_a_name_that_is_not_there() -> None:
+    """Another name is an AttributeError, as in any module."""
+    with pytest.raises(AttributeError, match="module 'torch_recompute' has no attribute 'recompte'"):
+        _ = torch_recompute.recompte  # type: ignore[attr-defined]
+    find, listed = _lazy.lazily({"__name__": "torch_recompute"}, {"region": ("recompute",)})
+    assert find("recompute") is torch_recompute.recompute
+    assert "recompute" in listed()
