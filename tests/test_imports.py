@@ -65,6 +65,8 @@ def test_type_checkers_see_what_is_imported_later(name: str) -> None:
     assert set(package.__all__) <= set(dir(package))
     for one in package.__all__:
         assert getattr(package, one) is package.__dict__[one]
+    for module in found:
+        assert "." in module or getattr(package, module).__name__ == f"{name}.{module}"
 
 
 def test_a_name_that_is_not_there() -> None:

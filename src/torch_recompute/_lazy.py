@@ -26,11 +26,11 @@ def lazily(
 
     Args:
         package: The package's `globals()`.
-        names: By module, relative to the package: the names that it has. A module without names is a name itself.
+        names: By module, relative to the package: the names that it has. The package's own modules are names, too.
     """
     here: str = package["__name__"]
     module_of = {name: f"{here}.{module}" for module, given in names.items() for name in given}
-    modules = {module: f"{here}.{module}" for module, given in names.items() if not given}
+    modules = {module: f"{here}.{module}" for module in names if "." not in module}
 
     def find(name: str) -> Any:
         if name in module_of:
