@@ -22,7 +22,7 @@ SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproje
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
 
-.PHONY: help demo test test-gpu browser lint types wheel bench docs pages clean
+.PHONY: help demo test test-gpu browser lint types wheel bench bench-discard bench-frontier docs pages clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -58,6 +58,12 @@ wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
 
 bench: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every file of benchmarks, one after the other
 	@set -e; for file in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file; done
+
+bench-discard: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## outputs that are discarded, beside peers; its options: ARGS="--check"
+	$(BIN)/python benchmarks/peers discard $(ARGS)
+
+bench-frontier: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every peer at every setting, beside our plans; ARGS as above
+	$(BIN)/python benchmarks/peers frontier $(ARGS)
 
 docs: $(VENV)/.stamp-docs  ## the manual, into site (Python 3.11 or newer)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

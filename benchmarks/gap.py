@@ -1,6 +1,6 @@
 """Claim: plans are near the best step: within 2 % for equal layers, 4 % for others, at budgets from 10 % to 90 %.
 
-The models of `bench frontier`, at training sizes, in bf16 on meta, with AdamW, by the data sheet of an h100; a budget
+The models of `peers frontier`, at training sizes, in bf16 on meta, with AdamW, by the data sheet of an h100; a budget
 is a share of the activation memory. For each budget what the plan adds to the step, and the gap to the bound on every
 schedule, as a share of the step. Beside it the gap that plans would have without two of the options, from the same
 profile: no part together with its norm, and no groups of layers.
@@ -10,18 +10,23 @@ profile: no part together with its norm, and no groups of layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from _measure import arguments, finish
 
-from torch_recompute.bench.frontier.models import MODELS
 from torch_recompute.plan.bound import bound
 from torch_recompute.plan.cost import Costs, Option
 from torch_recompute.plan.solve import choose, smallest
 from torch_recompute.planning.planner import Planner
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+from frontier.models import MODELS
 
 # Layers, width, tokens, batch, and the goal in percent.
 CASES = {

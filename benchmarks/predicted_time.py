@@ -18,7 +18,7 @@ import torch
 from _measure import arguments, finish
 
 from torch_recompute import Plan, apply, make_plan
-from torch_recompute.bench.frontier.models import build
+from torch_recompute.bench import models
 
 MODELS = {  # layers, width, tokens, batch
     "gpt": (4, 128, 256, 4),
@@ -32,7 +32,7 @@ WITHIN = 0.10
 
 def rows(name: str, rounds: int) -> list[dict[str, Any]]:
     """The figures of one model, a row for each budget."""
-    model, text = build(name.split(",", maxsplit=1)[0], *MODELS[name])
+    model, text = models.MODELS[name.split(",", maxsplit=1)[0]].build(*MODELS[name])
     plans = {share: make_plan(model, (text,), budget=share) for share in SHARES}
     steps = {share: copy.deepcopy(model) for share in (None, *SHARES)}
     for share, step in steps.items():

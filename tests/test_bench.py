@@ -1,17 +1,19 @@
-"""The command `torch-recompute bench discard`: stdout and stderr, exit codes, the plot, and what is refused."""
+"""The command `python benchmarks/peers discard`: stdout and stderr, exit codes, the plot, and what is refused."""
 
 import json
 import re
 import subprocess
 import sys
 
+import comparisons
+import discard
 import pytest
+from discard import BLOCKS, FORMS, Config, Result, parity, plot, run
+from discard.forms import Form
 
-from torch_recompute import __version__, _face, bench, cli
-from torch_recompute.bench.discard import BLOCKS, FORMS, Config, Result, parity, plot, run
-from torch_recompute.bench.discard.forms import Form
+from torch_recompute import __version__, _face, cli
 
-BENCH = ["bench", "discard"]
+BENCH = ["discard"]
 TINY = [*BENCH, *["--d-model", "8", "--d-ff", "32", "--seq", "20", "--iters", "1", "--device", "cpu"]]
 
 
@@ -29,20 +31,20 @@ def cells(line: str) -> list[str]:
     return re.split("  +| (?=[-+~–0-9])", line.strip())
 
 
-@pytest.mark.parametrize("argv", [["bench"], ["bench", "frobnicate"], [*BENCH, "--n-layers"], [*BENCH, "--iters", "x"]])
+@pytest.mark.parametrize("argv", [[], ["frobnicate"], [*BENCH, "--n-layers"], [*BENCH, "--iters", "x"]])
 def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A command line that cannot be parsed ends with 2 and the usage on stderr."""
     with pytest.raises(SystemExit) as exit_:
-        cli.main(argv)
+        comparisons.main(argv)
     assert exit_.value.code == cli.USAGE
-    assert capsys.readouterr().err.startswith("usage: torch-recompute bench")
+    assert capsys.readouterr().err.startswith("usage: python benchmarks/peers")
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """The table has a line per form under each block, fits into 80 columns, and progress goes to stderr."""
     pytest.importorskip("rich")
     options = ["--d-model", "16", "--only", "swiglu", "rms_norm", "--n-layers", "2", "1", "--scale", "1"]
-    assert cli.main([*TINY, *options]) == cli.OK
+    assert comparisons.main([*TINY, *options]) == cli.OK
     output = capsys.readouterr()
     assert output.err.splitlines()[-1] == "100%  rms_norm, 1 layer, fp32: timing"
     assert "\x1b" not in output.out + output.err
@@ -64,7 +66,9 @@ def test_table_of_the_published_size(capsys: pytest.CaptureFixture[str]) -> None
     """At the published size the table fits into 80 columns too, and shows what was published beside the peaks."""
     pytest.importorskip("rich")
     assert (
-        cli.main([*BENCH, *["--only", "up_proj", "--iters", "1", "--scale", "128", "--device", "cpu", "--quiet"]])
+        comparisons.main(
+            [*BENCH, *["--only", "up_proj", "--iters", "1", "--scale", "128", "--device", "cpu", "--quiet"]]
+        )
         == cli.OK
     )
     output = capsys.readouterr()
@@ -96,12 +100,12 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "--json",
         "--quiet",
     ]
-    assert cli.main([*TINY, *options, "--json", "--quiet"]) == cli.OK
+    assert comparisons.main([*TINY, *options, "--json", "--quiet"]) == cli.OK
     output = capsys.readouterr()
     document = json.loads(output.out)
     assert output.err == ""
     assert (document["command"], document["torch_recompute"], document["device"]) == (
-        "bench discard",
+        "peers discard",
         __version__,
         "cpu",
     )
@@ -118,7 +122,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     """`--check` ends with 0, a line per form, and no difference."""
     pytest.importorskip("rich")
-    assert cli.main([*TINY, "--check", "--n-layers", "2", "--quiet"]) == cli.OK
+    assert comparisons.main([*TINY, "--check", "--n-layers", "2", "--quiet"]) == cli.OK
     out = capsys.readouterr().out
     assert "…" not in out
     assert len(re.findall(r" yes\s*$", out, re.MULTILINE)) == 2 * len(BLOCKS) + 2 + 4 + 4
@@ -134,13 +138,13 @@ def test_check_finds_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr(parity, "FORMS", (FORMS[0], Form("wrong", "wrong form", wrong, lambda block: True)))
     argv = [*TINY, "--check", "--n-layers", "1", "--only", "up_proj", "--quiet"]
-    assert cli.main(argv) == cli.FAILED
+    assert comparisons.main(argv) == cli.FAILED
     out = " ".join(capsys.readouterr().out.split())
     assert "DIFFERENT: up_proj, 1 layer, fp32, wrong form: " in out
     assert "1 comparisons, 1 with a difference" in out
-    assert cli.main([*argv, "--json"]) == cli.FAILED
+    assert comparisons.main([*argv, "--json"]) == cli.FAILED
     document = json.loads(capsys.readouterr().out)
-    assert (document["command"], document["passed"]) == ("bench discard --check", False)
+    assert (document["command"], document["passed"]) == ("peers discard --check", False)
     assert [entry["passed"] for entry in document["comparisons"]] == [False]
 
 
@@ -169,7 +173,7 @@ def test_plot_option(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "peaks.png"
     options = ["--only", "up_proj", "--n-layers", "1", "--json", "--quiet", "--plot", str(path)]
-    assert cli.main([*TINY, *options]) == cli.OK
+    assert comparisons.main([*TINY, *options]) == cli.OK
     assert json.loads(capsys.readouterr().out)["rows"]
     assert path.stat().st_size > 1000
 
@@ -196,7 +200,7 @@ def test_every_form_has_a_colour() -> None:
 )
 def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong value ends with 2 and one message on stderr, before anything is computed."""
-    assert cli.main([*TINY, *options]) == cli.USAGE
+    assert comparisons.main([*TINY, *options]) == cli.USAGE
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith(f"torch-recompute: error: {message}")
@@ -206,18 +210,18 @@ def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.C
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without matplotlib the plot is refused, with what to install, before anything is computed."""
     monkeypatch.setattr(_face, "find_spec", lambda name: None)
-    assert cli.main([*TINY, "--plot", "peaks.png"]) == cli.USAGE
+    assert comparisons.main([*TINY, "--plot", "peaks.png"]) == cli.USAGE
     assert "pip install torch-recompute[plot]" in capsys.readouterr().err
 
 
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without rich the table is refused with what to install; the quiet JSON form needs no rich."""
-    monkeypatch.delitem(sys.modules, "torch_recompute.bench.discard.view", raising=False)
-    monkeypatch.delattr(bench.discard, "view", raising=False)
+    monkeypatch.delitem(sys.modules, "discard.view", raising=False)
+    monkeypatch.delattr(discard, "view", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.main(TINY) == cli.USAGE
+    assert comparisons.main(TINY) == cli.USAGE
     assert "pip install torch-recompute[cli]" in capsys.readouterr().err
-    assert cli.main([*TINY, "--only", "up_proj", "--n-layers", "1", "--json", "--quiet"]) == cli.OK
+    assert comparisons.main([*TINY, "--only", "up_proj", "--n-layers", "1", "--json", "--quiet"]) == cli.OK
     assert json.loads(capsys.readouterr().out)["rows"]
 
 

@@ -1,4 +1,4 @@
-"""The blocks and forms of `bench discard`: peaks and FLOPs at the published size, and equal gradients.
+"""The blocks and forms of `peers discard`: peaks and FLOPs at the published size, and equal gradients.
 
 Peaks are computed on tensors without data, so the full size takes seconds and no memory.
 """
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from discard import BLOCKS, FORMS, Config, compare, parity, run
+from discard.blocks import DTYPES, Stack
+from discard.forms import TILES, Form
+from discard.measuring import Computed, clock, compute, rounds
+from discard.published import BY_ARITHMETIC, SIZE, TABLE, published
+from discard.result import MIB, ticks
 
-from torch_recompute.bench.discard import BLOCKS, FORMS, Config, compare, parity, run
-from torch_recompute.bench.discard.blocks import DTYPES, Stack
-from torch_recompute.bench.discard.forms import TILES, Form
-from torch_recompute.bench.discard.measuring import Computed, clock, compute, rounds
-from torch_recompute.bench.discard.published import BY_ARITHMETIC, SIZE, TABLE, published
-from torch_recompute.bench.discard.result import MIB, ticks
 from torch_recompute.errors import ArgumentError
 
 META = torch.device("meta")

@@ -1,4 +1,4 @@
-"""`torch-recompute bench frontier`: the instruments agree with others, ours keeps its promises, and lies are noticed.
+"""`python benchmarks/peers frontier`: the instruments agree with others, ours keeps its promises, and lies are noticed.
 
 The comparison runs once, on two small layers, with some of the settings.
 """
@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import comparisons
+import frontier
 import pytest
 import torch
-
-from torch_recompute import cli, measure
-from torch_recompute.bench import frontier
-from torch_recompute.bench.frontier import (
+from frontier import (
     Config,
     Failure,
     Match,
@@ -29,11 +28,13 @@ from torch_recompute.bench.frontier import (
     sac_ilp,
     ways,
 )
-from torch_recompute.bench.frontier.comparing import run, ticks
-from torch_recompute.bench.frontier.measuring import Step, difference
-from torch_recompute.bench.frontier.models import MODELS, build
-from torch_recompute.bench.frontier.result import MATCHED, OURS
-from torch_recompute.bench.frontier.ways import COMPILED, COMPILED_WHOLE, PLAIN, Way, peers
+from frontier.comparing import run, ticks
+from frontier.measuring import Step, difference
+from frontier.models import MODELS, build
+from frontier.result import MATCHED, OURS
+from frontier.ways import COMPILED, COMPILED_WHOLE, PLAIN, Way, peers
+
+from torch_recompute import cli, measure
 from torch_recompute.errors import ArgumentError
 
 TINY = Config(layers=2, width=64, tokens=32, batch=2, rounds=1, price="flops")
@@ -156,8 +157,8 @@ def test_broken_promises_are_noticed(ran: Ran, lie: dict, monkeypatch: pytest.Mo
     broken = replace(ran.result, ours=[replace(first, **lie), *rest])
     assert [point.title for point in broken.broken] == [first.title]
     monkeypatch.setattr(frontier, "run", lambda config, progress: broken)
-    argv = ["bench", "frontier", "--json", "--quiet"]
-    assert (cli.main(argv), cli.main([*argv, "--check"])) == (cli.OK, cli.FAILED)
+    argv = ["frontier", "--json", "--quiet"]
+    assert (comparisons.main(argv), comparisons.main([*argv, "--check"])) == (cli.OK, cli.FAILED)
     assert json.loads(capsys.readouterr().out.split("\n{\n")[0])["passed"] is False
 
 
@@ -256,7 +257,7 @@ def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(frontier, "run", lambda config, progress: ran.result)
-    assert cli.main(["bench", "frontier", "--quiet", "--check"]) == cli.OK
+    assert comparisons.main(["frontier", "--quiet", "--check"]) == cli.OK
     out = capsys.readouterr().out
     for point in [*ran.result.peers, *ran.result.ours]:
         assert f" {point.title} " in out
@@ -266,7 +267,7 @@ def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_json(ran: Ran) -> None:
     """The document holds every point, how it was obtained, and the verdict."""
     document = json.loads(ran.result.to_json())
-    assert (document["command"], document["passed"]) == ("bench frontier", True)
+    assert (document["command"], document["passed"]) == ("peers frontier", True)
     assert document["config"]["layers"] == 2
     assert [len(document[key]) for key in ("peers", "ours", "matches")] == [18, 2, 17]
     assert all(type(point["peak_bytes"]) is int for point in document["peers"])

@@ -6,13 +6,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-from torch_recompute.bench.frontier import Config
-from torch_recompute.bench.frontier.config import PRICES
-from torch_recompute.bench.frontier.measuring import Seen, Step
-from torch_recompute.bench.frontier.models import build
-from torch_recompute.bench.frontier.sac_ilp import NoPolicyError, Policy, Statistics, prepare
-from torch_recompute.bench.frontier.ways import PLAIN, Way, peers
+from frontier import Config
+from frontier.config import PRICES
+from frontier.measuring import Seen, Step
+from frontier.models import build
+from frontier.sac_ilp import NoPolicyError, Policy, Statistics, prepare
+from frontier.ways import PLAIN, Way, peers
 
 SIZE = ("gpt", 2, 64, 32, 2)
 

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import comparisons
+import discard
+import frontier
 import pytest
+from frontier import comparing, ways
+from frontier.config import Config
 
 from torch_recompute import Choice, Plan, _face, cli, demo
 from torch_recompute._face import Face, document
-from torch_recompute.bench import discard, frontier
-from torch_recompute.bench.frontier import comparing, ways
-from torch_recompute.bench.frontier.config import Config
 from torch_recompute.bench.run import run as running
 from torch_recompute.errors import ArgumentError
 
@@ -49,10 +51,12 @@ class Command:
     def name(self) -> str:
         """What is typed, without options that say of what size."""
         words = self.argv.split()
-        return " ".join([*words[: 1 + (words[0] == "bench")], *(word for word in words if word == "--check")])
+        return " ".join(
+            [*words[: 1 + (words[0] in ("bench", "peers"))], *(word for word in words if word == "--check")]
+        )
 
 
-BLOCKS = "bench discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
+BLOCKS = "peers discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
 MADE_BY = "torch_recompute torch python machine"
 TASK = "model class parameters dtypes inputs optimizer offload hold_output accumulate set_to_none"
 COMMANDS = (
@@ -90,7 +94,7 @@ COMMANDS = (
     Command(BLOCKS, f"{MADE_BY} device config timed_size how rows", "--only gelu", plots=""),
     Command(f"{BLOCKS} --check", f"{MADE_BY} device config passed comparisons", "--scale 4"),
     Command(
-        "bench frontier --layers 1 --width 64 --tokens 16 --batch 1 --rounds 1 --price flops",
+        "peers frontier --layers 1 --width 64 --tokens 16 --batch 1 --rounds 1 --price flops",
         f"{MADE_BY} config how goals verdict passed noise peers failures ours matches",
         "--width 3",
         plots="",
@@ -111,6 +115,12 @@ COMMANDS = (
 COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "run"), (running, "run"))
 
 each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
+
+
+def run(argv: str, *more: str) -> int:
+    """Runs a command; those of `peers` are programs of the benchmarks."""
+    words = [*argv.split(), *more]
+    return comparisons.main(words[1:]) if words[0] == "peers" else cli.main(words)
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,11 +168,13 @@ def commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> It
 
 def test_every_command_has_a_row() -> None:
     """Each command that can be typed is in the table, and has the options that all have."""
-    assert {" ".join(words) for words in commands(cli.build_parser())} == {
-        row.name.removesuffix(" --check") for row in COMMANDS
-    }
+    typed = (*commands(cli.build_parser()), *commands(comparisons.build_parser(), ("peers",)))
+    assert {" ".join(words) for words in typed} == {row.name.removesuffix(" --check") for row in COMMANDS}
     for row in COMMANDS:
-        args = vars(cli.build_parser().parse_args(row.argv.split()))
+        parser, words = cli.build_parser(), row.argv.split()
+        if words[0] == "peers":
+            parser, words = comparisons.build_parser(), words[1:]
+        args = vars(parser.parse_args(words))
         assert {"json", "quiet", "command"} <= set(args)
 
 
@@ -172,11 +184,11 @@ def test_colours_are_for_those_who_want_them(
 ) -> None:
     """A terminal gets colours and a word on the work; with NO_COLOR there is no escape, and with --quiet no word."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert cli.main(row.argv.split()) == cli.OK
+    assert run(row.argv) == cli.OK
     coloured = capsys.readouterr()
     assert "\x1b[" in coloured.out
     monkeypatch.setenv("NO_COLOR", "1")
-    assert cli.main([*row.argv.split(), "--quiet"]) == cli.OK
+    assert run(row.argv, "--quiet") == cli.OK
     plain = capsys.readouterr()
     assert "\x1b" not in plain.out
     assert plain.err == ""
@@ -198,7 +210,7 @@ def figures(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 @each
 def test_documents(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """`--json` prints one document and nothing else: its keys are pinned, bytes are whole, and seconds are floats."""
-    assert cli.main([*row.argv.split(), "--json", "--quiet"]) == cli.OK
+    assert run(row.argv, "--json", "--quiet") == cli.OK
     output = capsys.readouterr()
     assert output.err == ""
     found = json.loads(output.out)
@@ -214,12 +226,12 @@ def test_documents(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_may_not_be_asked(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong option ends with 2, whoever finds it, and leaves stdout empty."""
     try:
-        code = cli.main([*row.argv.split(), *row.wrong.split()])
+        code = run(row.argv, *row.wrong.split())
     except SystemExit as exit_:
         code = exit_.code
     output = capsys.readouterr()
     assert (code, output.out) == (cli.USAGE, "")
-    assert "torch-recompute" in output.err
+    assert "torch-recompute" in output.err or "benchmarks/peers" in output.err
 
 
 @pytest.mark.parametrize("row", [row for row in COMMANDS if row.otherwise], ids=lambda row: row.argv[:40])
@@ -227,7 +239,7 @@ def test_other_answers(row: Command, capsys: pytest.CaptureFixture[str]) -> None
     """A check that fails ends with 1, and what does not fit with 3."""
     assert row.otherwise is not None
     options, code = row.otherwise
-    assert cli.main([*row.argv.split(), *options.split()]) == code
+    assert run(row.argv, *options.split()) == code
 
 
 @pytest.mark.parametrize("row", [row for row in COMMANDS if row.plots is not None], ids=lambda row: row.argv[:40])
@@ -235,7 +247,7 @@ def test_pictures(row: Command, tmp_path: Path, capsys: pytest.CaptureFixture[st
     """`--plot` draws into a file, in the form that its name says, beside what is printed."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.svg"
-    assert cli.main([*row.argv.split(), *str(row.plots).split(), "--plot", str(path), "--json", "--quiet"]) == cli.OK
+    assert run(row.argv, *str(row.plots).split(), "--plot", str(path), "--json", "--quiet") == cli.OK
     assert json.loads(capsys.readouterr().out)
     assert path.read_text().startswith("<?xml")
     assert path.stat().st_size > 5000

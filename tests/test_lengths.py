@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from frontier.config import PRICES
 
 from test_sizes import Gpt, at
 from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simulate
-from torch_recompute.bench.frontier.config import PRICES
 from torch_recompute.planning import sizes
 from torch_recompute.planning.lengths import FINENESS, Lengths, longest
 from zoo import mean_loss

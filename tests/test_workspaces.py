@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from frontier.models import build as build_big
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from test_zoo import plans
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._compat.allocations import cpu_allocations
 from torch_recompute._loop import Loop
-from torch_recompute.bench.frontier.models import build as build_big
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.workspaces import COPYING, TAKING, attention_on_cuda, kept_by_cublas, workspace
 from torch_recompute.planning.planner import Planner

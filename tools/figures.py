@@ -57,7 +57,7 @@ def replays() -> str:
     return _table(("FLOPs done again", *WAYS), rows)
 
 
-# What the forms of `bench discard` are called here; a form that is not named is left out.
+# What the forms of `peers discard` are called here; a form that is not named is left out.
 FORMS: Mapping[str, str] = {
     "baseline": "no recomputation",
     "torch": "`torch.utils.checkpoint`",
@@ -119,7 +119,7 @@ def promise() -> str:
 
 
 def _frontiers() -> dict[str, dict[str, Any]]:
-    """The runs of `bench frontier`, by what they ran."""
+    """The runs of `peers frontier`, by what they ran."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(RESULTS.glob("frontier-*-cpu.json")):
         result = _result(path.stem)

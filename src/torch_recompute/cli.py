@@ -50,7 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; a malformed command line ends in `argparse`'s own `SystemExit(2)`.
     """
-    args = build_parser().parse_args(argv)
+    return run(build_parser(), argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Run the command that a parser finds in a command line, and return its exit code.
+
+    Args:
+        parser: Of commands that set `command`, see `_face.add_options`.
+        argv: The arguments after the program's name; by default those of the process.
+    """
+    args = parser.parse_args(argv)
     try:
         return args.command(args)
     except BudgetError as error:

@@ -16,8 +16,7 @@ from torch import nn
 from ... import errors
 from ..._compat import tree_flatten, tree_leaves, tree_unflatten
 from ..._models import DTYPES, batch_for, load
-from ..frontier.models import build
-from ..frontier.models.layers import VOCABULARY
+from ..models import MODELS, VOCABULARY
 from .settings import Workload
 
 SMALL: Mapping[str, str] = MappingProxyType({"gpt-tiny": "gpt", "llama-tiny": "llama"})
@@ -71,7 +70,7 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
     call: tuple[Any, ...] | dict[str, Any] | None
     if workload.model in SMALL:
         tokens, batch = workload.sequence or TOKENS, workload.batch or BATCH
-        model, text = build(SMALL[workload.model], LAYERS, WIDTH, tokens, batch)
+        model, text = MODELS[SMALL[workload.model]].build(LAYERS, WIDTH, tokens, batch)
         model, call = model.to(dtype), (_filled(text, VOCABULARY, rank),)
     else:
         model, call, _ = load(workload.model, dtype, device)

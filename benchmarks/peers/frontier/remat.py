@@ -1,4 +1,4 @@
-"""torch_remat as a peer of `bench frontier`: layers that are checkpointed, with parts whose activations are kept.
+"""torch_remat as a peer of `peers frontier`: layers that are checkpointed, with parts whose activations are kept.
 
 Its user marks the parts in the model's code, and the results of them that a replay needs; this does the same from
 outside. It restores random states by hooks that its user writes; without one, dropout would be drawn again.

@@ -1,4 +1,4 @@
-"""`torch-recompute bench frontier`: every peer at every setting, and our plans for budgets, on one model in one run.
+"""`python benchmarks/peers frontier`: every peer at every setting, and our plans for budgets, on one model in one run.
 
 Problem. Each way to recompute has a few settings, and each setting is one point of memory and cost. Whoever has so many
 bytes wants to know which point fits and what it costs, and whether a planner finds a better one. Figures from different
@@ -25,8 +25,10 @@ import argparse
 from dataclasses import fields
 from typing import Any, cast
 
-from ..._face import FAILED, OK, add_options
-from .._command import carried_out
+from carrying import carried_out
+
+from torch_recompute._face import FAILED, OK, add_options
+
 from . import plot
 from .comparing import run, ticks
 from .config import PRICES, Config
@@ -45,7 +47,7 @@ SIZES = (
 
 
 def add_command(benchmarks: Any) -> None:
-    """Describe `torch-recompute bench frontier` to the command line."""
+    """Describe `python benchmarks/peers frontier` to the command line."""
     about = "peers at every setting they have against our plans, on one model: peak, replayed FLOPs, time, gradients"
     parser = cast("argparse.ArgumentParser", benchmarks.add_parser("frontier", help=about, description=about))
     parser.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default {Config.model})")
@@ -66,7 +68,7 @@ def _view() -> Any:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run `torch-recompute bench frontier`; 0 if it is done, and with `--check` 1 if a promise is broken."""
+    """Run `python benchmarks/peers frontier`; 0 if it is done, and with `--check` 1 if a promise is broken."""
     given = {field.name: getattr(args, field.name) for field in fields(Config)}
     config = Config(**{name: value for name, value in given.items() if value is not None})
     seen = carried_out(args, config, plot=plot, view=_view, ticks=ticks, run=run)

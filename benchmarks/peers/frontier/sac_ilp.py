@@ -1,4 +1,4 @@
-"""Torch's own planner as a peer of `bench frontier`: `torch.distributed._tools.sac_ilp`, at budgets of its own.
+"""Torch's own planner as a peer of `peers frontier`: `torch.distributed._tools.sac_ilp`, at budgets of its own.
 
 Problem. Torch has a planner: from statistics of every module an integer program chooses the modules to checkpoint and
 what share of their activations to discard, within a budget for the step's peak; a second one, per chosen module, says
@@ -34,10 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..._compat.fakes import FakeTensorMode
-from ..._compat.sac_ilp import SacTools, ends_of_backward, priced, sac_tools
-from ...planning.ops import Op, op_of
-from ...planning.prices import Roofline, prices_for
+from torch_recompute._compat.fakes import FakeTensorMode
+from torch_recompute.planning.ops import Op, op_of
+from torch_recompute.planning.prices import Roofline, prices_for
+
+from .sac_tools import SacTools, ends_of_backward, priced, sac_tools
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Settings: budgets, as shares of the peak that it reckons without recomputing."""

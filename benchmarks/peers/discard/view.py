@@ -12,7 +12,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ..._face import new_console
+from torch_recompute._face import new_console
+
 from .blocks import layers
 from .parity import Comparison
 from .result import MIB, Result, Row

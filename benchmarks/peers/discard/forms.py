@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ... import no_recompute, recompute
+from torch_recompute import no_recompute, recompute
+
 from .blocks import Block, FP32Cast, Run
 
 TILES = 16

@@ -1,4 +1,4 @@
-"""`torch-recompute bench discard`: the published table of output-discarding checkpointing, and regions beside it.
+"""`python benchmarks/peers discard`: the published table of output-discarding checkpointing, and regions beside it.
 
 Problem. A region frees what lies inside it; its own output stays, because the consumer saves it. The methods that free
 that too were published with one table of six blocks. Whoever chooses between them and this library wants that table,
@@ -21,11 +21,12 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import torch
+from carrying import carried_out
 
-from ... import __version__
-from ..._face import FAILED, OK, Face, add_options, document
-from ...errors import ArgumentError
-from .._command import carried_out
+from torch_recompute import __version__
+from torch_recompute._face import FAILED, OK, Face, add_options, document
+from torch_recompute.errors import ArgumentError
+
 from . import parity, plot, result
 from .blocks import BLOCKS, DTYPES
 from .config import ITERS, SCALE, Config
@@ -44,7 +45,7 @@ SIZES = (
 
 
 def add_command(benchmarks: Any) -> None:
-    """Describe `torch-recompute bench discard` to the command line."""
+    """Describe `python benchmarks/peers discard` to the command line."""
     about = "the published table of output-discarding checkpointing, with regions beside it"
     parser = cast("argparse.ArgumentParser", benchmarks.add_parser("discard", help=about, description=about))
     default = ", ".join(map(str, Config.n_layers))
@@ -81,7 +82,7 @@ def _view() -> Any:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run `torch-recompute bench discard`; 0 if it is done, and with `--check` 1 if anything differs."""
+    """Run `python benchmarks/peers discard`; 0 if it is done, and with `--check` 1 if anything differs."""
     given: dict[str, Any] = {
         "n_layers": args.n_layers and tuple(dict.fromkeys(args.n_layers)),
         "dtypes": args.dtype and tuple(dict.fromkeys(args.dtype)),
@@ -123,4 +124,4 @@ def _checked(config: Config, comparisons: Sequence[Comparison], passed: bool) ->
         "passed": passed,
         "comparisons": [asdict(entry) for entry in comparisons],
     }
-    return document("bench discard --check", result.SCHEMA_VERSION, data)
+    return document("peers discard --check", result.SCHEMA_VERSION, data)

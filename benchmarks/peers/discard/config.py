@@ -1,4 +1,4 @@
-"""What is asked of `torch-recompute bench discard`, and what of it cannot be had.
+"""What is asked of `python benchmarks/peers discard`, and what of it cannot be had.
 
 The published size is the default. Without CUDA nothing of that size is run: peaks are computed on tensors without
 data, and times are taken on a copy in which d_model, d_ff and the sequence are divided by `scale`.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import ArgumentError
+from torch_recompute.errors import ArgumentError
+
 from .blocks import BLOCKS, DTYPES
 
 SCALE = 8

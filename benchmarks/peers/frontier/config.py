@@ -1,13 +1,14 @@
-"""What is asked of `torch-recompute bench frontier`, and what of it cannot be had."""
+"""What is asked of `python benchmarks/peers frontier`, and what of it cannot be had."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from ...errors import ArgumentError
-from ...planning.ops import Op
-from ...planning.prices import Roofline
+from torch_recompute.errors import ArgumentError
+from torch_recompute.planning.ops import Op
+from torch_recompute.planning.prices import Roofline
+
 from .models import HEAD, MODELS
 from .models.convnext import FINEST
 

@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ..._face import new_console
+from torch_recompute._face import new_console
+
 from .result import Between, Match, Point, Result
 
 MIB = 2**20

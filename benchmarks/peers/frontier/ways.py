@@ -1,4 +1,4 @@
-"""The peers of `bench frontier`: every way to run a step that is not a plan of ours for a budget, at every setting.
+"""The peers of `peers frontier`: every way to run a step that is not a plan of ours for a budget, at every setting.
 
 Each is what its user would write. `prepare` changes a copy of the model that shares its parameters with all others, so
 that all ways can take turns.
@@ -29,8 +29,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ... import Plan, RecomputeConfig, apply
-from ..._compat.partitioning import activation_memory_budget
+from torch_recompute import Plan, RecomputeConfig, apply
+from torch_recompute._compat.partitioning import activation_memory_budget
+
 from . import remat, sac_ilp
 from .config import PRICES, Config
 from .models import MODELS, build, skeleton, stacks

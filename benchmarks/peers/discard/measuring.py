@@ -27,7 +27,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...memory import measure
+from torch_recompute.memory import measure
+
 from .blocks import Run, Stack, loss_of
 from .forms import Form
 

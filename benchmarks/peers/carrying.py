@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .._face import Face
+from torch_recompute._face import Face
 
 
 def carried_out(

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from ... import __version__
-from ..._face import document
+from torch_recompute import __version__
+from torch_recompute._face import document
+
 from .config import Config
 
 SCHEMA_VERSION = 1
@@ -331,7 +332,7 @@ class Result:
                 for match in self.matches
             ],
         }
-        return document("bench frontier", SCHEMA_VERSION, data)
+        return document("peers frontier", SCHEMA_VERSION, data)
 
 
 def _kept(point: Point) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ... import __version__
-from ..._face import document
+from torch_recompute import __version__
+from torch_recompute._face import document
+
 from .blocks import DTYPES, Stack, layers
 from .config import Config
 from .forms import FORMS
@@ -111,7 +112,7 @@ class Result:
             "how": self.how,
             "rows": [asdict(row) for row in self.rows],
         }
-        return document("bench discard", SCHEMA_VERSION, data)
+        return document("peers discard", SCHEMA_VERSION, data)
 
 
 def run(config: Config, progress: Callable[[str], None] | None = None) -> Result:

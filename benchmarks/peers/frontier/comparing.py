@@ -9,10 +9,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
-from ... import Plan
-from ..._loop import Loop
-from ...errors import BudgetError
-from ...planning.planner import Planner
+from torch_recompute import Plan
+from torch_recompute._loop import Loop
+from torch_recompute.errors import BudgetError
+from torch_recompute.planning.planner import Planner
+
 from .config import PRICES, Config
 from .measuring import Seen, Step, clock, difference, ratio
 from .models import build

@@ -1,0 +1,7 @@
+"""`python benchmarks/peers`."""
+
+import sys
+
+from comparisons import main
+
+sys.exit(main())
