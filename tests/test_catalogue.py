@@ -17,9 +17,10 @@ if not (BENCHMARKS / "catalogue.py").exists():
     pytest.skip("the benchmarks are not part of this archive", allow_module_level=True)
 
 EXACT = (
-    # once wrong: status of a factorization, layout of a norm's result, memory of a loss, values that are read
+    # once wrong: status of a factorization, layout of a result, memory of a loss, values that are read
     *("linalg.cholesky", "linalg.inv", "linalg.solve", "linalg.eig", "masked_select", "nn.CTCLoss"),
     *("nn.BatchNorm1d of a view", "nn.BatchNorm2d of a view", "nn.BCELoss", "nn.MSELoss", "nn.SmoothL1Loss"),
+    "copysign of a view",
     # one of a family
     *("addmm", "cat", "cumprod", "einsum", "fft.rfft", "gather", "index_put", "logsumexp", "nn.Bilinear", "nn.Conv2d"),
     *(

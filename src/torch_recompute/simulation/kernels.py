@@ -46,6 +46,8 @@ _UNREDUCED = {  # losses that write every element into the memory of their resul
     aten.smooth_l1_loss.default: 2,
     aten.soft_margin_loss.default: 2,
 }
+_LAID_OUT_AS = {aten.copysign.Tensor: aten.atan2.default}
+"""Operations whose fakes have another layout than their results, and one with the same result whose fakes have it."""
 _BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _ASK = object()
@@ -75,7 +77,7 @@ class Kernels:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation none of whose arguments is a real tensor."""
-        out = self._answer(func, args, kwargs)
+        out = self._answer(_LAID_OUT_AS.get(func, func), args, kwargs)
         if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
             out.untyped_storage().resize_(args[0].nbytes)
         if func in _BATCH_NORMS:
