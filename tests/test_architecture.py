@@ -23,7 +23,7 @@ PACKAGE = "torch_recompute"
 # Bottom first. Rooms of one row do not import each other. `__init__` is the public face: what lies above it
 # uses the library the way a user does, what lies below it must not reach up to it.
 ROOMS = (
-    ("errors", "_lazy"),
+    ("errors", "_lazy", "_text"),
     ("_compat",),
     ("_diagnose", "_exhausted", "_loop"),
     ("_tree",),
@@ -70,6 +70,7 @@ HEIGHT = {room: height for height, row in enumerate(ROOMS) for room in row}
 # imports by a name that is computed: one of the package's own.
 LEAN = {
     "errors",
+    "_text",
     "_compat",
     "_tree",
     "_reach",

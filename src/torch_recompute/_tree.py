@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
-from . import _compat
+from . import _compat, errors
 
 PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 
@@ -292,3 +293,24 @@ def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(item, fn) for key, item in cast("dict[Any, Any]", value).items()}
     return value
+
+
+def check_call(what: str, model: object, args: object, kwargs: object, *, a_module: bool = False) -> None:
+    """Refuses what is no model, no tuple of positional arguments or no dict of keyword arguments.
+
+    Args:
+        what: The public function that was called; the error's text names it.
+        model: The model.
+        args: The positional arguments of one call of it.
+        kwargs: Its keyword arguments, or None.
+        a_module: Whether only a module will do; else anything that can be called.
+
+    Raises:
+        ArgumentError: One of them is of another kind.
+    """
+    if not (isinstance(model, nn.Module) if a_module else callable(model)):
+        raise errors.ArgumentError(errors.not_a_model(what, model))
+    if type(args) is not tuple:
+        raise errors.ArgumentError(errors.args_not_a_tuple(what, args))
+    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
+        raise errors.ArgumentError(errors.kwargs_not_a_dict(what, kwargs))

@@ -17,6 +17,7 @@ from torch import nn
 from .. import errors
 from .._compat.storages import set_versions, versions_of
 from .._reach import Reach
+from .._tree import check_call
 from ..memory.ledger import storages
 from ..memory.saved import module_names
 from ..plan import Choice, Plan, apply
@@ -69,12 +70,7 @@ def audit(
         ArgumentError: `model` cannot be called, `args` is no tuple, `kwargs` no dict; nothing is called `modules`, or
             the model calls no region; `perturb` is no number from 0 to 1.
     """
-    if not callable(model):
-        raise errors.ArgumentError(errors.not_a_model(_WHAT, model))
-    if type(args) is not tuple:
-        raise errors.ArgumentError(errors.args_not_a_tuple(_WHAT, args))
-    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
-        raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
+    check_call(_WHAT, model, args, kwargs)
     if not isinstance(perturb, (int, float)) or isinstance(perturb, bool) or not 0 <= perturb <= 1:
         raise errors.ArgumentError(errors.bad_perturbation(perturb))
     with _placed(model, modules):

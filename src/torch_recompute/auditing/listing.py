@@ -11,6 +11,7 @@ import re
 import textwrap
 from typing import NamedTuple
 
+from .._text import table
 from ..memory.listing import short_line
 
 KINDS = ("differs", "flips", "mutates", "syncs", "fails")
@@ -86,12 +87,10 @@ class Audit(NamedTuple):
         counts = {kind: sum(row.kind == kind for row in self.rows) for kind in KINDS}
         found = [f"{number} x {_WORDS[kind]}" for kind, number in counts.items() if number]
         heads = [_head(alike if len(rows) > 1 else rows[0], len(rows)) for alike, rows in groups.items()]
-        widths = [max(map(len, column)) for column in zip(*heads, strict=True)]
         lines = [title + ", ".join(found)]
-        for head, rows in zip(heads, groups.values(), strict=True):
-            cells = "  ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))
+        for head, rows in zip(table(heads, right=0), groups.values(), strict=True):
             first = "" if len({row.detail for row in rows}) == 1 else "the first: "
-            lines += ["", cells.rstrip(), *_wrapped(first + rows[0].detail), *_wrapped(f"Write: {rows[0].advice}")]
+            lines += ["", head, *_wrapped(first + rows[0].detail), *_wrapped(f"Write: {rows[0].advice}")]
         return "\n".join(lines)
 
 

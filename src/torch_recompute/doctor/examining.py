@@ -21,6 +21,7 @@ from torch import nn
 from .. import errors
 from .._loop import COMMON, Loop
 from .._reach import Reach
+from .._tree import check_call
 from ..auditing import Audit, audit
 from ..memory.saved import as_before, attributes_as_before
 from ..plan.apply import apply
@@ -87,12 +88,7 @@ def examine(
     Raises:
         ArgumentError: An argument is not of its kind; the plan does not fit the model; `run=True` for a model on meta.
     """
-    if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.not_a_model(_WHAT, model))
-    if type(args) is not tuple:
-        raise errors.ArgumentError(errors.args_not_a_tuple(_WHAT, args))
-    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
-        raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
+    check_call(_WHAT, model, args, kwargs, a_module=True)
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     loop = Loop(hold_output, accumulate, set_to_none)

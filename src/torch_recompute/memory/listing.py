@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from .._text import table
+
 KINDS = ("saved", "region", "escaped")
 _LINES = 40
 _NUMBER = re.compile(r"\d+")
@@ -116,14 +118,8 @@ class SavedActivations(NamedTuple):
         for row in self.rows:
             groups.setdefault(_alike(row), []).append(row)
         listed = sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows))
-        table = [("bytes", "", "kind", "made by", "tensor", "module", "line", "kept by"), *map(_cells, listed[:_LINES])]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for cells in table:
-            padded = [
-                cell.rjust(width) if i < 2 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ]
-            lines.append("  ".join(padded).rstrip())
+        head = ("bytes", "", "kind", "made by", "tensor", "module", "line", "kept by")
+        lines += table([head, *map(_cells, listed[:_LINES])], right=2)
         rest = [row for rows in listed[_LINES:] for row in rows]
         if rest:
             lines.append(f"{sum(row.bytes for row in rest):,} bytes more in {_count(len(rest), 'smaller tensor')}")

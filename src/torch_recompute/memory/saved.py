@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _tree, errors
+from .. import _tree
 from .._compat.storages import set_versions, versions_of
 from .._reach import Reach
+from .._tree import check_call
 from ..state import DEFAULT, Ambient, GeneratorRng, TensorState
 from .births import Birth, Watch
 from .holders import Hold, Holders, name_referrers, python_tensors
@@ -69,12 +70,7 @@ def saved_activations(
     Raises:
         ArgumentError: `model` cannot be called, `args` is no tuple or `kwargs` no dict.
     """
-    if not callable(model):
-        raise errors.ArgumentError(errors.not_a_model(_WHAT, model))
-    if type(args) is not tuple:
-        raise errors.ArgumentError(errors.args_not_a_tuple(_WHAT, args))
-    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
-        raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
+    check_call(_WHAT, model, args, kwargs)
     values = [*args, *(kwargs or {}).values()]
     reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
     with attributes_as_before(reach.modules):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._loop import Loop
+from .._text import table
 
 MIB = 2**20
 
@@ -114,12 +115,7 @@ class Prediction:
             )
             for line in self.lines
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        table = [
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*head, *table, *filter(None, [self.advice])])
+        return "\n".join([*head, *table(rows, right=5), *filter(None, [self.advice])])
 
 
 def _mib(count: int) -> str:

@@ -23,6 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from .. import errors
+from .._text import table
 from .cost import Costs, Graph, Kind, Node, Option, Point, Segment
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ def diff(one: Profile, other: Profile) -> str:
             rows.append((name, *(_pair(a, b) for a, b in zip(ours or nothing, its or nothing, strict=True))))
     if rows:
         rows.insert(0, ("segments", "how many", *_FIGURES))
-    widths = [max(len(row[i]) for row in rows) for i in range(2 + len(_FIGURES))] if rows else []
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*head, *table])
+    return "\n".join([*head, *table(rows, right=0)])
 
 
 def _groups(costs: Costs) -> dict[str, tuple[str, ...]]:

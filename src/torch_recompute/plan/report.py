@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .._text import table
 from .observe import Figures
 from .plan import Choice
 
@@ -148,9 +149,7 @@ class Report:
         total = f"{self.saved_bytes / 2**20:.2f} MiB freed, {replayed}"
         if not self.watched:
             total = f"not watched, so there are no figures. Write, for one step or more:  {HOW}"
-        widths = [max(len(line[i]) for line in lines) for i in range(5)]
-        table = ["  ".join([*(c.rjust(w) for c, w in zip(line, widths, strict=False)), line[5]]) for line in lines]
-        return "\n".join([total, *table])
+        return "\n".join([total, *table(lines, right=5)])
 
     def to_json(self) -> str:
         """The report as JSON text: one object per row, bytes as integers, seconds as numbers."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from .. import errors
+from .._text import table
 from .anatomy import inside
 from .plan import Plan
 from .prediction import MIB
@@ -148,10 +149,8 @@ class StagePlans:
             begun = sum(any(inside(path, layer) for path in chosen) for layer in stage.layers)
             numbers = (str(stage.stage), str(stage.rank), str(stage.in_flight), str(len(stage.layers)))
             rows.append((*numbers, str(begun), peak, budget, more))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         made = f", from {self.source}" if self.source else ""
-        return "\n".join([f"plans of {len(self)} stages{made}", *lines])
+        return "\n".join([f"plans of {len(self)} stages{made}", *table(rows)])
 
     def digest(self) -> str:
         """A SHA-256 hash of the choices of all stages, equal in every process for plans that choose alike."""

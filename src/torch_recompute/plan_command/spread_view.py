@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .._face import new_console
 from .._ranks.layout import Layout
 from .._ranks.planning import RankPlan, step_seconds
+from .._text import table
 
 GIB, MIB = 2**30, 2**20
 TITLES = (
@@ -20,7 +21,7 @@ def show(task: str, layout: Layout, plans: Sequence[RankPlan]) -> None:
     console = new_console(highlight=False, soft_wrap=True)
     console.print(task, style="bold")
     console.print(str(layout))
-    for line in _table([TITLES, *map(_row, plans)]):
+    for line in table([TITLES, *map(_row, plans)]):
         console.print(line)
     for plan in plans:
         console.print(f"rank {plan.rank}: layers {ranges(plan.layers)}", style="bold")
@@ -55,11 +56,6 @@ def _row(plan: RankPlan) -> tuple[str, ...]:
         "" if plan.plan.prediction is None else f"{plan.plan.prediction.gap:.1%}",
         f"{1000 * plan.link_seconds:,.2f}",
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def ranges(chunks: Sequence[Sequence[int]]) -> str:

@@ -24,6 +24,7 @@ from torch import nn
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
 from .._loop import COMMON, Loop
+from .._tree import check_call
 from ..memory.blocks import Block, blocks_of
 from ..memory.ledger import ACTIVATIONS, Entry, Place, Sample, by_category
 from ..memory.workspaces import kept_by_cublas
@@ -74,12 +75,7 @@ def simulate_step(
         ArgumentError: An argument is not of its kind, or the model cannot be copied.
         RecomputeError: The model reads more from its tensors than can be known.
     """
-    if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.not_a_model(_WHAT, model))
-    if type(args) is not tuple:
-        raise errors.ArgumentError(errors.args_not_a_tuple(_WHAT, args))
-    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
-        raise errors.ArgumentError(errors.kwargs_not_a_dict(_WHAT, kwargs))
+    check_call(_WHAT, model, args, kwargs, a_module=True)
     where = _device(model, device)
     states = [(ambient, ambient.capture()) for ambient in DEFAULT]
     before = [(parameter, parameter.grad) for parameter in model.parameters()]

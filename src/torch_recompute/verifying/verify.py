@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._tree import check_call
 from ..plan import Choice, Plan, apply
 from ..plan.report import Report
 from ..simulation.step import any_loss
@@ -99,16 +100,6 @@ def compare_calls(
     work = _Comparison(Subject(plain, args, kwargs or {}, loss or any_loss))
     found = work.of(Subject(tested, args, kwargs or {}, loss or any_loss))
     return work.result(getattr(tested, "__name__", type(tested).__name__), 0, found)
-
-
-def check_call(what: str, model: object, args: object, kwargs: object) -> None:
-    """Refuses what is no call of a model."""
-    if not callable(model):
-        raise errors.ArgumentError(errors.not_a_model(what, model))
-    if type(args) is not tuple:
-        raise errors.ArgumentError(errors.args_not_a_tuple(what, args))
-    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
-        raise errors.ArgumentError(errors.kwargs_not_a_dict(what, kwargs))
 
 
 class _Comparison:
