@@ -69,7 +69,7 @@ docs: $(VENV)/.stamp-docs  ## the manual, into site (Python 3.11 or newer)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html; the search needs a server: python3 -m http.server -d site"
 
-pages: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what in docs is made from results, error texts and drawings
+pages: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what in docs is made from results and drawings
 	$(BIN)/python tools/pages.py
 
 clean:  ## remove every .venv and everything built

@@ -1,15 +1,16 @@
-"""Every text of `errors.py`, word for word, as a misuse through the public API raises it.
+"""Every text of an error, word for word, as a misuse through the public API raises it.
 
-`CASES` is the table: a misuse, the function of `errors.py` that should answer it, the class and the whole text. A
-function without a row fails the test below the table, so a new text cannot go unread.
+`CASES` is the table: a misuse, a name for its text, the class and the whole text. A `raise` that no row reaches fails
+the test below the table, so a new text cannot go unread.
 """
 
+import ast
 import contextlib
 import functools
-import inspect
 import json
 import pickle
 import sys
+import traceback
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -57,9 +58,9 @@ from torch_recompute import (
     cli,
     doctor,
     doing_recompute,
-    errors,
     get_recompute_data,
     make_plan,
+    measure,
     no_recompute,
     plan_command,
     recompute,
@@ -82,6 +83,8 @@ from torch_recompute._ranks.planning import PipelinePlanner, RankPlan
 from torch_recompute.bench.run import golden, journal, sweep
 from torch_recompute.bench.run.settings import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
+from torch_recompute.demo import model as demo_model
+from torch_recompute.demo import text as demo_text
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
@@ -868,9 +871,22 @@ def reduces_sparse_gradients() -> None:
         fused_allreduce_gradients([with_gradient(torch.ones(3)), with_gradient(torch.ones(3).to_sparse())])
 
 
+def measures_twice() -> None:
+    measured = measure()
+    for _ in range(2):
+        with measured:
+            pass
+
+
+def measures_after_its_end() -> None:
+    with measure() as measured:
+        pass
+    measured.track(nn_linear())
+
+
 @dataclass(frozen=True)
 class Case:
-    """A misuse and what it is answered: `of` is the function of `errors.py` that makes the text."""
+    """A misuse and what it is answered: `of` names the text."""
 
     of: str
     kind: type[Exception]
@@ -1907,6 +1923,53 @@ CASES = [
         "the replay of layer 3 reached the saved call attention with another tensor than its forward as input 0:\n"
         "      forward: float32[3] on cpu\n"
         f"      replay:  float32[2] on cpu{WHY}",
+    ),
+    Case(
+        "measured_after_its_end",
+        RecomputeError,
+        measures_after_its_end,
+        "This measurement is over, so nothing more is counted. Start another: with measure(...) as m: ...",
+    ),
+    Case(
+        "measured_twice",
+        RecomputeError,
+        measures_twice,
+        "This measurement was entered before; one measurement is one block. Start another: with measure(...) as m: ...",
+    ),
+    Case(
+        "not_tracked",
+        ArgumentError,
+        lambda: measure([1]),  # type: ignore[arg-type]
+        "A measurement can track modules, optimizers (torch.optim.Optimizer) and tensors, not a list. Name the tensors "
+        "that it holds: m.track(*tensors)",
+    ),
+    Case(
+        "demo_of_nothing",
+        ArgumentError,
+        lambda: demo_model.Config(steps=0).check(),
+        "--steps is 0; expected a whole number of at least 1. Write for example --steps 20, which is what you get "
+        "without it.",
+    ),
+    Case(
+        "demo_of_an_odd_width",
+        ArgumentError,
+        lambda: demo_model.Config(d_model=130).check(),
+        "--d-model is 130; expected a multiple of 4, because the model has 4 attention heads of equal width. Write "
+        "--d-model 132",
+    ),
+    Case(
+        "no_such_text",
+        ArgumentError,
+        lambda: demo_text.read_text(Path("no/such.txt"), 8),
+        "--text no/such.txt: no such file or directory; expected a readable file. Any text will do, the model reads "
+        "bytes; without --text it reads the Python standard library.",
+    ),
+    Case(
+        "a_text_too_short",
+        ArgumentError,
+        lambda: demo_text.read_text(Path("/dev/null"), 8),
+        "/dev/null has 0 bytes; expected at least 9, one more than a sequence (--seq 8). Pass a longer text, or write "
+        "--seq 1 or less.",
     ),
     # simulated steps
     Case(
@@ -3549,48 +3612,79 @@ CASES = [
 ]
 
 
-def functions_of_errors() -> set[str]:
-    """The functions of `errors.py` that make a text."""
-    return {
-        name
-        for name, function in vars(errors).items()
-        if inspect.isfunction(function) and function.__module__.startswith(errors.__name__) and not name.startswith("_")
-    }
+def raises() -> dict[str, list[tuple[str, int, int]]]:
+    """Where the package raises an error of its own, by text: the function that makes it, or the place of the raise."""
+    folder = Path(torch_recompute.__file__).parent
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                name = ast.unparse(node.exc.func).removeprefix("errors.")
+                if name not in vars(torch_recompute.errors):
+                    continue
+                text = node.exc.args[0]
+                starts = text.values[0] if isinstance(text, ast.JoinedStr) else text
+                if isinstance(text, ast.Call) and "_" in (made_by := ast.unparse(text.func)):
+                    found[made_by.removeprefix("errors.")] = []
+                elif isinstance(starts, ast.Constant | ast.BinOp):
+                    place = (str(path), node.lineno, node.end_lineno or node.lineno)
+                    found.setdefault(f"{path}:{node.lineno}", []).append(place)
+    return found
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The texts that `errors.py` has made, each with the name of its function."""
-    texts: list[tuple[str, str]] = []
+def lines_of(error: BaseException | None) -> set[tuple[str, int]]:
+    """The lines that an error and those before it passed through."""
+    lines: set[tuple[str, int]] = set()
+    while error is not None:
+        lines |= {(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)}
+        error = error.__cause__ or error.__context__
+    return lines
 
-    def recorded(name: str) -> Callable[..., str]:
-        function = getattr(errors, name)
 
-        def record(*args: Any, **kwargs: Any) -> str:
-            text = function(*args, **kwargs)
-            texts.append((name, text))
-            return text
+@contextlib.contextmanager
+def calls(into: set[str]) -> Iterator[None]:
+    """Adds the names of the package's functions that run."""
 
-        return record
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and "torch_recompute" in frame.f_code.co_filename:
+            into.add(frame.f_code.co_name)
 
-    for name in functions_of_errors():
-        monkeypatch.setattr(errors, name, recorded(name))
-    return texts
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}-{case.of}") for i, case in enumerate(CASES)])
-def test_misuse_is_answered_word_for_word(case: Case, made: list[tuple[str, str]]) -> None:
-    """A misuse raises the class and the whole text of its row, and the text is made by the function of its row."""
+def test_misuse_is_answered_word_for_word(case: Case) -> None:
+    """A misuse raises the class and the whole text of its row; the next region gives the plain gradient."""
     with pytest.raises(RecomputeError) as caught:
         case.misuse()
     assert str(caught.value) == case.text
     assert type(caught.value) is case.kind
-    assert (case.of, case.text) in made
+    assert not doing_recompute()
+    plain, ours = vector(), vector()
+    plain.sin().exp().sum().backward()
+    recompute(lambda x: x.sin().exp())(ours).sum().backward()
+    assert torch.equal(plain.grad, ours.grad)
 
 
 def test_every_text_has_a_row() -> None:
-    """Each function of `errors.py` that makes a text is answered by a misuse in the table."""
-    assert {case.of for case in CASES} == functions_of_errors()
+    """Each text that the package raises is reached by a misuse in the table."""
+    reached: set[tuple[str, int]] = set()
+    called: set[str] = set()
+    for case in CASES:
+        with pytest.raises(RecomputeError) as caught, calls(called):
+            case.misuse()
+        reached |= lines_of(caught.value)
+    missed = [
+        text
+        for text, places in raises().items()
+        if text not in called
+        and not any((path, line) in reached for path, first, last in places for line in range(first, last + 1))
+    ]
+    assert not missed, "\n".join(missed)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}-{case.of}") for i, case in enumerate(CASES)])
@@ -3601,18 +3695,6 @@ def test_text_is_laid_out_for_reading(case: Case) -> None:
     assert ".." not in case.text.replace("...", "")
     assert all(line.startswith("  ") for line in lines[1:])
     assert case.text.count("(") == case.text.count(")")
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}-{case.of}") for i, case in enumerate(CASES)])
-def test_after_a_misuse_the_next_step_is_right(case: Case) -> None:
-    """No misuse leaves hooks, modes or a running region behind: the next region gives the plain gradient."""
-    with pytest.raises(RecomputeError):
-        case.misuse()
-    assert not doing_recompute()
-    plain, ours = vector(), vector()
-    plain.sin().exp().sum().backward()
-    recompute(lambda x: x.sin().exp())(ours).sum().backward()
-    assert torch.equal(plain.grad, ours.grad)
 
 
 @pytest.mark.parametrize(

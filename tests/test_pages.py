@@ -1,4 +1,4 @@
-"""What in the documentation is made, not written (figures, error texts, pictures, the API), and what it contains."""
+"""What in the documentation is made, not written (figures, pictures, the API), and what it contains."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import torch_recompute
-from test_messages import CASES, functions_of_errors
+from test_messages import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -59,12 +59,6 @@ def test_figures_of_the_readme_are_made() -> None:
     text = re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", FENCED.sub("", text), flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "", text)
     assert not re.search(r"\d\s*(%|[kKMGT]i?B|[mun]?s\b|x\b|times)", text)
-
-
-def test_every_error_has_a_heading(made: dict[Path, str]) -> None:
-    """The page of error texts has one heading for each function that makes a text, and no two are the same."""
-    headings = re.findall(r"^### (.+)$", FENCED.sub("", made[DOCS / "errors.md"]), re.MULTILINE)
-    assert len(headings) == len(set(headings)) == len(functions_of_errors())
 
 
 def test_quotes_are_of_real_errors() -> None:

@@ -1,17 +1,17 @@
-"""Writes what the documentation does not leave to hands: tables of figures, the list of error texts, the pictures.
+"""Writes what the documentation does not leave to hands: tables of figures and pictures.
 
     python tools/pages.py           # writes; `make pages`
     python tools/pages.py --check   # only says what is stale, and ends with 1 if anything is
 
-Problem. A figure that is typed into a page is wrong after the next run of its benchmark, a list of texts after the next
-new text, and a picture that no one can edit stays as it is.
+Problem. A figure that is typed into a page is wrong after the next run of its benchmark, and a picture that no one can
+edit stays as it is.
 
-Idea. Each is a function of something else: of `benchmarks/results/*.json`, of the texts that `tests/test_messages.py`
-pins, of a few lines of drawing. This tool is that function, `tests/test_pages.py` holds the pages to it, and the result
+Idea. Each is a function of something else: of `benchmarks/results/*.json`, of a few lines of drawing. This tool is that
+function, `tests/test_pages.py` holds the pages to it, and the result
 stands in the repository, so that it can be read there without building anything.
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
-tables, `error_texts.py` the list, `pictures.py` the pictures.
+tables, `pictures.py` the pictures.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ def pages_with_figures() -> dict[Path, str]:
 
 def all_pages() -> dict[Path, str]:
     """Every file that this tool writes, as it should be."""
-    import error_texts  # it imports torch and every test of a text
-
     return {
         **pages_with_figures(),
-        ROOT / "docs" / "errors.md": error_texts.page(),
         **{ROOT / "docs" / "pictures" / name: picture for name, picture in pictures.PICTURES.items()},
     }
 
@@ -56,7 +53,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page is stale")
     check = parser.parse_args().check
-    sys.path.append(str(ROOT / "tests"))
     stale = {path: text for path, text in all_pages().items() if not path.is_file() or path.read_text("utf-8") != text}
     for path, text in stale.items():
         if not check:

@@ -45,7 +45,21 @@ class Results(SavedCall):
         now = [_tree.meta(tensor) for tensor in inputs]
         if now != self._metas:
             then, found = (", ".join(map(_tree.say, metas)) for metas in (self._metas, now))
-            raise errors.MismatchError(errors.other_results(region, then, found))
+            raise errors.MismatchError(
+                f"the replay of {region} returned other tensors than its forward, and its output was discarded:\n"
+                f"      forward: {then}\n      replay:  {found}\n{errors.WHY}"
+            )
+
+
+def _not_a_consumer(region: str, hook: object, itself: bool) -> str:
+    """Text for a hook tensor that was not computed from the output."""
+    what = "the output itself" if itself else f"{errors.say(hook)}, which was not computed from the output"
+    return (
+        f"discard_output_and_register_recompute: the tensor given for {region} is {what}, so there is no operation "
+        "that could let go of it.\n"
+        "  Pass the result of what consumes the output:  y = consumer(h);  "
+        "odc.discard_output_and_register_recompute(y)"
+    )
 
 
 class Discard:
@@ -91,7 +105,12 @@ class Discard:
                 nodes = list(self._between(hook))
                 for then, tensor in zip(self._versions, self._tensors, strict=True):
                     if tensor._version != then:
-                        raise errors.ChangedError(errors.changed_result(self._frame.name, then, tensor._version))
+                        raise errors.ChangedError(
+                            f"the output of {self._frame.name} has been changed in place since (version {then} then, "
+                            f"{tensor._version} now), so what would be rebuilt is not what its consumers saved.\n"
+                            "  Change a copy (h = h * 2, not h.mul_(2)), or do it inside the function that is "
+                            "recomputed."
+                        )
                 self._replace(nodes)
         finally:
             self._end()
@@ -142,4 +161,4 @@ class Discard:
                     todo.extend(following for following, _ in node.next_functions)
                     yield node
         if seen.isdisjoint(self._nodes) or hook.grad_fn in self._nodes:
-            raise errors.ArgumentError(errors.not_a_consumer(self._frame.name, hook, hook.grad_fn in self._nodes))
+            raise errors.ArgumentError(_not_a_consumer(self._frame.name, hook, hook.grad_fn in self._nodes))

@@ -94,12 +94,21 @@ class Face:
         face = Face(args.json, args.quiet, getattr(args, "plot", None))
         if face.plot is not None:
             if face.plot.suffix.lower() not in PICTURES:
-                raise errors.ArgumentError(errors.not_a_picture(str(face.plot), PICTURES))
+                raise errors.ArgumentError(
+                    f"--plot is {face.plot!s}; expected a file name that ends in {', '.join(PICTURES)}. Write for "
+                    "example --plot plan.png"
+                )
             check_folder("--plot", face.plot)
             if find_spec("matplotlib") is None:
-                raise errors.ArgumentError(errors.needs_matplotlib(str(face.plot)))
+                raise errors.ArgumentError(
+                    f"--plot is {face.plot!s}, but the package matplotlib, which draws it, is not installed. Write: "
+                    "pip install torch-recompute[plot]"
+                )
         if not face.json and find_spec("rich") is None:
-            raise errors.ArgumentError(errors.needs_rich())
+            raise errors.ArgumentError(
+                "tables are printed by the package rich, which is not installed. Write: pip install "
+                "torch-recompute[cli], or add --json"
+            )
         return face
 
     def at_work(self, word: str) -> AbstractContextManager[object]:

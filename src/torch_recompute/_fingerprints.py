@@ -22,7 +22,12 @@ class Fingerprints:
 
     def __init__(self) -> None:
         if capturing():
-            raise errors.ArgumentError(errors.values_in_graph())
+            raise errors.ArgumentError(
+                'check="values" was asked for while a CUDA graph is captured; it reads the values that it compares, '
+                "and "
+                "nothing can be read from the device then.\n"
+                '  Check the model once without a graph, and capture it with check="metadata", the default.'
+            )
         self._taken: dict[int, tuple[object, torch.Tensor]] = {}
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._sequence = -1

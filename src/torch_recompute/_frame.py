@@ -118,7 +118,11 @@ class Frame(Run):
                 if self.options.rng:
                     self.ambients = (*self.ambients, state.GeneratorRng(leaf))
             elif isinstance(leaf, Iterator):
-                raise errors.ArgumentError(errors.iterator_argument(self.name, call.label(i), leaf))
+                raise errors.ArgumentError(
+                    f"{call.label(i)} of {self.name} is a {errors.kind(leaf)}, which can be consumed only once: the "
+                    "forward would leave nothing for the replay.\n"
+                    "  Pass a list instead: list(...)."
+                )
         return modules
 
     @property
@@ -345,7 +349,11 @@ def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., A
     def inner(*args: Any, **kwargs: Any) -> Any:
         with context:
             return fn(*args, **kwargs)
-        raise errors.RecomputeError(errors.suppressed(context))
+        raise errors.RecomputeError(
+            f"the context {errors.kind(context)} provided by context_fn suppressed an exception raised during the "
+            "checkpointed call, so there is no result to return.\n"
+            "  Its __exit__ must return False or None."
+        )
 
     return inner
 

@@ -203,4 +203,10 @@ def undrawn(ambient: Any, region: str) -> Generator[None]:
     finally:
         _still.ambients = others
     if not same(before, ambient.capture()):
-        raise errors.MismatchError(errors.drawn_in_another_graph(region))
+        raise errors.MismatchError(
+            f"the replay of {region} draws random numbers, but is not captured in the CUDA graph in which its forward "
+            "was. Each graph is launched from the generator's offset at that moment, so the replay would draw other "
+            "numbers than the forward, and the gradients would be wrong.\n"
+            "  Capture forward and backward in one graph (torch.cuda.graph around the whole step); or keep what is "
+            "drawn: no_recompute(F.dropout) is not repeated; or leave the region out of make_graphed_callables."
+        )

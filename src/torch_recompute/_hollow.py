@@ -150,12 +150,22 @@ class Hollow(torch.Tensor):
         return mapped(made, lambda x: Hollow.make(Layout.of(x)._replace(device=hollow.device), hollow.call))
 
 
+def _read_outside(call: str, op: str) -> str:
+    """Text for values of an unread call that are asked for where no replay can be run again."""
+    return (
+        f"{op} needs the values of what {call} returned in a replay, where it is said to be unread and has none; "
+        "and no replay can make them, because the tensor was taken out of the one that it belongs to (into an "
+        "attribute, a list, another region).\n"
+        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+    )
+
+
 def missing(tensor: torch.Tensor, op: str) -> BaseException:
     """What to raise where the values of a hollow tensor are needed."""
     assert isinstance(tensor, Hollow)
     if thread.run is not None and thread.run.replaying:
         return Read(tensor.call, op)
-    return errors.MismatchError(errors.read_outside(tensor.call.name, op))
+    return errors.MismatchError(_read_outside(tensor.call.name, op))
 
 
 def give_values(region: str, read: Read) -> None:
@@ -165,7 +175,7 @@ def give_values(region: str, read: Read) -> None:
         MismatchError: It repeated it already, and what is without values is left of an earlier one.
     """
     if read.call.read:
-        raise errors.MismatchError(errors.read_outside(read.call.name, read.op)) from None
+        raise errors.MismatchError(_read_outside(read.call.name, read.op)) from None
     read.call.read = True
     if _refusing:
         raise errors.MismatchError(read.op)

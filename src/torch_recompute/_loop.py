@@ -22,7 +22,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import errors
-from .errors._say import size
+
+
+def _not_a_word_of_the_loop(name: str, value: object) -> str:
+    """Text for a word of the training loop that is not True or False."""
+    means = {
+        "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); "
+        "out.loss.backward()`",
+        "set_to_none": "that of zero_grad(set_to_none=...): whether gradients are gone when forward begins",
+    }
+    return f"{name}= is {means[name]}; it is True or False, but got {errors.say(value)}"
 
 
 @dataclass(frozen=True)
@@ -52,9 +61,12 @@ class Loop:
     def __post_init__(self) -> None:
         for name in ("hold_output", "set_to_none"):
             if type(getattr(self, name)) is not bool:
-                raise errors.ArgumentError(errors.not_a_word_of_the_loop(name, getattr(self, name)))
+                raise errors.ArgumentError(_not_a_word_of_the_loop(name, getattr(self, name)))
         if type(self.accumulate) is not int or self.accumulate < 1:
-            raise errors.ArgumentError(errors.bad_accumulate(self.accumulate))
+            raise errors.ArgumentError(
+                "accumulate= is how many forwards and backwards come before a step of the optimizer, an integer from "
+                f"1, but got {errors.say(self.accumulate)}"
+            )
 
     @property
     def words(self) -> dict[str, Any]:
@@ -78,12 +90,12 @@ class Loop:
 
     def __str__(self) -> str:
         held = (
-            f"the output ({size(self.output_bytes)}) until the next forward returns"
+            f"the output ({errors.size(self.output_bytes)}) until the next forward returns"
             if self.hold_output
             else "no output in backward (hold_output=False)"
         )
         parts = [
-            f"the batch ({size(self.batch_bytes)}), {held}",
+            f"the batch ({errors.size(self.batch_bytes)}), {held}",
             f"loss: {self.loss or 'not known'}",
             f"{self.accumulate} backwards per step, gradients alive in forward"
             if self.accumulate > 1

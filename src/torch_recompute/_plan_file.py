@@ -26,4 +26,7 @@ def read_plan(path: Path, option: str = "--plan") -> Plan:
         why = "is no text"
     except errors.ArgumentError as error:
         why = str(error).partition("\n")[0].rstrip(".")
-    raise errors.ArgumentError(errors.no_plan_file(option, str(path), why))
+    raise errors.ArgumentError(
+        f"{option} is {path!s}: {why}. Write the path of a file that torch-recompute plan MODEL --budget ... --out "
+        "plan.json has made, or that holds plan.to_json()."
+    )

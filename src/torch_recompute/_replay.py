@@ -185,7 +185,13 @@ class Replay(Run):
         then, now = _tree.say(slot.meta), _tree.say(meta(tensor))
         if id(tensor) in self._ids:
             now += ", an input of the region"
-        raise errors.MismatchError(errors.other_tensor(self.name, index, then, now, reader_of(slot)))
+        raise errors.MismatchError(
+            f"the replay of {self.name} saved another tensor than its forward at position {index}:\n"
+            f"      forward: {then}\n"
+            f"      replay:  {now}\n"
+            "  (Recomputed values for the following tensors have different metadata than during the forward pass.)"
+            f"{errors.needed_by(reader_of(slot))}\n{errors.WHY}"
+        )
 
     def compare_values(self) -> None:
         """With `check="values"`, compares strides and bits of what was rebuilt with the forward's."""
@@ -195,7 +201,13 @@ class Replay(Run):
         found = then.difference(now)
         if found is not None:
             index, was, new = found
-            raise errors.MismatchError(errors.other_values(self.name, index, was, new, reader_of(self._slots[index]())))
+            raise errors.MismatchError(
+                f"the replay of {self.name} saved a tensor with other values than its forward at position {index}; "
+                f"those before it are the same to the last bit.{errors.needed_by(reader_of(self._slots[index]()))}\n"
+                f"      forward: {was}\n"
+                f"      replay:  {new}\n"
+                f"{errors.REASONS}"
+            )
 
     def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
         """Fills the slots of a saved call of this frame; the replay may end here."""

@@ -51,6 +51,14 @@ class Unkept(NamedTuple):
     grad: bool
 
 
+def _other_inputs(region: str, call: str, position: int, then: str, now: str) -> str:
+    """Text for a saved call that a replay reached with other inputs."""
+    return (
+        f"the replay of {region} reached the saved call {call} with another tensor than its forward as input "
+        f"{position}:\n      forward: {then}\n      replay:  {now}\n{errors.WHY}"
+    )
+
+
 class SavedCall:
     """The record of one saved call.
 
@@ -129,7 +137,7 @@ class SavedCall:
                 view = geometry.of(inputs[index])
                 if view is None:
                     then, now = self._sides(index, inputs[index])
-                    raise errors.MismatchError(errors.other_inputs(region, self.name, index, then, now))
+                    raise errors.MismatchError(_other_inputs(region, self.name, index, then, now))
                 if type(view) is Hollow:
                     raise missing(view, self.name)
                 if storage_id(view) in restored:  # its contents will not outlive the replay
@@ -148,7 +156,7 @@ class SavedCall:
         metas = [_tree.meta(t) for t in inputs]
         for i, (then, now) in enumerate(zip(self._metas, metas, strict=False)):
             if then != now:
-                text = errors.other_inputs(region, self.name, i, _tree.say(then), _tree.say(now))
+                text = _other_inputs(region, self.name, i, _tree.say(then), _tree.say(now))
                 raise errors.MismatchError(text)
 
     def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any]) -> Any:
@@ -188,7 +196,7 @@ class SavedCall:
             view = output.geometry.of(base)
             if view is None:
                 then, now = self._sides(output.source, base)
-                raise errors.MismatchError(errors.other_inputs(region, self.name, output.source, then, now))
+                raise errors.MismatchError(_other_inputs(region, self.name, output.source, then, now))
             return view.requires_grad_() if output.grad else view
         return output
 
@@ -203,7 +211,11 @@ class SavedCall:
             return packed.open()
         tensor, version = packed
         if version_of(tensor) != version:
-            raise errors.ChangedError(errors.changed_output(region, self.name, version, version_of(tensor)))
+            raise errors.ChangedError(
+                f"the output of the saved call {self.name} in {region} has been changed in place (version {version} "
+                f"when it was returned, {version_of(tensor)} now), and the replay needs it as it was returned.\n"
+                "  Use the out-of-place form (y = y + r, not y += r), or move the change into the saved call."
+            )
         return tensor
 
     # --- forward --------------------------------------------------------------------------------------------------
@@ -242,7 +254,12 @@ class SavedCall:
 
     def _unkept(self, tensor: torch.Tensor) -> Unkept:
         if not _compat.is_plain(tensor) or tensor.layout is not torch.strided:
-            raise errors.ArgumentError(errors.unread_kind(self.name, tensor))
+            raise errors.ArgumentError(
+                f"the saved call {self.name} is said to be unread, and returns a {type(tensor).__name__} "
+                f"({str(tensor.layout).removeprefix('torch.')}); a tensor without values can stand in for a plain one "
+                "only.\n"
+                "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+            )
         return Unkept(Layout.of(tensor), wants_grad(tensor))
 
     def pack(

@@ -89,6 +89,15 @@ def lend(packed: Any) -> torch.Tensor:
     return tensor
 
 
+def _changed_saved(region: str, was: int, now: int) -> str:
+    """Text for a saved tensor that was changed in place; the first words are autograd's own."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"saved in {region} is at version {now}; expected version {was} instead.\n"
+        "  Use the out-of-place form of the operation that changes it."
+    )
+
+
 def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook of every region, replay and saved call."""
     kind = type(packed)
@@ -99,7 +108,7 @@ def unpack(packed: Any) -> torch.Tensor:
         if tensor is None:
             tensor = eagerly(packed.owner.rebuild, packed)
         if tensor._version != packed.version:
-            raise errors.ChangedError(errors.changed_saved(packed.owner.name, packed.version, tensor._version))
+            raise errors.ChangedError(_changed_saved(packed.owner.name, packed.version, tensor._version))
         if packed.stream is not None:
             wait_for(packed.stream, tensor)
         owner = packed.owner
@@ -112,6 +121,6 @@ def unpack(packed: Any) -> torch.Tensor:
     if kind is tuple:
         tensor, version = packed
         if tensor._version != version:
-            raise errors.ChangedError(errors.changed_saved("a region", version, tensor._version))
+            raise errors.ChangedError(_changed_saved("a region", version, tensor._version))
         return tensor
     return packed.open() if kind is Kept else packed

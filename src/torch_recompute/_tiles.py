@@ -27,9 +27,16 @@ Region = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 def check(tiles: Any, tile_dim: Any) -> None:
     """Raises an `ArgumentError` for `tiles=` and `tile_dim=` that cannot be."""
     if tiles is None and type(tile_dim) is int and tile_dim != 1:
-        raise errors.ArgumentError(errors.tile_dim_alone(tile_dim))
+        raise errors.ArgumentError(
+            f"tile_dim={tile_dim} has no effect without tiles=: the region is not cut.\n"
+            f"  Write recompute(fn, tiles=8, tile_dim={tile_dim}), or leave it out."
+        )
     if type(tile_dim) is not int or (tiles is not None and (type(tiles) is not int or tiles < 1)):
-        raise errors.ArgumentError(errors.bad_tiles(tiles, tile_dim))
+        raise errors.ArgumentError(
+            f"tiles={tiles!r}, tile_dim={tile_dim!r}: tiles is how many parts to cut the tokens into, 1 or more; "
+            "tile_dim is the dimension that holds them.\n"
+            "  Write recompute(mlp, tiles=8) for [batch, tokens, width], with tile_dim=0 for [tokens, width]."
+        )
 
 
 def run(region: Region, name: str, tiles: int, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,17 +80,34 @@ def _traced(
     return _compat.tree_unflatten([torch.cat(column, dim) for column in columns], spec)
 
 
+def _nothing_to_tile(region: str, value: object, given: bool) -> str:
+    """Text for a tiled region whose first argument is no tensor."""
+    got = f"got {errors.say(value)}" if given else "was called without positional arguments"
+    return (
+        f"{region} is cut into tiles along its first argument, a tensor, but {got}.\n"
+        "  Pass the tensor that holds the tokens first and by position. What every tile needs whole goes by keyword."
+    )
+
+
 def _tokens(name: str, dim: int, args: tuple[Any, ...]) -> tuple[int, int]:
     """The dimension that is cut, counted from the front, and its size."""
     if not args or not isinstance(args[0], torch.Tensor):
-        raise errors.ArgumentError(errors.nothing_to_tile(name, args[0] if args else None, bool(args)))
+        raise errors.ArgumentError(_nothing_to_tile(name, args[0] if args else None, bool(args)))
     first = args[0]
     if not -first.dim() <= dim < first.dim():
-        raise errors.ArgumentError(errors.no_such_dim(name, dim, first.shape))
+        raise errors.ArgumentError(
+            f"{name}: tile_dim={dim}, but its first argument has shape {tuple(first.shape)}, dimensions "
+            f"{-len(first.shape)} to {len(first.shape) - 1}.\n"
+            "  tile_dim is the dimension that holds the tokens: 1 in [batch, tokens, width], 0 in [tokens, width]."
+        )
     dim %= first.dim()
     for index, arg in enumerate(args):
         if isinstance(arg, torch.Tensor) and (arg.dim() <= dim or arg.shape[dim] != first.shape[dim]):
-            raise errors.ArgumentError(errors.cannot_cut(name, index, dim, arg.shape, first.shape))
+            raise errors.ArgumentError(
+                f"{name} cuts every positional tensor along dimension {dim}: argument {index} has shape "
+                f"{tuple(arg.shape)}, argument 0 has {tuple(first.shape)}.\n"
+                "  Pass what every tile needs whole by keyword: it is not cut."
+            )
     return dim, first.shape[dim]
 
 
@@ -108,9 +132,19 @@ class _Whole:
         dim = self._dim
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
-                raise errors.ArgumentError(errors.tile_not_a_tensor(self._name, leaf))
+                raise errors.ArgumentError(
+                    f"{self._name} is called once per tile, and what it returns is put together along the token "
+                    f"dimension; it returned {errors.say(leaf)}, which cannot be.\n"
+                    "  Return tensors that hold one entry per token. What is not per token (a loss, a count) belongs "
+                    "outside, or in a region without tiles=."
+                )
             if leaf.dim() <= dim or leaf.shape[dim] != length:
-                raise errors.ArgumentError(errors.tile_of_other_length(self._name, leaf.shape, dim, length))
+                raise errors.ArgumentError(
+                    f"{self._name} returned a tensor of shape {tuple(leaf.shape)} for a tile of {length} tokens, whose "
+                    f"dimension {dim} should be {length}.\n"
+                    "  tiles= is for functions that act on each token on its own and return one entry per token; a "
+                    "function that mixes, drops or sums tokens needs a region without tiles=."
+                )
         if start == 0:
             self._spec = spec
             self._leaves = [leaf.new_empty([*leaf.shape[:dim], self._size, *leaf.shape[dim + 1 :]]) for leaf in leaves]

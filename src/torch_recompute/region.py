@@ -73,6 +73,17 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     return result
 
 
+def _not_an_ambient(value: object) -> str:
+    """Text for an element of `state=` that is no ambient."""
+    if hasattr(value, "capture") and hasattr(value, "restore"):
+        alone = errors.kind(value)
+        return f"state= takes a sequence of states, but got {alone} alone; write state=[{alone}(...)]."
+    return (
+        f"state= holds {value!r:.80}, and {errors.kind(value)} has no capture() and restore(value).\n"
+        "  Write state=[torch_recompute.state.NumpyRng()], or objects with these two methods."
+    )
+
+
 def recompute(
     fn: Callable[P, R],
     *,
@@ -123,12 +134,17 @@ def recompute(
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("recompute", fn))
     if check not in ("metadata", "values", "none"):
-        raise errors.ArgumentError(errors.unknown_check(check))
+        raise errors.ArgumentError(
+            f"check={check!r} is not known. It says what a replay is compared with:\n"
+            '      check="metadata"   shape, dtype and device of every saved tensor (the default)\n'
+            '      check="values"     stride and contents too: slower, finds what is not deterministic\n'
+            '      check="none"       only how many there are'
+        )
     inputs = _checked_store("inputs", inputs)
     _tiles.check(tiles, tile_dim)
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
-            raise errors.ArgumentError(errors.not_an_ambient(ambient))
+            raise errors.ArgumentError(_not_an_ambient(ambient))
     options = Options(name or name_of(fn), inputs, (*DEFAULT, *state), check, early_stop)
 
     @functools.wraps(fn, updated=())

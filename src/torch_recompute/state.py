@@ -252,7 +252,12 @@ class _Reached:
         for seen, version in self._watched:
             now = version_of(seen.tensor)
             if now != version and (seen.surely or _is_waited_for(seen.tensor)):
-                raise errors.ChangedError(errors.changed_state(region, seen.label(), version, now))
+                raise errors.ChangedError(
+                    f"{seen.label()}, which {region} reads, has been changed in place since the forward (version "
+                    f"{version} then, {now} now): its replay would compute with other values than its forward.\n"
+                    "  Change it after backward (optimizer.step() after loss.backward()). If the region itself "
+                    "changes it, say so: recompute(fn, state=[torch_recompute.state.TensorState(tensor)])."
+                )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         for buffers, then in self._buffers:  # a buffer may be replaced rather than written to

@@ -14,7 +14,19 @@ from torch import nn
 
 from .. import errors
 
+_OWN = (
+    "a function pkg.module:name that returns (model, batch), or (model, batch, loss), the batch a tuple of arguments "
+    "or a dict of keywords"
+)
+
 SEQUENCE = 4096
+
+
+def _no_such_sequence(model: str, length: int, positions: int | None) -> str:
+    """Text for a number of tokens that a model cannot take; it has no positions if it takes pictures."""
+    if positions is None:
+        return f"--sequence is a number of tokens, and {model} takes pixel_values. Leave it out."
+    return f"--sequence is {length}, and {model} has {positions} positions. Write --sequence {positions} or less."
 
 
 def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
@@ -38,7 +50,7 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
     size = 1 if batch is None else batch
     if getattr(model, "main_input_name", "") == "pixel_values" and isinstance(getattr(config, "image_size", 0), int):
         if sequence is not None:
-            raise errors.ArgumentError(errors.no_such_sequence(word, sequence, None))
+            raise errors.ArgumentError(_no_such_sequence(word, sequence, None))
         shape = size, config.num_channels, config.image_size, config.image_size
         found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=_dtype(model), device="meta")}
         labels = torch.zeros(size, dtype=torch.long)
@@ -46,13 +58,16 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
         positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
         length = min(SEQUENCE, positions) if sequence is None else sequence
         if length > positions:
-            raise errors.ArgumentError(errors.no_such_sequence(word, length, positions))
+            raise errors.ArgumentError(_no_such_sequence(word, length, positions))
         found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
         labels = found["input_ids"]
         if "SequenceClassification" in type(model).__name__:
             labels = torch.zeros(size, dtype=torch.long)
     else:
-        raise errors.ArgumentError(errors.no_batch_known(word, type(model).__name__))
+        raise errors.ArgumentError(
+            f"MODEL is {word!r}, which is {type(model).__name__}: no model of transformers that takes input_ids or "
+            f"pixel_values, so there is no batch for it. Write {_OWN}."
+        )
     if "labels" in takes:
         found["labels"] = labels
     if "use_cache" in takes:

@@ -47,9 +47,15 @@ class Layout:
             raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
         share = self.dp * self.mbs
         if self.batch is not None and (self.batch < share or self.batch % share):
-            raise errors.ArgumentError(errors.batch_not_shared(self.batch, self.dp, self.mbs))
+            raise errors.ArgumentError(
+                f"--batch is {self.batch}, which {self.dp} replicas (--dp) cannot take in microbatches of {self.mbs} "
+                f"(--mbs). Write a multiple of {self.dp * self.mbs}."
+            )
         if self.vpp > 1 and self.microbatches % self.pp:
-            raise errors.ArgumentError(errors.not_interleaved(self.microbatches, self.pp, share))
+            raise errors.ArgumentError(
+                f"--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's {self.pp} ranks, and "
+                f"{self.microbatches} are no multiple of it. Write a --batch that is a multiple of {self.pp * share}."
+            )
 
     @property
     def microbatches(self) -> int:
@@ -71,7 +77,10 @@ class Layout:
         """
         count = self.pp * self.vpp
         if layers < count:
-            raise errors.ArgumentError(errors.too_few_layers(layers, self.pp, self.vpp))
+            raise errors.ArgumentError(
+                f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} parts, and the model has {layers} "
+                "layers. Write fewer."
+            )
         sizes = [layers // count] * count
         for place in [*range(1, count - 1), 0, count - 1][: layers % count]:
             sizes[place] += 1

@@ -66,6 +66,13 @@ class Rank:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
+def _cannot_divide(model: str, name: str, value: int, ranks: int) -> str:
+    """Text for a size that a tensor-parallel group cannot share."""
+    return (
+        f"--tp is {ranks}, and {name} of {model} is {value}, which {ranks} ranks cannot share. Write a divisor of it."
+    )
+
+
 def ranks(model: nn.Module, word: str, layout: Layout, tokens: int) -> list[Rank]:
     """The model of each rank of a pipeline.
 
@@ -79,7 +86,7 @@ def ranks(model: nn.Module, word: str, layout: Layout, tokens: int) -> list[Rank
         ArgumentError: The model is of no kind that can be sliced, or its sizes cannot be divided so.
     """
     if layout.sequence_parallel and tokens % layout.tp:
-        raise errors.ArgumentError(errors.cannot_divide(word, "--sequence", tokens, layout.tp))
+        raise errors.ArgumentError(_cannot_divide(word, "--sequence", tokens, layout.tp))
     part, slices = _sliced(model, word, layout.tp)
     paths = [unit.path for unit in find_units(part).layers]
     if not paths or not hasattr(model, "get_input_embeddings"):
@@ -107,7 +114,11 @@ def _sliced(model: nn.Module, word: str, size: int) -> tuple[nn.Module, set[str]
     build: Any = getattr(type(model), "_from_config", None)
     heads = getattr(whole, "num_attention_heads", None)
     if build is None or not heads or not hasattr(whole, "head_dim"):
-        raise errors.ArgumentError(errors.no_slices(word, type(model).__name__))
+        raise errors.ArgumentError(
+            f"--tp: {word} is {type(model).__name__}, whose configuration does not say how wide a head is, so a rank's "
+            "slice of it cannot be built. Use it without --tp, or a model of transformers with head_dim, such as "
+            "those of Llama's kind."
+        )
     config = copy.deepcopy(whole)
     config.head_dim = whole.head_dim or whole.hidden_size // heads
     for name in WIDTHS:
@@ -115,7 +126,7 @@ def _sliced(model: nn.Module, word: str, size: int) -> tuple[nn.Module, set[str]
         if width is None:
             continue
         if width % size:
-            raise errors.ArgumentError(errors.cannot_divide(word, name, width, size))
+            raise errors.ArgumentError(_cannot_divide(word, name, width, size))
         setattr(config, name, width // size)
     config.vocab_size = -(-whole.vocab_size // size)
     with torch.device("meta"):
@@ -140,7 +151,10 @@ def _take_out(model: Any, word: str, paths: Sequence[str], kept: Sequence[str], 
         elif child is layers or not any(True for _ in child.parameters()):
             continue
         elif names.index(name) < names.index(stack):
-            raise errors.ArgumentError(errors.no_cut(word, name))
+            raise errors.ArgumentError(
+                f"--pp: {word} holds {name} before its layers, besides the embedding, so it is not known what a rank "
+                "without them is called with. Use it without --pp."
+            )
         elif not last:
             setattr(body, name, nn.Identity())
     if head is not None and not last:

@@ -25,6 +25,12 @@ from .. import errors
 from .wires import Enter, Gather, Leave, Promise, Scatter, gathered_linear, is_promise
 
 
+def _not_divided(model: str, cls: str, name: str, ranks: int) -> str:
+    """Text for a model that a smaller configuration does not make a slice of."""
+    what = f"{name} is no slice of the model's" if name else "no weight is a slice of the model's"
+    return f"--tp {ranks}: {model} is {cls}, and built from a configuration for one rank {what}. Use it without --tp."
+
+
 def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]:
     """The parameters of which a rank holds a slice, by their names.
 
@@ -42,11 +48,11 @@ def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]
     for name, parameter in part.named_parameters():
         shorter = [(a, b) for a, b in zip(before[name], parameter.shape, strict=True) if a != b]
         if len(shorter) > 1 or any(-(-a // size) != b for a, b in shorter):
-            raise errors.ArgumentError(errors.not_divided(word, type(whole).__name__, name, size))
+            raise errors.ArgumentError(_not_divided(word, type(whole).__name__, name, size))
         if shorter:
             found.add(name)
     if not found:
-        raise errors.ArgumentError(errors.not_divided(word, type(whole).__name__, "", size))
+        raise errors.ArgumentError(_not_divided(word, type(whole).__name__, "", size))
     return found
 
 

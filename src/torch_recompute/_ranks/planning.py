@@ -101,6 +101,17 @@ def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = Fal
     return (layout.microbatches + waits) * max(each) + max(plan.optimizer_seconds for plan in plans)
 
 
+def _spread_does_not_fit(rank: int, budget: int, smallest: int, plain: int, fixed: int) -> str:
+    """Text for a budget that a rank of a pipeline does not fit into."""
+    return (
+        f"budget={errors.size(budget)} is too small for rank {rank} of the pipeline, which needs the most: with the "
+        f"plan that needs the least its peak is {errors.size(smallest, up=True)} ({smallest} bytes), with no region "
+        f"{errors.size(plain)}; {errors.size(fixed)} of either are weights, gradients and optimizer state.\n"
+        f"  Write --budget {errors.size(smallest, up=True).replace(' ', '')} or more, or spread the step over more "
+        "ranks."
+    )
+
+
 class PipelinePlanner:
     """A model whose step is spread over ranks, and what is known of each.
 
@@ -145,7 +156,7 @@ class PipelinePlanner:
         if worst.peak_bytes > allowed.budget_bytes:
             fixed = worst.peak_bytes - worst.activation_bytes
             figures = allowed.budget_bytes, worst.peak_bytes, worst.plain_peak_bytes, fixed
-            text = errors.spread_does_not_fit(worst.rank, *figures)
+            text = _spread_does_not_fit(worst.rank, *figures)
             raise errors.BudgetError(text, worst.peak_bytes, worst.plan)
         return found
 

@@ -31,6 +31,15 @@ from .waits import Calls
 _WHAT = "audit"
 
 
+def _no_regions(model: str) -> str:
+    """Text for an audit of a model that calls no region."""
+    return (
+        f"audit: {model} called no region that backward would replay, so there is nothing to run twice.\n"
+        '  Name the modules to look at, audit(model, (x,), modules=["layers.*"]), or place regions first: '
+        "recompute(fn), apply(model, plan). A region whose inputs and parameters require no grad is never replayed."
+    )
+
+
 def audit(
     model: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -72,11 +81,15 @@ def audit(
     """
     check_call(_WHAT, model, args, kwargs)
     if not isinstance(perturb, (int, float)) or isinstance(perturb, bool) or not 0 <= perturb <= 1:
-        raise errors.ArgumentError(errors.bad_perturbation(perturb))
+        raise errors.ArgumentError(
+            f"audit(perturb=...) is how much to change the inputs of each region relative to themselves, a number from "
+            f"0 to 1, but got {errors.say(perturb)}\n"
+            "  Write perturb=0.002, half a step of bfloat16."
+        )
     with _placed(model, modules):
         found = _Audit(model, args, kwargs or {}, float(perturb)).run()
     if not found.regions:
-        raise errors.ArgumentError(errors.no_regions(getattr(model, "__name__", type(model).__name__)))
+        raise errors.ArgumentError(_no_regions(getattr(model, "__name__", type(model).__name__)))
     return found
 
 
@@ -84,12 +97,19 @@ def audit(
 def _placed(model: Any, patterns: Sequence[str]) -> Generator[None]:
     """Makes regions of the modules of these names for the time being."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise errors.ArgumentError(errors.not_paths(patterns))
+        raise errors.ArgumentError(
+            f"audit(modules=...) takes a list of paths or globs, but got {errors.say(patterns)}\n"
+            '  Write audit(model, (x,), modules=["layers.*"]); paths are those of model.named_modules().'
+        )
     if not patterns:
         yield
         return
     if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.modules_of_a_function(model))
+        raise errors.ArgumentError(
+            "audit(model, modules=...) finds modules by their paths in a torch.nn.Module, but got "
+            f"{errors.say(model)}\n"
+            "  Pass the module, or a function that calls regions, without modules=."
+        )
     called = {
         path: module
         for path, module in model.named_modules()
@@ -99,7 +119,11 @@ def _placed(model: Any, patterns: Sequence[str]) -> Generator[None]:
     for pattern in patterns:
         matching = [path for path in called if fnmatch.fnmatchcase(path, pattern)]
         if not matching:
-            raise errors.ArgumentError(errors.no_module_to_audit(type(model).__name__, pattern))
+            raise errors.ArgumentError(
+                f"audit(modules=[{pattern!r}]): {type(model).__name__} has no module of this path that is called.\n"
+                "  Paths are those of model.named_modules(); a glob matches whole paths, dots included; a ModuleList "
+                "is never called."
+            )
         paths.update(dict.fromkeys(matching))
     handle = apply(model, Plan(tuple(Choice((path,)) for path in paths), "audit"))
     try:

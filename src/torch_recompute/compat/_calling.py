@@ -25,7 +25,9 @@ def check_callable(face: str, function: Any) -> None:
 def check_switch(face: str, option: str, value: Any, write: str) -> None:
     """Raises if an option that is on or off is neither."""
     if not isinstance(value, bool):
-        raise errors.ArgumentError(errors.not_on_or_off(face, option, value, write))
+        raise errors.ArgumentError(
+            f"{face}: {option} is {errors.say(value)}, where True or False is expected.\n  {write}"
+        )
 
 
 def as_region(

@@ -117,6 +117,24 @@ def configure(
     _settings.configured = True
 
 
+def _not_a_deepspeed_config(value: object, within: bool) -> str:
+    """Text for a DeepSpeed configuration, or the section of one, that is no dict."""
+    what = "the section activation_checkpointing" if within else "deepspeed_config"
+    return (
+        f"configure: {what} is {errors.say(value)}, where keys and values are expected.\n"
+        '  Write {"activation_checkpointing": {"cpu_checkpointing": True}}, with any other sections beside.'
+    )
+
+
+def _unknown_deepspeed_key(key: object, right: str | None, known: Sequence[str]) -> str:
+    """Text for a key that DeepSpeed would pass over."""
+    if right is not None:
+        write = f"It is the argument of configure; the key in a configuration is {right}."
+    else:
+        write = f"The keys are {', '.join(known)}."
+    return f"{key!r} is not a key of activation_checkpointing, so it would have no effect.\n  {write}"
+
+
 def _section(config: Any) -> Mapping[str, Any]:
     """The section of a configuration that is meant, empty if there is none."""
     if isinstance(config, (str, os.PathLike)):
@@ -126,14 +144,18 @@ def _section(config: Any) -> Mapping[str, Any]:
                 config = json.load(file)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise errors.ArgumentError(errors.no_deepspeed_config(path, reason or "")) from None
+            why = reason or ""
+            raise errors.ArgumentError(
+                f"{path} cannot be read as a DeepSpeed configuration: {why}.\n"
+                "  Pass the path of a JSON file, or the dict that it holds."
+            ) from None
     section = config.get(SECTION, {}) if isinstance(config, Mapping) else config
     if not isinstance(section, Mapping):
-        raise errors.ArgumentError(errors.not_a_deepspeed_config(section, within=section is not config))
+        raise errors.ArgumentError(_not_a_deepspeed_config(section, within=section is not config))
     for key in section:
         if key not in KEYS:
             right = {argument: known for known, argument in KEYS.items()}.get(key)
-            raise errors.ArgumentError(errors.unknown_deepspeed_key(key, right, tuple(KEYS)))
+            raise errors.ArgumentError(_unknown_deepspeed_key(key, right, tuple(KEYS)))
     return section
 
 

@@ -47,9 +47,17 @@ class OutputDiscardCheckpoint:
 
     def __init__(self, fp8: Any = None, ckpt_manager: Any = None) -> None:
         if fp8:
-            raise errors.ArgumentError(errors.no_fp8(type(self).__name__, fp8))
+            raise errors.ArgumentError(
+                f"{type(self).__name__}(fp8={fp8!r}): Transformer Engine's recompute contexts are not entered here.\n"
+                "  Leave fp8 out, and let the function enter the contexts that it needs itself: they are entered "
+                "again in the replay."
+            )
         if ckpt_manager is not None:
-            raise errors.ArgumentError(errors.no_manager(type(self).__name__))
+            raise errors.ArgumentError(
+                f"{type(self).__name__}(ckpt_manager=...): no manager is needed. Regions whose outputs feed one "
+                "another find each other, in whatever order they are discarded.\n"
+                "  Leave it out, and call discard_output_and_register_recompute(hook_tensor) on each of them."
+            )
         self._call: Discard | None = None
         self._called = False
 
@@ -97,7 +105,12 @@ class OutputDiscardCheckpoint:
             ChangedError: The output has been changed in place since.
         """
         if not self._called:
-            raise errors.RecomputeError(errors.nothing_to_discard())
+            raise errors.RecomputeError(
+                "discard_output_and_register_recompute() was called, but there is no output to discard: checkpoint() "
+                "has not been called since the last discard.\n"
+                "  Call them in turns:  h = odc.checkpoint(norm, x);  y = consumer(h);  "
+                "odc.discard_output_and_register_recompute(y)"
+            )
         call, self._call, self._called = self._call, None, False
         if call is not None:
             call.drop(hook_tensor)

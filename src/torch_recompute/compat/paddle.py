@@ -70,7 +70,10 @@ def recompute(
             check_switch("recompute", option, value, f"Write {option}=False, or leave it out.")
     _refuse_reentrant(use_reentrant)
     if isinstance(offload_indices, str) or not isinstance(offload_indices, Sequence):
-        raise errors.ArgumentError(errors.not_indices(offload_indices))
+        raise errors.ArgumentError(
+            f"recompute: offload_indices is {errors.say(offload_indices)}, where a list of numbers is expected.\n"
+            "  Write offload_indices=[0] for the first positional argument."
+        )
     external = preserve_rng_state if preserve_external_rng_state is None else preserve_external_rng_state
     state = _external if external else tuple
     store = None
@@ -86,6 +89,18 @@ def _refuse_reentrant(use_reentrant: bool | None) -> None:
 
 def _external() -> Sequence[Ambient]:
     return (PythonRng(), NumpyRng()) if "numpy" in sys.modules else (PythonRng(),)
+
+
+def _not_one_input(count: int, keywords: Sequence[str]) -> str:
+    """Text for what a sequence of functions cannot be given."""
+    if keywords:
+        wrong = f"the functions are not called with keywords, but got {', '.join(keywords)}"
+    else:
+        wrong = f"the functions are called with one argument, but got {count}"
+    return (
+        f"recompute_sequential(ctx, functions, *args): {wrong}.\n"
+        "  Put several values into a tuple that the functions take and return."
+    )
 
 
 def recompute_sequential(
@@ -105,10 +120,15 @@ def recompute_sequential(
             `recompute` or would have no effect, or there are not as many functions as segments.
     """
     if not isinstance(ctx, Mapping) or not ctx.keys() <= {"segments", "preserve_rng_state"}:
-        raise errors.ArgumentError(errors.bad_ctx(ctx))
+        raise errors.ArgumentError(
+            f"recompute_sequential(ctx, functions, *args): ctx is {errors.say(ctx)}, where a dict is expected, with no "
+            "other keys "
+            'than "segments" and "preserve_rng_state".\n'
+            '  Write {"segments": 2}. Where inputs are kept is said by offload_indices=[0].'
+        )
     others = sorted(kwargs.keys() - {"preserve_external_rng_state", "use_reentrant", "offload_indices"})
     if len(args) != 1 or others:
-        raise errors.ArgumentError(errors.not_one_input(len(args), others))
+        raise errors.ArgumentError(_not_one_input(len(args), others))
     segments, offloaded = ctx.get("segments", 1), kwargs.get("offload_indices")
     _refuse_reentrant(kwargs.get("use_reentrant"))
     if segments == 1 and offloaded:
@@ -119,15 +139,32 @@ def recompute_sequential(
     return in_segments("recompute_sequential", functions, segments, args[0], region)
 
 
+def _bad_offload_index(region: str, index: object, positional: int, keywords: Sequence[str]) -> str:
+    """Text for an element of `offload_indices` that names no positional argument."""
+    if not positional:
+        has = f"{region} was called without positional arguments"
+    elif positional == 1:
+        has = f"the one positional argument of {region} has number 0"
+    else:
+        has = f"the positional arguments of {region} have numbers 0 to {positional - 1}"
+    write = "Pass the tensor by position" if keywords else "Write numbers of positional arguments"
+    return f"offload_indices holds {index!r}, but {has}.\n  {write}, or leave offload_indices out."
+
+
 def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Sequence[int]) -> _Chosen:
     """The store that `offload_indices` asks for."""
     ids: set[int] = set()
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(args):
-            raise errors.ArgumentError(errors.bad_offload_index(name, index, len(args), tuple(kwargs)))
+            raise errors.ArgumentError(_bad_offload_index(name, index, len(args), tuple(kwargs)))
         tensors = [tensor for tensor in _tensors(args[index]) if not _compat.is_parameter(tensor)]
         if not tensors:
-            raise errors.ArgumentError(errors.nothing_to_offload(name, index, args[index]))
+            raise errors.ArgumentError(
+                f"offload_indices holds {index}, but argument {index} of {name} is {errors.say(args[index])}, in which "
+                "there is no tensor to offload.\n"
+                "  Leave the number out. Numbers count all positional arguments, not only tensors; parameters stay "
+                "where they are."
+            )
         ids.update(map(id, tensors))
     named = [*enumerate(args), *((repr(key), value) for key, value in kwargs.items())]
     return _Chosen(name, ids, {id(tensor): f"argument {key}" for key, value in named for tensor in _tensors(value)})

@@ -81,7 +81,13 @@ def checkpoint(
     if function is not None or args:
         return _call(function, args, kwargs, settings)
     if kwargs:
-        raise errors.ArgumentError(errors.keywords_without_function(kwargs))
+        raise errors.ArgumentError(
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint without a function returns a decorator, "
+            "which takes options alone\n"
+            "  Pass them to the decorated function:\n"
+            "      block = checkpoint(use_reentrant=False)(layer)\n"
+            "      y = block(x, mask=mask)"
+        )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
@@ -107,12 +113,21 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
             function, *args, use_reentrant=False, determinism_check=check, preserve_rng_state=rng, **kwargs
         )
     if check not in _CHECKS:
-        raise errors.ArgumentError(errors.unknown_determinism_check(check, tuple(_CHECKS)))
+        raise errors.ArgumentError(
+            f"determinism_check={check!r} is not known; write one of {', '.join(map(repr, tuple(_CHECKS)))}. To "
+            "compare the "
+            'contents of saved tensors as well: recompute(fn, check="values").'
+        )
     contexts = None if context_fn is noop_context_fn else context_fn
     override = _compat.debug_override()
     if debug if override is None else override:
         if contexts is not None:
-            raise errors.ArgumentError(errors.debug_with_contexts())
+            raise errors.ArgumentError(
+                "debug=True is incompatible with non-default context_fn: both want to see every operation of the "
+                "region.\n"
+                "  Find the mismatch with debug=True and without context_fn, or enter your own logging mode in "
+                "context_fn."
+            )
         contexts = traces
     if not torch.is_grad_enabled():
         if contexts is not None:
@@ -135,13 +150,20 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
 def _respecting(contexts: Contexts, respect: bool) -> Any:
     forward, replay = contexts()
     if not _compat.respect_hooks(forward, respect):
-        raise errors.ArgumentError(errors.hooks_not_respected(torch.__version__))
+        raise errors.ArgumentError(
+            "respect_saved_tensors_hooks=True needs torch 2.14 or later: the selective context_fn of torch "
+            f"{torch.__version__} stores what its policy saves where saved-tensor hooks (save_on_cpu) do not see it\n"
+            "  Leave the option out, or mark the call to keep: no_recompute(fn, store=OnHost()) instead of a context_fn"
+        )
     return forward, replay
 
 
 def _refuse_reentrant(use_reentrant: Any) -> None:
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
-        raise errors.ArgumentError(errors.not_a_flag(use_reentrant))
+        raise errors.ArgumentError(
+            f"use_reentrant is {errors.say(use_reentrant)}, where False, or nothing, is expected. "
+            "(checkpoint_sequential takes one input: put several into a tuple that the functions take and return.)"
+        )
     if use_reentrant:
         raise errors.ArgumentError(errors.reentrant())
 
@@ -170,6 +192,13 @@ def checkpoint_sequential(
     return in_segments("checkpoint_sequential", functions, segments, input, region)
 
 
+def _bad_segments(face: str, segments: object, functions: int) -> str:
+    """Text for a number of segments that cannot be made."""
+    if not functions:
+        return f"{face}: there are no functions to run."
+    return f"{face}: segments={segments!r}, but {functions} functions make 1 to {functions} segments."
+
+
 def in_segments(face: str, functions: Any, segments: Any, value: Any, region: Callable[..., Any]) -> Any:
     """Runs `functions` one after the other, in `segments` parts: `region(part, value)`, but the last as it is.
 
@@ -185,7 +214,7 @@ def in_segments(face: str, functions: Any, segments: Any, value: Any, region: Ca
     """
     parts = cast("list[Callable[[Any], Any]]", [functions[i] for i in range(len(functions))])
     if not isinstance(segments, int) or not 1 <= segments <= len(parts):
-        raise errors.ArgumentError(errors.bad_segments(face, segments, len(parts)))
+        raise errors.ArgumentError(_bad_segments(face, segments, len(parts)))
     size = len(parts) // segments
     for start in range(0, size * (segments - 1), size):
         value = region(_sequence(parts[start : start + size]), value)

@@ -119,7 +119,12 @@ class RecomputeConfig:
 
     def _spell_out_moe(self) -> None:
         if self.recompute_granularity == "full":
-            raise errors.ArgumentError(errors.moe_layers_twice())
+            raise errors.ArgumentError(
+                'moe_layer_recompute=True asks for recompute_granularity="selective" with "moe" among '
+                'recompute_modules, but recompute_granularity is "full", which recomputes the layers that the experts '
+                "are in.\n"
+                "  Leave moe_layer_recompute out."
+            )
         modules = ("core_attn",) if self.recompute_modules is None else tuple(self.recompute_modules)
         self._set("recompute_granularity", SELECTIVE)
         self._set("recompute_modules", modules if "moe" in modules else (*modules, "moe"))

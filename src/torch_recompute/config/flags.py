@@ -32,11 +32,20 @@ ADDED = (
 )
 
 
+def _bad_flags(why: str) -> str:
+    """Text for a command line that cannot be."""
+    return (
+        f"these flags cannot be used: {why}.\n"
+        "  For example: --recompute_granularity selective --recompute_modules core_attn layernorm\n"
+        "           or: --recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+    )
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are ours."""
 
     def error(self, message: str) -> NoReturn:
-        raise errors.ArgumentError(errors.bad_flags(message))
+        raise errors.ArgumentError(_bad_flags(message))
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +135,7 @@ def _given(value: object) -> bool:
 def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     if isinstance(words, str):
         why = f"they are one string, {words!r}; pass a list of words, as shlex.split makes it"
-        raise errors.ArgumentError(errors.bad_flags(why))
+        raise errors.ArgumentError(_bad_flags(why))
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add_to(parser)
     add_others_to(parser, names)
@@ -158,7 +167,7 @@ def _imply(fields: dict[str, Any], flag: str, implied: Mapping[str, object]) -> 
         other = fields.get(field)
         if other is not None and other != value:
             why = f"{flag} means {field}={value!r}, but {field} is given as {other!r}"
-            raise errors.ArgumentError(errors.bad_flags(why))
+            raise errors.ArgumentError(_bad_flags(why))
         fields[field] = value
 
 

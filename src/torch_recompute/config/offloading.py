@@ -67,9 +67,21 @@ def check(config: RecomputeConfig) -> None:
         _check_parts(config)
 
 
+def _offload_without_regions(field: str, what: str) -> str:
+    """Text for offloading where nothing is recomputed whose inputs could be moved."""
+    granularity = '"full"' if field == "cpu_offloading" else '"selective"'
+    return (
+        f"{field}=True moves the inputs of {what}, that are recomputed, to host memory, and here there are none: it "
+        f"needs recompute_granularity={granularity}. (What a module keeps without being recomputed is not moved; "
+        "Megatron-LM does that in its own layers.)\n"
+        f"  Write recompute_granularity={granularity} with it, or place a store by hand: "
+        "no_recompute(fn, store=OnHost()) inside a region."
+    )
+
+
 def _check_layers(config: RecomputeConfig) -> None:
     if config.recompute_granularity != "full":
-        raise errors.ArgumentError(errors.offload_without_regions(LAYERS, "whole layers"))
+        raise errors.ArgumentError(_offload_without_regions(LAYERS, "whole layers"))
     number = config.cpu_offloading_num_layers
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise errors.ArgumentError(errors.not_a_count("cpu_offloading_num_layers", number))
@@ -90,7 +102,7 @@ def _check_layers(config: RecomputeConfig) -> None:
 def _check_parts(config: RecomputeConfig) -> None:
     modules, recomputed = config.offload_modules or (), config.recompute_modules or ()
     if config.recompute_granularity != "selective" or not modules:
-        raise errors.ArgumentError(errors.offload_without_regions(PARTS, "parts, named in offload_modules too"))
+        raise errors.ArgumentError(_offload_without_regions(PARTS, "parts, named in offload_modules too"))
     for label in modules:
         if label not in recomputed:
             why = f"{label!r} is not among recompute_modules, and only inputs of what is recomputed are moved"

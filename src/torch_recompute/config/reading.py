@@ -45,23 +45,39 @@ ELSEWHERE = dict.fromkeys(("recompute", "recompute_activations", "checkpoint_act
 CLOSE = 0.9
 
 
+def _not_a_mapping(what: str, value: object) -> str:
+    """Text for a configuration that is not made of keys and values."""
+    return (
+        f"{what} is {errors.say(value)}, where keys and values are expected.\n"
+        '  Write {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, with any '
+        "other keys beside, or inside of a section."
+    )
+
+
+def _bad_file(path: str, why: str) -> str:
+    """Text for a file that cannot be read as a configuration."""
+    return (
+        f"{path} is not a configuration: {why}.\n"
+        "  from_file reads JSON from *.json and YAML from *.yaml and *.yml; pass what you read from another file to "
+        "RecomputeConfig.from_dict(data)."
+    )
+
+
 def content_of(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """What a JSON or YAML file holds."""
     file, name = Path(path), os.fspath(path)
     suffix = file.suffix.lower()
     if suffix not in (".json", ".yaml", ".yml"):
         ending = f"its name ends in {suffix!r}" if suffix else "its name has no ending"
-        raise errors.ArgumentError(errors.bad_file(name, ending))
+        raise errors.ArgumentError(_bad_file(name, ending))
     load = _json if suffix == ".json" else _yaml(name)
     try:
         content = load(file.read_text(encoding="utf-8"))
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise errors.ArgumentError(
-            errors.bad_file(name, f"no {'JSON' if load is _json else 'YAML'} ({reason})")
-        ) from None
+        raise errors.ArgumentError(_bad_file(name, f"no {'JSON' if load is _json else 'YAML'} ({reason})")) from None
     if not isinstance(content, Mapping):
-        raise errors.ArgumentError(errors.not_a_mapping(f"the content of {name}", content))
+        raise errors.ArgumentError(_not_a_mapping(f"the content of {name}", content))
     return cast("Mapping[str, Any]", content)
 
 
@@ -74,7 +90,10 @@ def _yaml(name: str) -> Callable[[str], object]:
     try:
         import yaml
     except ImportError:
-        raise errors.ArgumentError(errors.no_yaml(name)) from None
+        raise errors.ArgumentError(
+            f"reading {name} needs the package PyYAML, which is not installed.\n"
+            "  Write: pip install torch-recompute[config], or save the file as JSON."
+        ) from None
 
     def load(text: str) -> object:
         try:
@@ -85,6 +104,15 @@ def _yaml(name: str) -> Callable[[str], object]:
     return load
 
 
+def _said_twice(field: str, places: Sequence[str]) -> str:
+    """Text for a field with two values in one file."""
+    first, second = (place or "the top level" for place in places)
+    return (
+        f"{field} has one value in {first} and another in {second}; which of the two is meant cannot be told.\n"
+        "  Pass one section: RecomputeConfig.from_dict(data['model'])."
+    )
+
+
 def fields_of(data: object, names: Sequence[str]) -> dict[str, Any]:
     """The fields of ours among keys and values, wherever they lie; those at None are left out.
 
@@ -92,14 +120,14 @@ def fields_of(data: object, names: Sequence[str]) -> dict[str, Any]:
         ArgumentError: A key can only be meant for us and is no field, or a field has two values.
     """
     if not isinstance(data, Mapping):
-        raise errors.ArgumentError(errors.not_a_mapping("the configuration", data))
+        raise errors.ArgumentError(_not_a_mapping("the configuration", data))
     found: dict[str, tuple[Any, str]] = {}
     for where, key, value in _leaves(cast("Mapping[object, object]", data), "", names):
         if key not in names:
             _check_foreign(where, key, value, names)
         elif value is not None:
             if key in found and found[key][0] != value:
-                raise errors.ArgumentError(errors.said_twice(key, (found[key][1], where)))
+                raise errors.ArgumentError(_said_twice(key, (found[key][1], where)))
             found.setdefault(key, (value, where))
     fields = {name: value for name, (value, _) in found.items()}
     # Megatron writes this default into its configuration whatever the granularity is.
@@ -129,7 +157,7 @@ def _check_foreign(where: str, key: str, value: object, names: Sequence[str]) ->
     if key in INSIDE:
         default, why = INSIDE[key]
         if value is not None and value != default:
-            raise errors.ArgumentError(errors.inside_the_layer(key, value, why))
+            raise errors.ArgumentError(f"{key}={value!r} cannot be applied from outside of a layer: {why}.")
     elif where.rpartition(".")[2] == "recompute" or looks_like_ours(key, names):
         raise errors.ArgumentError(errors.unknown_field(key, nearest(key, names), where))
 

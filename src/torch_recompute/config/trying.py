@@ -20,6 +20,17 @@ from ..plan.labels import choices, matching, merge
 from ..plan.units import find_units
 
 
+def _frees_nothing(label: str, model: str, plain: int, kept: int, freeing: Mapping[str, int]) -> str:
+    """Text for a label under which as much is kept for backward as without recomputation."""
+    known = "".join(f"\n      {word}   {freed:,} bytes" for word, freed in freeing.items())
+    others = f"\n  These free something:{known}" if freeing else ""
+    return (
+        f"{label!r} would cost time and free nothing in {model}: in the call given, {kept:,} bytes are kept for "
+        f"backward with it and {plain:,} without.{others}\n"
+        "  Leave it out, or place it around more: what a region keeps is its input."
+    )
+
+
 def check(model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
     """Raises an `ArgumentError` for the first label that keeps as much as no recomputation does."""
 
@@ -41,4 +52,4 @@ def check(model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ...], kwa
             others = {other: plain - kept(of(other)) for other in matching(units) if other != label}
             freeing = {other: freed for other, freed in others.items() if freed > 0}
             name = type(model).__name__
-            raise errors.ArgumentError(errors.frees_nothing(label, name, plain, bytes_kept, freeing))
+            raise errors.ArgumentError(_frees_nothing(label, name, plain, bytes_kept, freeing))

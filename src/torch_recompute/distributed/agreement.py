@@ -18,7 +18,7 @@ hold the same layers: data parallel, tensor parallel, or both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -51,7 +51,12 @@ def agree_on(plan: SomePlans, group: dist.ProcessGroup | None = None) -> SomePla
             first difference. On this rank, if there is no process group or it is not a member.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
-        raise errors.ArgumentError(errors.no_ranks_to_ask())
+        raise errors.ArgumentError(
+            "agree_on compares plans over the ranks of a group, but there is no process group here, or this rank is "
+            "not a member of the one that was passed.\n"
+            "  Call torch.distributed.init_process_group first, and pass a group that this rank belongs to; a program "
+            "of one process needs no agreement."
+        )
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     mine = plan.digest() if isinstance(plan, (Plan, StagePlans)) else None
     if len(set(_gathered(mine, group))) == 1 and mine is not None:
@@ -74,6 +79,25 @@ def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
+def _plans_differ(common: Sequence[int], others: Sequence[tuple[Sequence[int], Sequence[str]]]) -> str:
+    """Text for ranks with different plans."""
+    lines = [
+        f"  {_ranks(ranks)} {'holds' if len(ranks) == 1 else 'hold'} another. First difference:"
+        + "".join(f"\n    {line}" for line in difference)
+        for ranks, difference in others
+    ]
+    return "\n".join(
+        [
+            f"the ranks of this group do not hold the same plan. One is held by {_ranks(common)}.",
+            *lines,
+            "  Ranks that hold the same layers must recompute the same ones. Look for a configuration file, a command "
+            "line or a checkpoint that is not the same everywhere; a plan made by measuring is made on one rank and "
+            "sent to the others as plan.to_json(). The stages of a pipeline hold different layers: pass the data or "
+            "tensor parallel group,  agree_on(plan, group).",
+        ]
+    )
+
+
 def compare(held: Mapping[int, Plan | str]) -> None:
     """Raises unless all ranks hold the same plan.
 
@@ -85,7 +109,10 @@ def compare(held: Mapping[int, Plan | str]) -> None:
     """
     for rank, plan in held.items():
         if isinstance(plan, str):
-            raise errors.ArgumentError(errors.no_plan_on_rank(rank, plan))
+            raise errors.ArgumentError(
+                f"rank {rank} passed no Plan to agree_on, but an object of type {plan}.\n"
+                "  Write:  agree_on(RecomputeConfig(...).plan(model), group)   (a rank without regions passes Plan())"
+            )
     camps: dict[str, list[int]] = {}
     plans: dict[str, Plan] = {}
     for rank, plan in held.items():
@@ -96,10 +123,14 @@ def compare(held: Mapping[int, Plan | str]) -> None:
         return
     common = max(camps, key=lambda digest: (len(camps[digest]), -camps[digest][0]))
     others = [(ranks, _first(plans[common].diff(plans[digest]))) for digest, ranks in camps.items() if digest != common]
-    raise errors.ArgumentError(errors.plans_differ(camps[common], others))
+    raise errors.ArgumentError(_plans_differ(camps[common], others))
 
 
 def _first(diff: str) -> list[str]:
     """The first line that goes and the first that comes, of the first place where two plans differ."""
     place = diff.split("\n@@")[1].split("\n")[1:]
     return [line for sign in "-+" for line in [x for x in place if x.startswith(sign)][:1]]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

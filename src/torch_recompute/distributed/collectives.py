@@ -46,7 +46,9 @@ def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callab
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("keep_collectives", fn))
     if kind not in COLLECTIVES:
-        raise errors.ArgumentError(errors.no_such_collectives(kind, tuple(COLLECTIVES)))
+        raise errors.ArgumentError(
+            f"keep_collectives: kind={kind!r}, where one of {', '.join(map(repr, tuple(COLLECTIVES)))} is expected."
+        )
 
     @functools.wraps(fn, updated=())
     def kept(*args: P.args, **kwargs: P.kwargs) -> R:

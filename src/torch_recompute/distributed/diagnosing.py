@@ -77,7 +77,11 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
     """
     roots = [leaf.grad_fn for leaf in _compat.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not any(roots):
-        raise errors.ArgumentError(errors.not_a_graph(output))
+        raise errors.ArgumentError(
+            "find_reentrant walks the autograd graph of a model's output or loss, but found no graph on "
+            f"{errors.say(output)}.\n"
+            "  Pass the tensor that backward is called on, before or after backward: find_reentrant(loss, model)"
+        )
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     found: dict[tuple[str, str, str], int] = {}
     for node in _nodes(roots):

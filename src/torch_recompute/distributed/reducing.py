@@ -75,17 +75,34 @@ def fused_allreduce_gradients(
     The call is PaddlePaddle's `paddle.distributed.fleet.utils.hybrid_parallel_util.fused_allreduce_gradients`.
     """
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise errors.ArgumentError(errors.bad_bucket_bytes(bucket_bytes))
+        raise errors.ArgumentError(
+            f"bucket_bytes={bucket_bytes!r}, where a number of bytes is expected, 1 or more.\n"
+            "  Leave it out for 128 MiB, or write bucket_bytes=32 * 2**20."
+        )
     if not dist.is_initialized():
-        raise errors.ArgumentError(errors.no_process_group())
+        raise errors.ArgumentError(
+            "fused_allreduce_gradients: there is no process group to take the mean over.\n"
+            '  Call torch.distributed.init_process_group("nccl") first ("gloo" on CPU), in a process that torchrun has '
+            "started; one process alone has nothing to reduce."
+        )
     if dist.get_rank(group) < 0:
-        raise errors.ArgumentError(errors.not_in_the_group(dist.get_rank()))
+        raise errors.ArgumentError(
+            f"fused_allreduce_gradients: rank {dist.get_rank()} is not in the group that it was given.\n"
+            "  Call it with the group that this rank has made of itself and those with other data; new_group and "
+            "init_device_mesh are called by all ranks, and give each its own."
+        )
     parameters = _parameters(params)
     ranks = dist.get_process_group_ranks(group)
     for index, parameter in enumerate(parameters):
         over = _sharded_over(parameter)
         if len(over.intersection(ranks)) > 1:
-            raise errors.ArgumentError(errors.sharded_over_the_group(index, tuple(parameter.shape), sorted(over)))
+            raise errors.ArgumentError(
+                f"fused_allreduce_gradients: parameter {index}, a DTensor of shape {tuple(parameter.shape)}, is "
+                f"sharded over ranks {', '.join(map(str, sorted(over)))}, and the group holds more than one of them: "
+                "their shards are different parts of the parameter, and have no mean.\n"
+                "  Pass the group of ranks that hold the same shard (for tensor parallel the data parallel one: "
+                'mesh["dp"].get_group()). What fully_shard has sharded it reduces itself.'
+            )
     _agree(parameters, group)
     grads = [grad for grad in map(_gradient, parameters) if grad is not None]
     count = 0
@@ -100,13 +117,21 @@ def fused_allreduce_gradients(
     return count
 
 
+def _not_parameters(value: object) -> str:
+    """Text for something that holds no parameters."""
+    return (
+        f"fused_allreduce_gradients takes an iterable of parameters, but got {errors.say(value)}.\n"
+        "  Write:  fused_allreduce_gradients(model.parameters())"
+    )
+
+
 def _parameters(params: Any) -> list[torch.Tensor]:
     if isinstance(params, (nn.Module, torch.Tensor)) or not isinstance(params, Iterable):
-        raise errors.ArgumentError(errors.not_parameters(params))
+        raise errors.ArgumentError(_not_parameters(params))
     unique = {id(parameter): parameter for parameter in params}
     for parameter in unique.values():
         if not isinstance(parameter, torch.Tensor):
-            raise errors.ArgumentError(errors.not_parameters(parameter))
+            raise errors.ArgumentError(_not_parameters(parameter))
     return list(unique.values())
 
 
@@ -128,6 +153,16 @@ def _sharded_over(parameter: torch.Tensor) -> set[int]:
     return {rank for i in over for rank in dist.get_process_group_ranks(mesh.get_group(i))}
 
 
+def _sparse_gradient(index: int | None) -> str:
+    """Text for a sparse gradient, here or on another rank."""
+    where = "some parameter, on another rank, has" if index is None else f"parameter {index} has"
+    return (
+        f"fused_allreduce_gradients: {where} a sparse gradient, which cannot share a bucket with others.\n"
+        "  Make it dense (nn.Embedding(..., sparse=False)), or reduce it alone and leave it out here: "
+        "torch.distributed.all_reduce(p.grad)"
+    )
+
+
 def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Gives every rank the same list of gradients to reduce, or raises on every rank."""
     have = bytes(_gradient(parameter) is not None for parameter in parameters)
@@ -138,9 +173,14 @@ def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
     dist.all_reduce(said, dist.ReduceOp.MAX, group)
     most, least, most_which, least_which, any_sparse = said.tolist()
     if most != -least:
-        raise errors.ArgumentError(errors.other_parameters(len(parameters)))
+        raise errors.ArgumentError(
+            f"fused_allreduce_gradients: this rank was given {len(parameters)} parameters, and some other rank "
+            "different ones: another number, order, shape, dtype, or main_grad on one side alone.\n"
+            "  Pass the same parameters in the same order on every rank, as model.parameters() gives them, also those "
+            "that this rank has no gradient for."
+        )
     if any_sparse:
-        raise errors.ArgumentError(errors.sparse_gradient(sparse[0] if sparse else None))
+        raise errors.ArgumentError(_sparse_gradient(sparse[0] if sparse else None))
     if most_which == -least_which:
         return
     union = torch.frombuffer(bytearray(have), dtype=torch.uint8).to(device)

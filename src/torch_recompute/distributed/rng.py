@@ -83,6 +83,13 @@ class _Fork:
         self.after: _State | None = None
 
 
+def _stream_twice(name: str, seed: int, known: str, other: int) -> str:
+    """Text for a stream of the name or the seed of another one."""
+    what = f"there is a stream {known!r} already" if name == known else f"the stream {known!r} has the seed {other} too"
+    why = "" if name == known else ", so both would draw the same numbers"
+    return f"add({name!r}, {seed}): {what}{why}.\n  Use another {'name' if name == known else 'seed'}."
+
+
 class RngStreams:
     """The random streams of this rank.
 
@@ -139,7 +146,7 @@ class RngStreams:
         seed = _number("seed", seed)
         for known, other in self.seeds.items():
             if name == known or seed == other:
-                raise errors.ArgumentError(errors.stream_twice(name, seed, known, other))
+                raise errors.ArgumentError(_stream_twice(name, seed, known, other))
         self.seeds[name] = seed
         self._states[name] = _at_start(seed)
 
@@ -154,11 +161,19 @@ class RngStreams:
             ArgumentError: There is no such stream, or a CUDA graph is captured and another stream is in use.
         """
         if name not in self._states:
-            raise errors.ArgumentError(errors.no_such_stream(name, list(self._states)))
+            raise errors.ArgumentError(
+                f"fork({name!r}): there is no such stream; known are {', '.join(map(repr, list(self._states)))}.\n"
+                "  Write one of these, or make it first, on all ranks:  streams.add(name, seed)"
+            )
         run = None if torch.compiler.is_compiling() else thread.run
         label = f"fork({name!r})"
         if name != self._current and capturing():
-            raise errors.ArgumentError(errors.fork_in_graph(name))
+            raise errors.ArgumentError(
+                f"fork({name!r}) was entered while a CUDA graph is captured. It would set the seed of the device's "
+                "generator, which a capture does not allow.\n"
+                "  Capture only parts of the model without a fork, or draw from a generator of your own that the "
+                "graph knows: graph.register_generator_state(generator), then torch.rand(..., generator=generator)."
+            )
         if run is not None and run.replaying:
             with _again(run.next_record(_Fork, label)):
                 yield
@@ -206,6 +221,15 @@ def _again(record: _Fork) -> Generator[None]:
         _load(record.after or entered)
 
 
+def _no_rank(what: str, value: object) -> str:
+    """Text for a seed or a rank that is none."""
+    kinds = "a whole number, 0 or more" if what == "seed" else "a process group or this rank's number in it"
+    return (
+        f"RngStreams: {what} is {errors.say(value)}, where {kinds} is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).'
+    )
+
+
 def _number(what: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -214,4 +238,4 @@ def _number(what: str, value: Any) -> int:
         if rank < 0:
             raise errors.ArgumentError(errors.not_a_member(f"RngStreams({what}=...)"))
         return rank
-    raise errors.ArgumentError(errors.no_rank(what, value))
+    raise errors.ArgumentError(_no_rank(what, value))

@@ -28,6 +28,7 @@ import functools
 import threading
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,30 @@ class _Shard:
         return self._wrap(row[:size].view(self._dtype).view(self._shape).permute(back))
 
 
+def _ranks_differ(rank: int, sides: Sequence[str]) -> str:
+    """Text for a tensor that is another one on another rank; `sides` is what each rank holds."""
+    if len(set(sides)) > 1:
+        what = "; ".join(f"rank {i} has {side}" for i, side in enumerate(sides))
+    else:
+        what = f"all have {sides[rank]}, with other values"
+    return (
+        f"ShardedOver keeps one part of a tensor per rank, so all ranks of its group must hold the same tensor, but "
+        f"they do not: {what}. Put together again, it would be none of theirs.\n"
+        "  With sequence parallelism each rank has its own part of the input already, and nothing is to be shared: "
+        "leave the store out.\n"
+        "  Else the group is another one than that of the tensor parallel ranks, or something in the model (dropout, a "
+        "kernel that is not deterministic to the bit) differs between ranks where it should not."
+    )
+
+
+def _not_in_rows(value: object, why: str) -> str:
+    """Text for a tensor whose memory is not one row of elements."""
+    return (
+        f"ShardedOver cannot cut {errors.say(value)} in parts: {why}.\n"
+        "  Leave the store out for this region, or make the tensor inside of the region."
+    )
+
+
 class ShardedOver:
     """A store that keeps a part of each tensor on each rank of a group: `recompute(layer, inputs=ShardedOver(group))`.
 
@@ -109,13 +134,20 @@ class ShardedOver:
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, compared: int | None = 8, ahead: bool = True) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise errors.ArgumentError(errors.no_ranks("ShardedOver"))
+            raise errors.ArgumentError(
+                "ShardedOver needs a process group, and torch.distributed has not been initialised.\n"
+                "  Write before it:  torch.distributed.init_process_group()   (and start the script with torchrun)"
+            )
         self._group = group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         if self._rank < 0:
             raise errors.ArgumentError(errors.not_a_member("ShardedOver"))
         if self._ranks < 2:
-            raise errors.ArgumentError(errors.nothing_to_share())
+            raise errors.ArgumentError(
+                "ShardedOver was given a group of one rank, which would keep everything it is given: nothing is "
+                "shared.\n"
+                "  Pass the tensor parallel group, or leave the store out."
+            )
         self._uncompared = compared
         self._ahead = ahead
         self._count = 0
@@ -126,7 +158,10 @@ class ShardedOver:
         return self  # a copy of the model runs on the same ranks
 
     def __reduce__(self) -> Any:
-        raise errors.StoreError(errors.store_of_a_group(self))
+        raise errors.StoreError(
+            f"{errors.kind(self)} cannot be pickled: it belongs to the process group of this run.\n"
+            "  Save model.state_dict(), or take the plan out first: handle.remove()."
+        )
 
     def put(self, tensor: torch.Tensor) -> Any:
         """Keeps this rank's part of the tensor."""
@@ -167,7 +202,13 @@ class ShardedOver:
 
     def _same_shard(self, same: torch.Tensor) -> None:
         """Raises, on a device as soon as that gets there, unless all ranks have gathered the same shard."""
-        text = errors.shards_out_of_step()
+        text = (
+            "ShardedOver gathered parts of different tensors: a graph that one rank still has was freed on another, "
+            "so the ranks disagree about which tensor comes next.\n"
+            "  Free the graphs of forwards that get no backward at the same moment on all ranks (leave no reference "
+            "cycle around an output; call gc.collect() on every rank), or gather nothing ahead: ShardedOver(group, "
+            "ahead=False)."
+        )
         if same.device.type != "cpu":
             _compat.assert_on_device(same, text)
         elif not same:
@@ -191,16 +232,21 @@ class ShardedOver:
             for dim, placement in enumerate(placements):
                 shared = ours.intersection(dist.get_process_group_ranks(mesh.get_group(dim)))
                 if len(shared) > 1 and not placement.is_replicate():
-                    raise errors.StoreError(errors.split_already(repr(placement), dim))
+                    raise errors.StoreError(
+                        f"ShardedOver was given a DTensor that is {placement!r} over dimension {dim} of its mesh, "
+                        "which is the store's group: each rank has its own part of it already (sequence parallelism), "
+                        "so there is nothing to share.\n"
+                        "  Leave the store out."
+                    )
             layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
             from_local = functools.partial(type(d).from_local, device_mesh=mesh, placements=placements, **layout)
             tensor, wrap = d.to_local(), lambda shape, local: from_local(_expanded(shape, local))
         if tensor.layout is not torch.strided:
-            raise errors.StoreError(errors.not_in_rows(tensor, f"its layout is {tensor.layout}"))
+            raise errors.StoreError(_not_in_rows(tensor, f"its layout is {tensor.layout}"))
         if not _compat.is_plain(tensor):
             tensor = tensor.clone()  # waits for what a collective has yet to deliver
             if not _compat.is_plain(tensor):
-                raise errors.StoreError(errors.not_in_rows(tensor, "only its class knows what it is made of"))
+                raise errors.StoreError(_not_in_rows(tensor, "only its class knows what it is made of"))
         return tensor, wrap
 
     def _compare(self, tensor: torch.Tensor) -> None:
@@ -212,7 +258,7 @@ class ShardedOver:
         if not bool((all_of_them.view(-1, 3) == mine).all()):
             sides: list[Any] = [None] * self._ranks
             dist.all_gather_object(sides, side, group=self._group)
-            raise errors.StoreError(errors.ranks_differ(self._rank, sides))
+            raise errors.StoreError(_ranks_differ(self._rank, sides))
 
 
 def _expanded(shape: torch.Size, tensor: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,11 @@ class _Examination:
         """Gathers the evidence and asks every check."""
         on_meta = any(t.is_meta for t in self._tensors())
         if run and on_meta:
-            raise errors.ArgumentError(errors.nothing_to_examine(type(self._model).__name__))
+            raise errors.ArgumentError(
+                f"run=True, but a part of {type(self._model).__name__} or of its batch lies on the meta device, where "
+                "nothing can be run.\n"
+                "  Leave run out: then a step is simulated, and the report says what was not looked for."
+            )
         running = not on_meta and run is not False
         simulated = self._simulated(required=not running)
         seen, audited = self._run(simulated) if running else (None, None)

@@ -35,7 +35,13 @@ class Watching:
         """What the steps so far have shown. The watching goes on."""
         seen = self._observer.seen
         if not seen.steps:
-            raise errors.ArgumentError(errors.nothing_watched(type(self._model).__name__))
+            raise errors.ArgumentError(
+                f"doctor.watch has seen no step of {type(self._model).__name__} yet: it was not called with gradients "
+                "since.\n"
+                "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model "
+                "that the training calls, with its wrappers; a compiled one as torch.compile(model) returns it, for "
+                "model.compile() calls no hook."
+            )
         missing = {"simulated": _EXAMINE, "audit": _EXAMINE}
         plan = planned_models.get(self._model)
         return looked_at(CHECKS, Evidence(type(self._model).__name__, plan, seen=seen, missing=missing))
@@ -73,7 +79,14 @@ def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
         ArgumentError: `model` is no module, or `closely` no number of at least 1.
     """
     if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.not_watchable(model))
+        raise errors.ArgumentError(
+            "doctor.watch(model) needs a torch.nn.Module, whose steps it can see by hooks, but got "
+            f"{errors.say(model)}\n"
+            "  Pass the model that the training calls, with its wrappers."
+        )
     if type(closely) is not int or closely < 1:
-        raise errors.ArgumentError(errors.bad_closely(closely))
+        raise errors.ArgumentError(
+            f"closely={closely!r} is not a number of steps.\n"
+            "  Write a whole number of at least 1, or leave it out: three steps are enough."
+        )
     return Watching(model, closely)

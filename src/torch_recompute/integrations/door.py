@@ -56,7 +56,11 @@ class Figures:
 
     def __init__(self, every: int | None) -> None:
         if every is not None and (type(every) is not int or every <= WATCHED):
-            raise errors.ArgumentError(errors.bad_every(every))
+            raise errors.ArgumentError(
+                "every= is the number of steps from one taking of figures to the next, at least 3, but got "
+                f"{errors.say(every)}. Two steps are watched each time.\n"
+                "  Write every=100, or leave it out: then the first two steps are watched, and no other."
+            )
         self._every = every
         self._steps = self._at = 0
         self._watch = ExitStack()

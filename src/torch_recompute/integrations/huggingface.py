@@ -90,7 +90,13 @@ class RecomputeCallback(TrainerCallback):
         if self.handle is None:
             policy = self._policy if self._policy is not None else _policy_of(args)
             if policy is None:
-                raise errors.ArgumentError(errors.no_policy())
+                raise errors.ArgumentError(
+                    "RecomputeCallback() was given no plan, and the training arguments have none either.\n"
+                    '  Write RecomputeCallback("full"), or put activation_checkpointing_kwargs={"policy": "full"} '
+                    "into the "
+                    "TrainingArguments; to report on a plan that is applied already, pass its handle: "
+                    "RecomputeCallback(handle)"
+                )
             self.handle = apply(model, policy)
         check_loop(self.handle.plan, training_loop(args))
         logger.info("%s", self.handle.plan)

@@ -30,6 +30,16 @@ Policy = Plan | RecomputeConfig | str | Mapping[str, Any]
 SUFFIXES = (".json", ".yaml", ".yml")
 
 
+def _not_a_policy(policy: object) -> str:
+    """Text for something that no plan can be made of."""
+    return (
+        f"{errors.say(policy)} does not say what to recompute.\n"
+        '  Write "full" (every layer), "full:2" (two layers as one region), "block:3" (the first three layers), labels '
+        'such as "core_attn,mlp", the path of a .json or .yaml file, Megatron\'s flags, or "none"; or pass a Plan or a '
+        "RecomputeConfig."
+    )
+
+
 def plan_of(policy: Policy, model: nn.Module) -> Plan:
     """The plan that a policy means in a model.
 
@@ -47,7 +57,7 @@ def plan_of(policy: Policy, model: nn.Module) -> Plan:
     if isinstance(policy, Mapping):
         return RecomputeConfig.from_dict(policy).plan(model)
     if not isinstance(policy, str):
-        raise errors.ArgumentError(errors.not_a_policy(policy))
+        raise errors.ArgumentError(_not_a_policy(policy))
     word, _, number = policy.strip().partition(":")
     if word.startswith("--"):
         return RecomputeConfig.from_args(shlex.split(policy)).plan(model)
@@ -57,7 +67,7 @@ def plan_of(policy: Policy, model: nn.Module) -> Plan:
         return Plan(source="none")
     if word in ("full", "block"):
         if (number and not number.isdecimal()) or (word == "block" and not number):
-            raise errors.ArgumentError(errors.not_a_policy(policy))
+            raise errors.ArgumentError(_not_a_policy(policy))
         method = "uniform" if word == "full" else "block"
         settings = RecomputeConfig(
             recompute_granularity="full", recompute_method=method, recompute_num_layers=int(number or 1)
@@ -65,7 +75,7 @@ def plan_of(policy: Policy, model: nn.Module) -> Plan:
         return settings.plan(model)
     labels = [label.strip() for label in policy.split(",")]
     if not all(labels):
-        raise errors.ArgumentError(errors.not_a_policy(policy))
+        raise errors.ArgumentError(_not_a_policy(policy))
     if labels == ["selective"]:
         return RecomputeConfig(recompute_granularity="selective").plan(model)
     return RecomputeConfig(recompute_granularity="selective", recompute_modules=labels).plan(model)

@@ -66,6 +66,9 @@ def _told_by_psutil() -> tuple[int, int]:
     try:
         import psutil
     except ImportError:
-        raise errors.ArgumentError(errors.host_memory_unknown(sys.platform)) from None
+        raise errors.ArgumentError(
+            f"what memory of this machine is free is not known: its system ({sys.platform}) says it to psutil, which "
+            "is not installed. pip install psutil, or pass the budget in bytes."
+        ) from None
     memory = psutil.virtual_memory()
     return int(memory.available), int(memory.total)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -260,7 +260,11 @@ class Applied:
             ArgumentError: The plan has been removed.
         """
         if not self._placed:
-            raise errors.ArgumentError(errors.watched_after_removal(type(self.model).__name__))
+            raise errors.ArgumentError(
+                "handle.watch() watches the regions of a plan, but this plan has been removed from "
+                f"{type(self.model).__name__}.\n"
+                "  Watch before handle.remove(), or apply the plan again:  handle = apply(model, handle.plan)"
+            )
         return self._watch()
 
     @contextmanager
@@ -285,6 +289,16 @@ class Applied:
         regions = len(self.plan.all_choices)
         state = f"{regions} regions" if self._placed or not regions else "removed"
         return f"<plan applied to {type(self.model).__name__}: {state}>"
+
+
+def _no_such_module(model: str, path: str, near: Sequence[str]) -> str:
+    """Text for a path that the model does not have."""
+    hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+    return (
+        f"{model} has no module {path!r}.{hint}\n"
+        "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a plan made "
+        "for another model, or for the whole of which this is a part, has other paths."
+    )
 
 
 def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = None) -> Applied:
@@ -319,11 +333,19 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         (path for path, module in modules.items() if isinstance(module.__dict__.get("forward"), Placed)), None
     )
     if already is not None:
-        raise errors.ArgumentError(errors.applied_twice(type(model).__name__, already))
+        raise errors.ArgumentError(
+            f"{type(model).__name__} has a plan already: {already or 'the model itself'} is placed. Two plans on one "
+            "model would nest their regions.\n"
+            "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
+        )
     for path, said in plan.modules:
         found = described(modules[path]) if path in modules else "nothing"
         if found != said:
-            raise errors.ArgumentError(errors.other_model(path, said, found))
+            raise errors.ArgumentError(
+                f"the plan was made for a model with {said} at {path!r}; this model has {found} there.\n"
+                "  Make the plan anew for this model, as it is when the plan is applied:  make_plan(model, args, "
+                "budget=...)"
+            )
     by_word = _stores(plan, stores or {})
     sizes, promised = Sizes(plan), Promised(plan)
     placed: list[Placed] = []
@@ -332,7 +354,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     def find(path: str) -> nn.Module:
         if path not in modules:
             near = difflib.get_close_matches(path, modules, n=3)
-            raise errors.ArgumentError(errors.no_such_module(type(model).__name__, path, near))
+            raise errors.ArgumentError(_no_such_module(type(model).__name__, path, near))
         return modules[path]
 
     for choice in plan.all_choices:
@@ -341,7 +363,10 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             for when in sizes.of(choice):
                 key = when, id(module), name_in(path)
                 if wanted.setdefault(key, path) != path:
-                    raise errors.ArgumentError(errors.one_module_twice(path, wanted[key]))
+                    raise errors.ArgumentError(
+                        f"{path!r} and {wanted[key]!r} are one and the same module, which can be placed only once.\n"
+                        "  Leave one of the two paths out; the region is there whenever the module is called."
+                    )
             store = by_word[choice.store]
             if len(choice.paths) > 1:
                 region = Member(module, path, choice, store, chain)
@@ -380,17 +405,39 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     return Applied(model, plan, everything)
 
 
+def _store_missing(word: str) -> str:
+    """Text for a plan whose regions keep their inputs in a store that `apply` was not given."""
+    if word == "sharded":
+        write = (
+            "      from torch_recompute.distributed import ShardedOver\n"
+            '      apply(model, plan, stores={"sharded": ShardedOver(group)})\n'
+            "  where group is the process group of the tensor parallel ranks, all of which hold the same inputs."
+        )
+    else:
+        write = f"      apply(model, plan, stores={{{word!r}: store}})"
+    return f"the plan keeps inputs of regions in {word!r}, and no store of that name was given.\n  Write:\n{write}"
+
+
+def _store_unused(word: str, wanted: Sequence[str]) -> str:
+    """Text for a store that no region of the plan uses."""
+    has = f"its regions name {', '.join(map(repr, wanted))}" if wanted else "no region of it names a store"
+    return (
+        f"stores has {word!r}, which nothing in the plan uses: {has}.\n"
+        f"  Leave it out, or make the plan with it:  Choice(('layers.0',), store={word!r})"
+    )
+
+
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
     """The store for each word of the plan; None where inputs stay where they are."""
     found: dict[str, Store | None] = {"": None}
     wanted = dict.fromkeys(choice.store for choice in plan.all_choices if choice.store)
     for word, store in given.items():
         if word not in wanted:
-            raise errors.ArgumentError(errors.store_unused(word, list(wanted)))
+            raise errors.ArgumentError(_store_unused(word, list(wanted)))
         if not (hasattr(store, "put") and hasattr(store, "get")):
             raise errors.ArgumentError(errors.not_a_store(f"stores[{word!r}]", store))
     for word in wanted:
         if word not in given and word != "host":
-            raise errors.ArgumentError(errors.store_missing(word))
+            raise errors.ArgumentError(_store_missing(word))
         found[word] = given[word] if word in given else OnHost()
     return found

@@ -64,6 +64,17 @@ def read_budget(budget: object) -> Budget:
     return Budget(bytes=count)
 
 
+def _unknown_unit(budget: str, unit: str) -> str:
+    """Text for a budget in a unit that is none, or that could be two."""
+    two = (
+        f"; {unit!r} could be {unit.upper()}B or {unit.upper()}iB, which differ" if unit in ("k", "m", "g", "t") else ""
+    )
+    return (
+        f"budget={budget!r}: {unit!r} is not a unit of memory{two}.\n"
+        "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)."
+    )
+
+
 def _of_text(text: str) -> Budget:
     if text.strip().lower() == "fit":
         return Budget()
@@ -76,7 +87,7 @@ def _of_text(text: str) -> Budget:
     if unit == "" and "." in number:
         return _share(float(number), text)
     if unit and unit not in _UNITS:
-        raise errors.ArgumentError(errors.unknown_unit(text, unit))
+        raise errors.ArgumentError(_unknown_unit(text, unit))
     # A fraction of a byte is rounded down: what is promised fits.
     count = math.floor(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS.get(unit, 1)
     if count <= 0:

@@ -77,7 +77,11 @@ class Note:
             ArgumentError: It was.
         """
         if any(tensor._version != version for tensor, version in self._tensors):
-            raise errors.ArgumentError(errors.cache_in_place(path))
+            raise errors.ArgumentError(
+                f"the cache of keys and values that {path or 'the model'} was given with gradients on is written in "
+                "place, so what it held when the region ran is gone when it is run again.\n"
+                "  Pass use_cache=False, or a DynamicCache, which appends; a static cache is for torch.no_grad()."
+            )
 
     def cache(self) -> Any:
         """A cache as it was then, to be written to."""

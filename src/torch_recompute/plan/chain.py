@@ -44,12 +44,24 @@ class Chain:
         asked = (getattr(module, "_get_fsdp_state", None) for module in self.modules)
         states: list[Any] = [ask() for ask in asked if ask is not None]
         if any(state is not states[0] for state in states):
-            raise errors.ArgumentError(errors.sharded_apart(len(self.modules)))
+            raise errors.ArgumentError(
+                f"the plan recomputes {len(self.modules)} layers together, but each of them was sharded on its own: in "
+                "backward the earlier ones are replayed while only the last one's parameters are gathered.\n"
+                "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
+                "  or recompute them one by one:  recompute_num_layers=1"
+            )
         model = None if self._model is None else self._model()
         if model is not None:
             around = [_wrapper_around(model, module) for module in self.modules]
             if any(wrapper is not around[0] for wrapper in around):
-                raise errors.ArgumentError(errors.wrapped_apart(len(self.modules)))
+                raise errors.ArgumentError(
+                    f"the plan recomputes {len(self.modules)} layers together, but FullyShardedDataParallel was put "
+                    "around each of them alone: in backward the earlier ones are replayed while only the last one's "
+                    "parameters are sure to be there.\n"
+                    "  Wrap a module that holds all of them, or keep parameters after forward "
+                    "(ShardingStrategy.SHARD_GRAD_OP),\n"
+                    "  or recompute them one by one:  recompute_num_layers=1"
+                )
             self._model = None  # a wrapper is found by looking for it, and stays: once is enough
 
     @property

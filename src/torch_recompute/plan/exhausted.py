@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from .. import _exhausted, errors
 from .._compat.fakes import FakeTensor
-from ..errors import exhaustion
 from ..memory import measurement
 from ..memory.ledger import storages
 from .plan import Plan
 from .planned import solve
+
+_MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"
 
 RESERVE = 0.05  # of the device: what `budget="fit"` leaves as well, for workspaces and fragments
 
@@ -46,7 +48,11 @@ def look(region: str, text: str) -> str:
     lines = [_alive(model, device)]
     if device is not None:
         held, total = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1]
-        lines.append(exhaustion.allocator_holds(str(device), torch.cuda.memory_allocated(device), held, total))
+        allocated = torch.cuda.memory_allocated(device)
+        lines.append(
+            f"On {device!s} {errors.size(allocated)} were allocated, {errors.size(held)} reserved by the allocator, of "
+            f"{errors.size(total)}: {errors.size(max(0, held - allocated))} lay unused between them."
+        )
     lines += _advice(plan, None if device is None else _capacity(device), asked_for(text))
     return "\n".join(lines)
 
@@ -82,45 +88,108 @@ def _capacity(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - round(RESERVE * total)
 
 
+def _alive_by_category(device: str, categories: Mapping[str, int]) -> str:
+    """Line for what a running measurement had counted."""
+    parts = ", ".join(f"{name} {errors.size(count)}" for name, count in categories.items() if count)
+    return f"Alive then on {device}, {errors.size(sum(categories.values()))}: {parts or 'nothing that was counted'}."
+
+
+def _alive_of_model(model: str, parameters: int, gradients: int, allocated: int | None) -> str:
+    """Line for what can be seen without a measurement."""
+    known = (
+        f"Alive then: parameters and buffers {errors.size(parameters)}, gradients {errors.size(gradients)} of {model}"
+    )
+    if allocated is None:
+        return f"{known}; the rest was not counted: {_MEASURE}."
+    rest = max(0, allocated - parameters - gradients)
+    return f"{known}; optimizer state and activations {errors.size(rest)} together: {_MEASURE}."
+
+
+def _alive_unknown(allocated: int | None) -> str:
+    """Line where there is neither a measurement nor a plan in a model."""
+    seen = "" if allocated is None else f" {errors.size(allocated)},"
+    return f"Alive then:{seen} not counted by category: {_MEASURE}."
+
+
 def _alive(model: nn.Module | None, device: torch.device | None) -> str:
     running = measurement.running()
     if running is not None:
         reading = running.on(device)
-        return exhaustion.alive_by_category(str(reading.device), reading.live_by_category)
+        return _alive_by_category(str(reading.device), reading.live_by_category)
     allocated = None if device is None else torch.cuda.memory_allocated(device)
     if model is None:
-        return exhaustion.alive_unknown(allocated)
+        return _alive_unknown(allocated)
     held = _bytes([*model.parameters(), *model.buffers()])
     gradients = _bytes([parameter.grad for parameter in model.parameters()])
-    return exhaustion.alive_of_model(type(model).__name__, held, gradients, allocated)
+    return _alive_of_model(type(model).__name__, held, gradients, allocated)
 
 
 def _bytes(tensors: list[torch.Tensor | None]) -> int:
     return sum({id(storage): int(storage.nbytes()) for _, storage in storages(tensors)}.values())
 
 
+def _broken_promise(predicted: int, capacity: int | None) -> str:
+    """Line for a plan that was to fit."""
+    where = "" if capacity is None else f", and this process can have {errors.size(capacity)}"
+    return (
+        f"The plan in the model promises a peak of {errors.size(predicted)}{where}: this step is a larger one than was "
+        "planned (batch, optimizer), or the memory is in fragments; torch_recompute.doctor tells which."
+    )
+
+
+def _compact(count: int) -> str:
+    """A budget as it is written: rounded down, so that it is not more than was meant."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= 10 * unit or (count >= unit and name == "KiB"):
+            return f"{count * 100 // unit / 100:.2f}{name}"
+    return str(count)
+
+
+def _make_one(budget: int | None) -> str:
+    """Line where it is not known what a plan would do."""
+    word = "24GiB" if budget is None else _compact(budget)
+    ask = " (what the device may hold)" if budget is None else ""
+    return (
+        f'For a plan that fits, write: apply(model, make_plan(model, (batch,), budget="{word}", optimizer=...))'
+        f"{ask}, or: torch-recompute plan MODEL --budget {word}"
+    )
+
+
 def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     promise = None if plan is None else plan.prediction
     if plan is None or promise is None:
-        return [exhaustion.make_one(capacity)]
+        return [_make_one(capacity)]
     lines: list[str] = []
     target = capacity
     if capacity is None or promise.peak_bytes <= capacity:
-        lines.append(exhaustion.broken_promise(promise.peak_bytes, capacity))
+        lines.append(_broken_promise(promise.peak_bytes, capacity))
         target = promise.peak_bytes - max(asked, 1)
     if plan.profile is None:
-        return [*lines, exhaustion.make_one(target)]
+        return [*lines, _make_one(target)]
     assert target is not None
     try:
         leaner = solve(plan.profile, budget=max(1, target)).prediction
     except errors.BudgetError as error:
-        return [*lines, exhaustion.no_nearer_plan(error.smallest)]
+        return [
+            *lines,
+            (
+                f"No plan would fit: with this batch the least has a peak of {errors.size(error.smallest, up=True)}. "
+                "Write a smaller batch, or an optimizer with less state, or shard the model."
+            ),
+        ]
     except errors.ArgumentError:  # numpy, which solves, is not installed
-        return [*lines, exhaustion.make_one(target)]
+        return [*lines, _make_one(target)]
     assert leaner is not None
     more = leaner.step_seconds / promise.step_seconds - 1 if promise.step_seconds else 0.0
     freed = promise.peak_bytes - leaner.peak_bytes
-    return [*lines, exhaustion.nearest_plan(max(1, target), leaner.peak_bytes, freed, more)]
+    return [
+        *lines,
+        (
+            f"The nearest plan that fits has a peak of {errors.size(leaner.peak_bytes)}, {errors.size(freed)} less "
+            "than this one, for a step that "
+            f'takes {more:.1%} longer. Write: make_plan(..., budget="{_compact(max(1, target))}").'
+        ),
+    ]
 
 
 _exhausted.witness[:] = [look]

@@ -56,7 +56,10 @@ class Action:
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise errors.ArgumentError(errors.bad_action(text))
+            raise errors.ArgumentError(
+                f"{errors.say(text)} is no action of a pipeline's schedule.\n"
+                '  torch.distributed.pipelining writes an action as the stage, F, B, I or W, and the microbatch: "0F3".'
+            )
         return Action(int(match[1]), match[2], int(match[3]))
 
 
@@ -118,12 +121,19 @@ def _check(action: Action, ended: set[Action]) -> None:
     of = {kind: Action(action.stage, kind, action.microbatch) for kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS)}
     before = of[INPUTS] if action.kind == WEIGHTS else of[FORWARD]
     if action.kind != FORWARD and before not in ended:
-        raise errors.ArgumentError(errors.action_too_early(str(action), str(before)))
+        raise errors.ArgumentError(
+            f"the schedule does {action!s} before {before!s}, which it needs.\n"
+            "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and "
+            "then for its weights (W)."
+        )
     again = [of[action.kind], *([of[BACKWARD]] if action.kind in (INPUTS, WEIGHTS) else [])]
     again += [of[INPUTS]] if action.kind == BACKWARD else []
     for other in again:
         if other in ended:
-            raise errors.ArgumentError(errors.action_twice(str(action), str(other)))
+            raise errors.ArgumentError(
+                f"the schedule does {action!s} after {other!s}, which is the same work.\n"
+                "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W."
+            )
 
 
 def in_flight(orders: Orders) -> dict[int, int]:

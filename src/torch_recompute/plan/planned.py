@@ -65,7 +65,11 @@ def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable
         bottom = least()
         return bottom + math.floor(meant.share * (most - bottom))
     if free is None:
-        raise errors.ArgumentError(errors.nothing_to_fit_into())
+        raise errors.ArgumentError(
+            'budget="fit" means what the device has free, and a profile knows no device.\n'
+            '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as '
+            'budget="24GiB".'
+        )
     return free()
 
 

@@ -11,13 +11,21 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .. import errors
 from .._loop import Loop
 from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 from .profiles import diff, merge
 from .reading import read
 
 VERSION = 1
+
+
+def _bad_profile(why: str) -> str:
+    """Text for a profile that cannot be."""
+    return (
+        f"this is not a profile: {why}.\n"
+        "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
+        "profile.to_json() wrote."
+    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Profile:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, VERSION, _profile, errors.bad_profile)
+        return read(text, VERSION, _profile, _bad_profile)
 
     def diff(self, other: Profile) -> str:
         """What turns this profile into the other: a line for each kind of segment that differs; empty where none does.

@@ -140,7 +140,11 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
 def _same(what: str, one: object, other: object) -> None:
     if one != other:
-        raise errors.ArgumentError(errors.bad_merge(what, one, other))
+        raise errors.ArgumentError(
+            f"profiles of different steps cannot be merged: {what} is {one} in one and {other} in another.\n"
+            "  Merge those of one model and one shape of batch: several measurements, or the ranks of a group. What "
+            "two profiles differ in is shown by  print(one.diff(other))."
+        )
 
 
 def _kind(kinds: Sequence[Kind]) -> Kind:

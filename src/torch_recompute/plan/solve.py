@@ -27,6 +27,20 @@ _SOLVERS: dict[str, Solver] = {
 }
 
 
+def _over_budget(budget: int, smallest: int, where: str, fixed: int) -> str:
+    """Text for a budget that no choice fits into."""
+    exact = "" if smallest < 2**10 else f" ({smallest} bytes)"
+    return (
+        f"budget={errors.size(budget)} is too small: no choice of what to recompute needs less than "
+        f"{errors.size(smallest, up=True)}{exact}.\n"
+        f"  With that choice the peak is {where}, where {errors.size(fixed)} are not for a plan to change: parameters, "
+        "gradients, optimizer state and what lies between the planned modules.\n"
+        f'  Pass budget="{errors.size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. The choice '
+        "that "
+        "needs the least is .solution of this error, and its bytes are .smallest."
+    )
+
+
 def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
     """The choice that fits into a budget and costs the fewest seconds.
 
@@ -42,7 +56,9 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
         ArgumentError: There is no such solver, or it or numpy is not installed, or the costs cannot be.
     """
     if solver not in _SOLVERS:
-        raise errors.ArgumentError(errors.unknown_solver(solver, list(_SOLVERS)))
+        raise errors.ArgumentError(
+            f"solver={solver!r} is not a solver.\n  Write one of {', '.join(list(_SOLVERS))}; auto is the one to use."
+        )
     problems = _problems(costs)
     fitting = [problem for problem in problems if problem.needs[0] <= budget]
     if not fitting:
@@ -50,7 +66,7 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
         solution = _smallest(problem)
         peak = problem.peak(starts(solution.options))
         least = problem.needs[0]
-        raise errors.BudgetError(errors.over_budget(budget, least, peak.where, peak.fixed), least, solution)
+        raise errors.BudgetError(_over_budget(budget, least, peak.where, peak.fixed), least, solution)
     return min((_SOLVERS[solver].solve(problem, budget) for problem in fitting), key=_by_cost)
 
 
@@ -84,7 +100,9 @@ def frontier(costs: Costs, most: int = 200) -> list[Solution]:
 
 def _problems(costs: Costs) -> list[Problem]:
     if find_spec("numpy") is None:
-        raise errors.ArgumentError(errors.needs_numpy())
+        raise errors.ArgumentError(
+            "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy"
+        )
     return [Problem(one) for restricted in restrictions(costs) for one in tied(restricted)]
 
 

@@ -23,6 +23,15 @@ from .reading import read
 VERSION = 1
 
 
+def _bad_split(split: object, why: str, layers: Sequence[str]) -> str:
+    """Text for a split that does not fit a model."""
+    return (
+        f"split={split!r} does not fit: {why}.\n"
+        f"  The model's layers are {layers[0]} to {layers[-1]}, {len(layers)} of them. Write how many each stage has, "
+        'or the path of the first of each ("" for the first stage).'
+    )
+
+
 @dataclass(frozen=True)
 class Stages:
     """How a model is trained in a pipeline.
@@ -61,17 +70,17 @@ class Stages:
         for number, part in enumerate(split):
             if isinstance(part, str):
                 if number and part not in paths:
-                    raise errors.ArgumentError(errors.bad_split(split, f"{part!r} is no layer", paths))
+                    raise errors.ArgumentError(_bad_split(split, f"{part!r} is no layer", paths))
                 starts.append(paths.index(part) if number else 0)
             else:
                 starts.append(starts[-1] + int(split[number - 1]) if number else 0)
         ends = [*starts[1:], len(paths)]
         if len(split) != stages:
-            raise errors.ArgumentError(errors.bad_split(split, f"there are {stages} stages", paths))
+            raise errors.ArgumentError(_bad_split(split, f"there are {stages} stages", paths))
         if any(a >= b for a, b in zip(starts, ends, strict=True)):
-            raise errors.ArgumentError(errors.bad_split(split, "each stage needs a layer, in the model's order", paths))
+            raise errors.ArgumentError(_bad_split(split, "each stage needs a layer, in the model's order", paths))
         if isinstance(split[-1], int) and sum(cast("tuple[int, ...]", split)) != len(paths):
-            raise errors.ArgumentError(errors.bad_split(split, f"the model has {len(paths)} layers", paths))
+            raise errors.ArgumentError(_bad_split(split, f"the model has {len(paths)} layers", paths))
         return list(zip(starts, ends, strict=True))
 
 

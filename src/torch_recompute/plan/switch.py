@@ -21,7 +21,7 @@ afterwards, and nobody would look then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -68,6 +68,17 @@ class State:
             root.__dict__[FLAG] = on and bool(self.regions)
 
 
+def _plan_has_chosen(settings: Mapping[str, object]) -> str:
+    """Text for checkpointing settings that a plan leaves no room for."""
+    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return (
+        f"checkpointing was turned on with {said}, but this model has a plan, which says what is recomputed; the "
+        "setting would have no effect.\n"
+        '  Leave it out and say it in the plan ("block:3" or labels, for less than all layers), or take the plan out: '
+        "handle.remove()"
+    )
+
+
 class Enable:
     """What stands for the method that turns a library's checkpointing on."""
 
@@ -95,7 +106,7 @@ class Enable:
         if gradient_checkpointing_func is not None:
             chosen["gradient_checkpointing_func"] = gradient_checkpointing_func
         if chosen:
-            raise errors.ArgumentError(errors.plan_has_chosen(chosen))
+            raise errors.ArgumentError(_plan_has_chosen(chosen))
         self._state.turn(True)
 
 

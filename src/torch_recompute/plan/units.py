@@ -97,9 +97,14 @@ def register(role: str, match: Match) -> Callable[[], None]:
         ArgumentError: The role is unknown, or `match` is none of these.
     """
     if role not in REGISTRABLE:
-        raise errors.ArgumentError(errors.unknown_role(role, REGISTRABLE))
+        raise errors.ArgumentError(
+            f"register: {role!r} is not a role of a module.\n  Write one of {', '.join(REGISTRABLE)}."
+        )
     if not isinstance(match, str) and not callable(match):
-        raise errors.ArgumentError(errors.bad_match(match))
+        raise errors.ArgumentError(
+            f"register: {errors.say(match)} says nothing about a module.\n"
+            '  Pass a class (MyNorm), a glob over class names ("My*Norm"), or a function from a module to a bool.'
+        )
     entry = _Entry(role, match)
     _registered.insert(0, entry)
 
@@ -122,7 +127,7 @@ def find_units(model: nn.Module) -> Units:
         ArgumentError: It is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.not_made_of_modules(model))
+        raise errors.ArgumentError(f"find_units(model) needs a torch.nn.Module, but got {errors.say(model)}.")
     facts = {path: _fact(module) for path, module in model.named_modules()}
     return Finder(facts).units(type(model).__name__)
 

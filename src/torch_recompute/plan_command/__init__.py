@@ -95,6 +95,16 @@ def command(args: argparse.Namespace) -> int:
     return OK
 
 
+def _no_plan_to_write(budget: int, smallest: int, plain: int, advice: str, out: str | None) -> str:
+    """Text for a budget on a command line that no plan fits into."""
+    unwritten = f" {out} has not been written; with --budget {smallest} it is that plan." if out else ""
+    return (
+        f"{errors.too_small(budget, smallest, plain)}\n"
+        f"  Write --budget {errors.enough(smallest)} or more, or a smaller batch.{unwritten}"
+        f"{errors.more_advice(advice)}"
+    )
+
+
 def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
     """The plan for a budget; where there is none, what to write on the command line."""
     try:
@@ -103,7 +113,7 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
         least: Any = error.solution
         figures = least.prediction.budget_bytes, error.smallest, planner.profile.plain_peak_bytes
         out = None if args.out is None else str(args.out)
-        text = errors.no_plan_to_write(*figures, least.prediction.advice, out)
+        text = _no_plan_to_write(*figures, least.prediction.advice, out)
         raise errors.BudgetError(text, error.smallest, least) from None
 
 

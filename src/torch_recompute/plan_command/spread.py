@@ -44,6 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _goes_without(option: str, other: str, why: str) -> str:
+    """Text for an option that excludes another one."""
+    return f"{option} does not go with {other}: {why}. Leave one of them out."
+
+
 def layout_of(args: argparse.Namespace) -> Layout | None:
     """How a command line spreads the step; None where it does not.
 
@@ -55,15 +60,15 @@ def layout_of(args: argparse.Namespace) -> Layout | None:
         return None
     option = next((f"--{name}" for name in given), "--sequence-parallel")
     if args.frontier:
-        raise errors.ArgumentError(errors.goes_without("--frontier", option, "it is the curve of one device"))
+        raise errors.ArgumentError(_goes_without("--frontier", option, "it is the curve of one device"))
     if args.offload is not False:
-        raise errors.ArgumentError(errors.goes_without("--offload", option, "plans of ranks keep all on the device"))
+        raise errors.ArgumentError(_goes_without("--offload", option, "plans of ranks keep all on the device"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
     loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
     said = next((word for word, is_default in loop.items() if not is_default), None)
     if said is not None:
         why = "the schedule of a pipeline says what a rank holds"
-        raise errors.ArgumentError(errors.goes_without(said, option, why))
+        raise errors.ArgumentError(_goes_without(said, option, why))
     check_sizes(args)
     return Layout(**given, sequence_parallel=args.sequence_parallel, batch=args.batch)
 

@@ -120,7 +120,11 @@ def capture(
         found.kinds.append(numbers.setdefault(key, len(numbers)))
         found.chained.append(path in seen.chained and not repeated)
     if not found.paths:
-        raise errors.ArgumentError(errors.nothing_to_plan(type(model).__name__))
+        raise errors.ArgumentError(
+            f"{type(model).__name__} has no module that a plan could recompute: none that is called in a forward holds "
+            "a product.\n"
+            '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)'
+        )
     return found
 
 

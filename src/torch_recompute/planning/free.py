@@ -54,4 +54,8 @@ def _memory(device: torch.device) -> tuple[int, int]:
     if hasattr(module, "recommended_max_memory"):  # MPS, whose memory is the host's, up to a share of it
         total = module.recommended_max_memory()
         return total - module.current_allocated_memory(), total
-    raise errors.ArgumentError(errors.device_memory_unknown(device.type))
+    raise errors.ArgumentError(
+        f'budget="fit": what a device of type {device.type!r} has free is not known, since torch.{device.type} does '
+        "not say it.\n"
+        '  Pass the most bytes that the step may take, such as budget="24GiB".'
+    )

@@ -39,10 +39,16 @@ def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
     """
     if roofline is not None:
         if roofline.host is None:
-            raise errors.ArgumentError(errors.no_link(roofline.name, [*LINKS]))
+            raise errors.ArgumentError(
+                f"offload: how fast device {roofline.name!r} copies to and from host memory is not known.\n"
+                f"  Known are {', '.join([*LINKS])}, and any CUDA device of this machine, which is measured."
+            )
         return Bandwidth(roofline.host, roofline.host)
     if device.type == "cpu":
-        raise errors.ArgumentError(errors.nowhere_to_offload([*LINKS]))
+        raise errors.ArgumentError(
+            "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+            f'  To plan for a device that is not at hand, name it: device="h100" (known are {", ".join([*LINKS])}).'
+        )
     return bandwidth(device)
 
 
@@ -59,7 +65,10 @@ def limit_of(offload: object) -> int | None:
     except errors.ArgumentError:
         found = None
     if found is None:
-        raise errors.ArgumentError(errors.bad_offload(offload))
+        raise errors.ArgumentError(
+            f"offload={offload!r} says neither whether nor how much of host memory may be used.\n"
+            '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".'
+        )
     return found
 
 

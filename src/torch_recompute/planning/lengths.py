@@ -36,6 +36,16 @@ FINENESS = 64
 TRUSTED = 8  # as many peaks are enough for a parabola; where they are not, halves are tried
 
 
+def _no_sequence(given: str) -> str:
+    """Text for a call whose sequence cannot be found."""
+    return (
+        f"sizes are lengths, but the call has {given}, so it cannot be told where its sequence is: the first tensor is "
+        "expected to be tokens [batch, sequence] or embeddings [batch, sequence, width], and no other dimension of it "
+        "to be as long as the sequence.\n"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
 class Lengths:
     """One call at other lengths.
 
@@ -55,12 +65,12 @@ class Lengths:
         self._call = args, kwargs
         shape = size_of(names, args, kwargs)
         if shape is None:
-            raise errors.ArgumentError(errors.no_sequence("no tensor"))
+            raise errors.ArgumentError(_no_sequence("no tensor"))
         if len(shape) not in (2, 3) or 0 in shape:
-            raise errors.ArgumentError(errors.no_sequence(f"a first tensor of shape {shape}"))
+            raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}"))
         self.length = shape[1]
         if shape.count(self.length) > 1:
-            raise errors.ArgumentError(errors.no_sequence(f"a first tensor of shape {shape}, in which it could be two"))
+            raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}, in which it could be two"))
 
     def __call__(self, length: int) -> Call:
         """The call at another length."""

@@ -188,11 +188,23 @@ def make_plan(
 
     if stages is not None:
         if sizes:
-            raise errors.ArgumentError(errors.stages_and_sizes())
+            raise errors.ArgumentError(
+                "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
+                "  Pass as args one microbatch of the largest size."
+            )
         if offload is not False:
-            raise errors.ArgumentError(errors.stages_and_offload())
+            raise errors.ArgumentError(
+                "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the "
+                "device.\n"
+                "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
+                'Choice(..., store="host").'
+            )
         if loop != COMMON:
-            raise errors.ArgumentError(errors.stages_and_loop())
+            raise errors.ArgumentError(
+                "hold_output=, accumulate= and set_to_none= describe a loop over one model, and a pipeline's schedule "
+                "says itself what a rank holds.\n"
+                "  Leave them out with stages=; microbatches are those of the schedule."
+            )
         whole = planner(args, kwargs)
         return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
     if not isinstance(budget, (int, float, str)):
@@ -204,7 +216,11 @@ def make_plan(
 
     if isinstance(sizes, str):
         if sizes != "all":
-            raise errors.ArgumentError(errors.bad_sizes(sizes))
+            raise errors.ArgumentError(
+                f"sizes={sizes!r} is not a choice of sizes.\n"
+                '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
+                "sizes=[512, 2048]."
+            )
         return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
     if not sizes:
         return planner(args, kwargs).plan(budget, solver)

@@ -47,7 +47,11 @@ class Pipeline:
         """
         if not isinstance(stages, Stages):
             if not hasattr(stages, "pipeline_order"):
-                raise errors.ArgumentError(errors.bad_stages(stages))
+                raise errors.ArgumentError(
+                    f"stages is {errors.say(stages)}, where a pipeline is expected.\n"
+                    '  Write stages=Stages("1F1B", pipeline=4, microbatches=8), or pass a schedule of '
+                    "torch.distributed.pipelining."
+                )
             stages = Stages(stages)
         if isinstance(stages.schedule, str):
             orders = orders_named(stages.schedule, stages.pipeline, stages.microbatches, stages.chunks)

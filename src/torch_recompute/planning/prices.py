@@ -355,7 +355,10 @@ def where(device: torch.device | str | Roofline | None, model: object) -> Where:
     try:
         return Where(None, None if device is None else torch.device(device), "")  # pyright: ignore[reportArgumentType]
     except (RuntimeError, TypeError):
-        raise errors.ArgumentError(errors.unknown_device(device, [*DEVICES])) from None
+        raise errors.ArgumentError(
+            f"device={device!r} is neither a device of this machine nor one whose speeds are known.\n"
+            f"  Known are {', '.join([*DEVICES])}."
+        ) from None
 
 
 def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:

@@ -10,7 +10,7 @@ torch 2.13 the last rank begins with microbatch 1 and holds two); their orders a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,11 @@ def orders_of(schedule: Any) -> Orders:
     """
     table: Any = getattr(schedule, "pipeline_order", None)
     if not table or not isinstance(table, dict):
-        raise errors.ArgumentError(errors.not_a_schedule(schedule, NAMES))
+        raise errors.ArgumentError(
+            f"{errors.say(schedule)} is no schedule of torch.distributed.pipelining with a table of actions "
+            "(pipeline_order).\n"
+            f"  Pass such a schedule, or the name of one: {', '.join(NAMES)}."
+        )
     written = _WRITTEN.get(type(schedule).__name__)
     if written is not None:
         kinds = [str(action.computation_type.value) for action in table[0] if action is not None]
@@ -50,6 +54,16 @@ def _flat(actions: Iterable[Any]) -> Iterable[Action]:
             yield Action(int(action.stage_index), kind, int(action.microbatch_index))
 
 
+def _unknown_schedule(name: object, names: Sequence[str]) -> str:
+    """Text for the name of a schedule that is not there."""
+    return f"schedule={name!r} is not known.\n  Known are {', '.join(names)}, as in torch.distributed.pipelining."
+
+
+def _schedule_refuses(name: str, why: str) -> str:
+    """Text for numbers that a schedule does not take."""
+    return f"the schedule {name} does not take these numbers: {why.rstrip('.')}.\n  Pass others, or another schedule."
+
+
 def orders_named(name: str, pipeline: int, microbatches: int, chunks: int = 1) -> Orders:
     """What each rank does under a schedule of `torch.distributed.pipelining` that is only named.
 
@@ -65,16 +79,21 @@ def orders_named(name: str, pipeline: int, microbatches: int, chunks: int = 1) -
         ArgumentError: There is no such schedule, or it does not take these numbers.
     """
     if any(type(n) is not int or n < 1 for n in (pipeline, microbatches, chunks)):
-        raise errors.ArgumentError(errors.bad_pipeline(pipeline, microbatches, chunks))
+        raise errors.ArgumentError(
+            f"pipeline={pipeline!r}, microbatches={microbatches!r}, chunks={chunks!r}, where whole numbers are "
+            "expected, 1 or more.\n"
+            "  pipeline is the number of ranks, microbatches those of one step, chunks the number of stages on each "
+            "rank."
+        )
     full = next((known for known in NAMES if known.lower() == str(name).lower().removeprefix("schedule")), None)
     if full is None:
-        raise errors.ArgumentError(errors.unknown_schedule(name, NAMES))
+        raise errors.ArgumentError(_unknown_schedule(name, NAMES))
     if full in ("GPipe", "1F1B"):
         if chunks != 1:
-            raise errors.ArgumentError(errors.schedule_refuses(full, f"it has one stage per rank, not {chunks}"))
+            raise errors.ArgumentError(_schedule_refuses(full, f"it has one stage per rank, not {chunks}"))
         if full == "1F1B" and microbatches < pipeline:
             why = f"it needs as many microbatches as ranks, and {microbatches} are fewer than {pipeline}"
-            raise errors.ArgumentError(errors.schedule_refuses(full, why))
+            raise errors.ArgumentError(_schedule_refuses(full, why))
         return _WRITTEN[f"Schedule{full}"](pipeline, microbatches)
     return orders_of(_built(full, pipeline, microbatches, chunks))
 
@@ -97,10 +116,8 @@ def _built(name: str, pipeline: int, microbatches: int, chunks: int) -> Any:
     ]
     make: Any = getattr(schedules, f"Schedule{name}", None)
     if make is None:
-        raise errors.ArgumentError(
-            errors.unknown_schedule(name, [n for n in NAMES if hasattr(schedules, f"Schedule{n}")])
-        )
+        raise errors.ArgumentError(_unknown_schedule(name, [n for n in NAMES if hasattr(schedules, f"Schedule{n}")]))
     try:
         return make(stages, microbatches)
     except (ValueError, AssertionError) as error:
-        raise errors.ArgumentError(errors.schedule_refuses(name, str(error))) from None
+        raise errors.ArgumentError(_schedule_refuses(name, str(error))) from None

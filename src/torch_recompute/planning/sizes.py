@@ -55,11 +55,20 @@ def calls_of(
     if any(type(length) is int for length in examples):
         wrong = next((length for length in examples if type(length) is not int or length < 1), None)
         if wrong is not None:
-            raise errors.ArgumentError(errors.bad_length(wrong))
+            raise errors.ArgumentError(
+                f"sizes holds lengths of sequences and {errors.say(wrong)}; lengths are whole numbers above 0, and are "
+                "not mixed with examples of calls.\n"
+                "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
+                "                           make_plan(model, budget=..., sizes=[(short,), (long,)])"
+            )
         lengths = Lengths(parameters(model), args, kwargs)
         return [lengths(length) for length in examples if isinstance(length, int)]
     if args:
-        raise errors.ArgumentError(errors.args_and_sizes(len(args)))
+        raise errors.ArgumentError(
+            f"make_plan was given {len(args)} positional arguments of the model and sizes, which are examples of whole "
+            "calls.\n"
+            "  Write one or the other:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+        )
     calls: list[Call] = []
     for example in examples:
         if isinstance(example, tuple):
@@ -67,7 +76,12 @@ def calls_of(
         elif isinstance(example, dict):
             calls.append(((), kwargs | example))
         else:
-            raise errors.ArgumentError(errors.bad_example(example))
+            raise errors.ArgumentError(
+                f"sizes holds {errors.say(example)}, where an example of a call is expected.\n"
+                "  Write a tuple of positional arguments or a dictionary of keyword arguments for each size, with "
+                "tensors of that size:\n"
+                "      sizes=[(batch[:, :length],) for length in (512, 2048, 8192)]"
+            )
     return calls
 
 
@@ -96,7 +110,7 @@ def plan_sizes(
         try:
             plan = planner(*call).plan(budget, solver)
         except errors.BudgetError as error:
-            text = errors.size_does_not_fit(shape_in_words(shape), str(error))
+            text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
         assert plan.prediction is not None
         budget = plan.prediction.budget_bytes

@@ -145,7 +145,7 @@ class _Rank:
             least = self._least()
             text = errors.no_plan_fits(wanted, least.peak.bytes, self.plain.peak.bytes, "")
             plans = self._plans(least, wanted, "the smallest peak")
-            raise errors.BudgetError(errors.rank_does_not_fit(self._number, text), least.peak.bytes, plans)
+            raise errors.BudgetError(f"rank {self._number} of the pipeline: {text}", least.peak.bytes, plans)
         return self._plans(found, wanted, solver)
 
     def _fitting(self, wanted: int, solver: str) -> _Tried | None:
@@ -329,12 +329,21 @@ def plan_stages(
         optimizer: From a list of parameters to an optimizer, or None.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        raise errors.ArgumentError(errors.optimizer_of_a_whole(optimizer))
+        raise errors.ArgumentError(
+            f"optimizer is a {type(optimizer).__name__} of the whole model, but each rank of a pipeline has one of its "
+            "stages' parameters.\n"
+            "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an "
+            "optimizer."
+        )
     profile = planner.profile
     paths = [segment.path for segment in profile.costs.segments]
     again = next((path for path, times in Counter(paths).items() if times > 1), None)
     if again is not None:
-        raise errors.ArgumentError(errors.called_again_in_stages(again, paths.count(again)))
+        raise errors.ArgumentError(
+            f"{again} is called {paths.count(again)} times in one forward, and a pipeline cannot be cut between calls "
+            "of one module: its parameters would lie on several stages.\n"
+            "  Plan the model without stages=, or give each stage a module of its own."
+        )
     pipeline = Pipeline.of(stages, paths)
     budgets = _budgets(budget, len(pipeline.orders))
     pieces = cut(paths, pipeline.bounds)
@@ -353,9 +362,15 @@ def _budgets(budget: Budget | Sequence[Budget], ranks: int) -> list[Budget]:
     every: Iterable[Budget] = budget if isinstance(budget, (list, tuple)) else [budget] * ranks  # type: ignore[assignment]
     budgets = list(every)
     if len(budgets) != ranks:
-        raise errors.ArgumentError(errors.budgets_per_rank(len(budgets), ranks))
+        raise errors.ArgumentError(
+            f"budget holds {len(budgets)} budgets, and the pipeline has {ranks} ranks.\n"
+            "  Pass one for all, or a list with one per rank."
+        )
     for one in budgets:
         meant = read_budget(one)
         if meant.bytes is None and meant.share is None:
-            raise errors.ArgumentError(errors.fit_of_ranks())
+            raise errors.ArgumentError(
+                'budget="fit" means what a device has free now, which each rank of a pipeline knows only of its own.\n'
+                '  Pass bytes, such as budget="70GiB", or a list with one budget per rank.'
+            )
     return budgets

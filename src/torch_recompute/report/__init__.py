@@ -44,6 +44,11 @@ __all__ = ["add_command", "command", "report"]
 SCHEMA_VERSION = 1
 
 
+def _too_few_points(points: int) -> str:
+    """Text for a curve of too few points."""
+    return f"--points is {points}; expected 0, for no curve, or at least 2. Write for example --points 10."
+
+
 def report(
     plan: Plan,
     model: nn.Module,
@@ -81,7 +86,7 @@ def report(
         ArgumentError: The plan does not fit the model, or see `simulate` and `make_plan`.
     """
     if points < 0 or points == 1:
-        raise errors.ArgumentError(errors.too_few_points(points))
+        raise errors.ArgumentError(_too_few_points(points))
     step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "loop": plan.loop}
     others = compared(plan, model, args, kwargs, points=points, **step)
     return render(_document(collect(plan, others, Clock(model, args, kwargs, **step), title=title)))
@@ -117,7 +122,7 @@ def command(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None:
             check_folder(f"--{option}", getattr(args, option))
     if args.points < 0 or args.points == 1:
-        raise errors.ArgumentError(errors.too_few_points(args.points))
+        raise errors.ArgumentError(_too_few_points(args.points))
     plan, words = _read(args.plan)
     step = _step(args, words)
     with face.at_work(f"building {step.model}"):
@@ -157,15 +162,27 @@ def _read(path: Path) -> tuple[Plan, dict[str, Any]]:
     return plan, cast("dict[str, Any]", words) if isinstance(words, dict) else {}
 
 
+def _bad_step_in_plan(path: str, word: str) -> str:
+    """Text for a plan whose file says of its step what is no word for one."""
+    return (
+        f"{path} says {word} of its step, which no command line of torch-recompute plan says. Make the plan again, or "
+        "add --model MODEL: then the command line alone says which step is meant."
+    )
+
+
 def _step(args: argparse.Namespace, words: dict[str, Any]) -> argparse.Namespace:
     """The command line that says which step is meant: the file's, in which this one's words come first."""
     given = words_of(args)
     if "model" not in given:
         if "model" not in words:
-            raise errors.ArgumentError(errors.no_step_in_plan(str(args.plan)))
+            raise errors.ArgumentError(
+                f"{args.plan!s} holds a plan and does not say for which model and batch; a file that torch-recompute "
+                "plan --out wrote does. Add --model MODEL, and what else torch-recompute plan takes to describe a "
+                "step."
+            )
         for name, word in words.items():
             if not _is_a_word(name, word):
-                raise errors.ArgumentError(errors.bad_step_in_plan(str(args.plan), f"{name}={word!r}"))
+                raise errors.ArgumentError(_bad_step_in_plan(str(args.plan), f"{name}={word!r}"))
         given = {**words, **given}
     loop = {"hold_output": True, "accumulate": 1, "set_to_none": True}  # of the plan, where it says
     return argparse.Namespace(**{**dict.fromkeys(NAMES), **given}, offload=False, **loop)

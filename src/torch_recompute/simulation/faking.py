@@ -70,11 +70,19 @@ class Faker:
 
     def _make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if is_sharded(tensor):
-            raise errors.ArgumentError(errors.sharded_model(name))
+            raise errors.ArgumentError(
+                f"simulate: {name or 'a tensor'} is a DTensor: the model is sharded (fully_shard, tensor parallelism), "
+                "and its collectives cannot be simulated on one process.\n"
+                "  Simulate the model as it was before sharding."
+            )
         if is_wrapper(tensor):
             made = fake_like(self._fakes, tensor)
         elif tensor.layout is not torch.strided or not _simple(tensor):
-            raise errors.ArgumentError(errors.cannot_fake(name, tensor))
+            raise errors.ArgumentError(
+                f"simulate: {name or 'a tensor'} is {errors.say(tensor)}, of which no fake copy can be made: its class "
+                "or layout says nothing of where its memory lies.\n"
+                "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation)."
+            )
         else:
             made = self._plain(tensor, name)
             if isinstance(tensor, nn.Parameter):

@@ -113,8 +113,23 @@ class _Leaving(TorchFunctionMode):
             values = self._stand_in(args[0], f"Tensor.{func.__name__}")
             args = (values.requires_grad_(args[0].requires_grad), *args[1:])
         elif func is torch.Tensor.data_ptr and type(args[0]) is FakeTensor:
-            raise errors.RecomputeError(errors.no_address(self._where(), args[0].shape))
+            raise errors.RecomputeError(
+                f"simulate: {self._where() or 'the model'} asks for the address of a tensor of shape "
+                f"{tuple(args[0].shape)}, and simulated tensors have no memory.\n"
+                "  Make the call that needs it an operation of its own, by torch.library.custom_op and register_fake."
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _cannot_simulate(op: str, where: str, error: Exception) -> str:
+    """Text for an operation that cannot be run on tensors without values."""
+    return (
+        f"simulate: {op} in {where or 'the model'} cannot be run on tensors without values: it depends on them, is of "
+        "a layout without strides (sparse), or is an operation of a library that says nothing of its shapes "
+        f"({type(error).__name__}).\n"
+        "  Use RecomputeConfig, which simulates nothing, or measure() a real step; for an operation of your own, write "
+        "torch.library.register_fake."
+    )
 
 
 class Pretend(TorchDispatchMode):
@@ -248,7 +263,7 @@ class Pretend(TorchDispatchMode):
         try:
             return self._kernels.run(func, args, kwargs)
         except NOT_FAKED as error:
-            raise errors.RecomputeError(errors.cannot_simulate(str(func), self._where(), error)) from error
+            raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
 
     def _with_reserve(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The results of a recurrent layer, with what its kernel keeps for backward, which fakes have none of."""
@@ -278,7 +293,7 @@ class Pretend(TorchDispatchMode):
         except RuntimeError as error:
             if given is args and named is kwargs:
                 raise
-            raise errors.RecomputeError(errors.cannot_simulate(str(func), self._where(), error)) from error
+            raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
 
     def _by_index(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Indices instead of a mask, whose number of entries a fake operation could not know."""
@@ -323,7 +338,11 @@ class Pretend(TorchDispatchMode):
 
     def _stand_in(self, fake: torch.Tensor, what: str) -> torch.Tensor:
         if fake.numel() > INTEGERS:
-            raise errors.RecomputeError(errors.too_large_to_read(what, self._where(), fake.shape))
+            raise errors.RecomputeError(
+                f"simulate: {self._where() or 'the model'} reads the values of a tensor of shape {tuple(fake.shape)} "
+                f"({what}), and simulated tensors have none.\n"
+                "  Simulate a smaller batch, or pass arguments of integers and masks as real tensors, not on meta."
+            )
         with without_modes():
             if fake.dtype is torch.bool:
                 self._note(what, "finds every other one true")

@@ -91,7 +91,46 @@ def simulate_step(
         for parameter, grad in before:
             parameter.grad = grad
         if touched:
-            raise errors.RecomputeError(errors.original_reached(type(model).__name__))
+            raise errors.RecomputeError(
+                f"simulate: the copy of {type(model).__name__} used parameters of the original, through a closure or a "
+                "bound method that copy.deepcopy does not follow, so its figures mean nothing. The gradients of the "
+                "original have been put back.\n"
+                "  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is "
+                "independent."
+            )
+
+
+def _loss_for(output: object) -> str:
+    """The line to write for an output of some kind."""
+    logits = "F.cross_entropy({0}.flatten(0, -2), labels.flatten())"
+    shape = getattr(output, "shape", None)
+    if shape is not None:
+        return "loss=lambda out: " + (logits.format("out") if len(shape) > 1 else "F.mse_loss(out, target)")
+    if getattr(output, "logits", None) is not None:
+        return f"loss=lambda out: {logits.format('out.logits')}, or pass labels to the model"
+    if getattr(output, "last_hidden_state", None) is not None:
+        return "loss=lambda out: loss_fn(head(out.last_hidden_state), labels)"
+    if isinstance(output, dict):
+        names = [str(name) for name in output]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return f"loss=lambda out: loss_fn(out[{names[0] if names else ''!r}], labels)"
+    if isinstance(output, (tuple, list)):
+        return "loss=lambda out: loss_fn(out[0], labels)"
+    return "loss=lambda out: loss_fn(out, labels)"
+
+
+def _no_loss(output: object, scalars: int) -> str:
+    """Text for an output of which it cannot be told what is trained.
+
+    Args:
+        output: What the model returned.
+        scalars: How many scalars in it require grad.
+    """
+    several = "no scalar that requires grad" if not scalars else f"{scalars} scalars that require grad"
+    return (
+        f"the model returned {errors.say(output)}, and which loss it is trained with cannot be told: it has no `.loss` "
+        f"and {several}. The peak depends on it: a loss over logits keeps several tensors of their size.\n"
+        f"  Say how the loss is computed, where the plan or the figures are asked for:  {_loss_for(output)}"
+    )
 
 
 def loss_in(output: Any) -> tuple[torch.Tensor, str]:
@@ -110,7 +149,7 @@ def loss_in(output: Any) -> tuple[torch.Tensor, str]:
     leaves = _compat.tree_leaves(output)
     scalars = [(number, x) for number, x in enumerate(leaves) if isinstance(x, torch.Tensor) and _is_scalar(x)]
     if len(scalars) != 1:
-        raise errors.ArgumentError(errors.no_loss(output, len(scalars)))
+        raise errors.ArgumentError(_no_loss(output, len(scalars)))
     ((number, scalar),) = scalars
     return scalar, f"the one scalar in the output, tensor {number} of {len(leaves)}"
 
@@ -151,7 +190,11 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
         return torch.device(_compat.accelerator() or "cpu")
     device = torch.device(device)
     if device.type not in ("cpu", _compat.accelerator()):
-        raise errors.ArgumentError(errors.no_such_device(str(device)))
+        raise errors.ArgumentError(
+            f"simulate(device={str(device)!r}): this build of PyTorch, on this machine, has no such device, and which "
+            "kernels would run there cannot be asked.\n"
+            "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one."
+        )
     return device
 
 
@@ -187,7 +230,11 @@ class _Step:
             with self._pretend:
                 self._optimizer = optimizer(list(self._model.parameters()))
             if not isinstance(self._optimizer, torch.optim.Optimizer):
-                raise errors.ArgumentError(errors.not_an_optimizer(optimizer, self._optimizer))
+                raise errors.ArgumentError(
+                    "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list "
+                    f"of parameters to one, but {errors.say(optimizer)} returned {errors.say(self._optimizer)}\n"
+                    "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
+                )
         if self._optimizer is not None and (self._device.type == "cuda" or self._pretend.capability is not None):
             _as_on_cuda(self._optimizer)
         if prepare is not None:
@@ -327,7 +374,10 @@ class _Left(NamedTuple):
 def _check(value: object) -> None:
     """Refuses what backward cannot start from."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-        raise errors.ArgumentError(errors.not_a_loss(value))
+        raise errors.ArgumentError(
+            f"the loss must be a tensor with one element that requires grad, but is {errors.say(value)}\n"
+            "  Say how it is computed:  loss=lambda out: F.cross_entropy(out.logits.flatten(0, -2), labels.flatten())"
+        )
 
 
 def _called(loss: Any) -> str:

@@ -76,17 +76,25 @@ def bandwidth(device: torch.device | str | None = None) -> Bandwidth:
         return _known[name]
 
 
+def _not_a_device(device: object) -> str:
+    """Text for a device whose copies cannot be timed."""
+    return (
+        f"bandwidth({device!r}): expected a CUDA device of this machine, or 'cpu'.\n"
+        "  Write bandwidth() for the machine's accelerator, or for the CPU where there is none."
+    )
+
+
 def _device(device: Any) -> tuple[torch.device, str]:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError):
-        raise errors.ArgumentError(errors.not_a_device(device)) from None
+        raise errors.ArgumentError(_not_a_device(device)) from None
     if target.type == "cpu":
         return target, f"cpu: {platform.processor() or platform.machine()}"
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():
-        raise errors.ArgumentError(errors.not_a_device(device))
+        raise errors.ArgumentError(_not_a_device(device))
     return target, torch.cuda.get_device_name(target)
 
 

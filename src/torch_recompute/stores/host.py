@@ -96,6 +96,11 @@ def _say_once() -> None:
         )
 
 
+def _bad_host_option(option: str, value: object, expected: str) -> str:
+    """Text for an option of `OnHost`."""
+    return f"OnHost({option}={value!r}): {option} must be {expected}."
+
+
 class OnHost:
     """Keeps tensors in pinned host memory.
 
@@ -134,9 +139,9 @@ class OnHost:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 expected = "a number of regions, 0 or more" if option == "ahead" else "a number of bytes, 0 or more"
-                raise errors.ArgumentError(errors.bad_host_option(option, value, expected))
+                raise errors.ArgumentError(_bad_host_option(option, value, expected))
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-            raise errors.ArgumentError(errors.bad_host_option("fraction", fraction, "a number from 0 to 1"))
+            raise errors.ArgumentError(_bad_host_option("fraction", fraction, "a number from 0 to 1"))
         self.smallest = smallest
         self.at_most = at_most
         self.fraction = fraction
@@ -164,7 +169,12 @@ class OnHost:
     def put(self, tensor: torch.Tensor) -> Any:
         """Sends the tensor on its way, or keeps it."""
         if capturing():
-            raise errors.StoreError(errors.host_in_graph())
+            raise errors.StoreError(
+                "OnHost was given a tensor while a CUDA graph is captured. What is copied in one graph could not be "
+                "waited for in another, and pinned memory would be the same at every launch.\n"
+                "  Keep the tensors of captured regions on the device: leave out inputs=OnHost() and store=OnHost() "
+                "there, or capture only parts of the model that hold no such region."
+            )
         with torch.no_grad():
             return self._put(tensor.detach())
 
@@ -231,7 +241,12 @@ class OnHost:
                 return handle.parcel.view(flat, handle.size, handle.piece)
         if type(handle) is _Here:
             if handle.tensor._version != handle.version:
-                raise errors.ChangedError(errors.changed_on_device(handle.version, handle.tensor._version))
+                raise errors.ChangedError(
+                    "a tensor that OnHost left on the device has been changed in place since (version "
+                    f"{handle.version} then, {handle.tensor._version} now). It was left there because of smallest=, "
+                    "at_most= or fraction=.\n"
+                    "  Write x = x + y instead of x += y, or give the region a copy: region(x.clone())."
+                )
             return handle.tensor
         if type(handle) is _Copy:
             return handle.host if handle.device.type == "cpu" else handle.host.to(handle.device)

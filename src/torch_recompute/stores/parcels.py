@@ -178,7 +178,13 @@ class Parcel:
         """The memory, on the device."""
         now = self._spoiled if self._source is None else self._source._version
         if now is not None and now != self._expected:
-            raise errors.ChangedError(errors.changed_on_its_way(self._expected, now))
+            raise errors.ChangedError(
+                "a tensor that OnHost was given has been changed in place while it was being copied to the host "
+                f"(version {self._expected} then, {now} now), so neither its old nor its new values are known to be "
+                "there.\n"
+                "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of "
+                "x += y, or give the region a copy: region(x.clone())."
+            )
         if self._source is not None:
             return self._source
         if self._coming is None:

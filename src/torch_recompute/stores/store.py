@@ -68,6 +68,18 @@ class Hooks:
         return self._unpack(handle)
 
 
+def _store_returned(region: str, store: object, meta: tuple[Any, ...], got: object) -> str:
+    """Text for a store that returned something else."""
+    shape, dtype, device = meta
+    tensor = "" if not hasattr(got, "shape") else f" {tuple(getattr(got, 'shape'))} {getattr(got, 'dtype', '')}"  # noqa: B009
+    where = f" on {getattr(got, 'device')}" if hasattr(got, "device") else ""  # noqa: B009
+    return (
+        f"the store {errors.kind(store)} of {region} was given a tensor {tuple(shape)} {dtype} on {device} and "
+        f"returned {errors.kind(got)}{tensor}{where}.\n"
+        "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values."
+    )
+
+
 class Kept:
     """One tensor in a store, checked when it comes back."""
 
@@ -88,5 +100,5 @@ class Kept:
         """
         tensor: Any = self._store.get(self._handle)
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
-            raise errors.StoreError(errors.store_returned(self._region, self._store, self._meta, tensor))
+            raise errors.StoreError(_store_returned(self._region, self._store, self._meta, tensor))
         return tensor.detach().requires_grad_() if self._grad else tensor.detach()

@@ -13,6 +13,16 @@ from ..plan import Plan
 from ..verifying import Verification, compare_calls, verify
 
 
+def _same_as_what(both: bool) -> str:
+    """Text for gradients that are to be the same as those of nothing, or of two things."""
+    given = "both plan= and plain=" if both else "neither plan= nor plain="
+    return (
+        f"assert_same_gradients needs to know what to compare with, but got {given}.\n"
+        "  Write assert_same_gradients(model, (x,), plan=plan) for a plan, or "
+        "assert_same_gradients(with_regions, (x,), plain=without) for regions in the code."
+    )
+
+
 def assert_same_gradients(
     model: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -48,7 +58,7 @@ def assert_same_gradients(
     """
     __tracebackhide__ = True
     if (plan is None) == (plain is None):
-        raise errors.ArgumentError(errors.same_as_what(plan is not None))
+        raise errors.ArgumentError(_same_as_what(plan is not None))
     if plain is not None:
         found = compare_calls(model, plain, args, kwargs, loss=loss)
     else:

@@ -11,6 +11,14 @@ from ..plan.budget import read_budget
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
+def _not_one_limit(args: object, kwargs: object) -> str:
+    """Text for a marker that says no number of bytes."""
+    return (
+        f"@pytest.mark.peak_below takes one number of bytes, but got {args!r}{f' and {kwargs!r}' if kwargs else ''}.\n"
+        '  Write @pytest.mark.peak_below("200MiB"), with KB, MB, GB or KiB, MiB, GiB; or an int, which is bytes.'
+    )
+
+
 def read_limit(*args: object, **kwargs: object) -> int:
     """The bytes that a marker's arguments mean.
 
@@ -22,10 +30,10 @@ def read_limit(*args: object, **kwargs: object) -> int:
         ArgumentError: There is none, or more, or it is no number of bytes: a share of something, or "fit".
     """
     if len(args) != 1 or kwargs:
-        raise errors.ArgumentError(errors.not_one_limit(args, kwargs))
+        raise errors.ArgumentError(_not_one_limit(args, kwargs))
     found = read_budget(args[0]).bytes
     if found is None:
-        raise errors.ArgumentError(errors.not_one_limit(args, kwargs))
+        raise errors.ArgumentError(_not_one_limit(args, kwargs))
     return found
 
 

@@ -18,6 +18,15 @@ from ..simulation.step import any_loss
 from ..verifying import Verification
 
 
+def _does_not_run(model: str, error: BaseException) -> str:
+    """Text for a model whose step raises by itself."""
+    first = (str(error) or "no message").splitlines()[0]
+    return (
+        f"a step of {model} raises {type(error).__name__}: {first}. That is without a plan. Mend it, or write a "
+        "function pkg.module:name that returns (model, batch) and runs."
+    )
+
+
 @dataclass(frozen=True)
 class Task:
     """A step to verify.
@@ -53,7 +62,10 @@ class Task:
         elif args.device is not None:
             raise errors.ArgumentError(errors.made_by_a_function("--device", args.model))
         elif any(parameter.is_meta for parameter in model.parameters()):
-            raise errors.ArgumentError(errors.nothing_to_run(args.model))
+            raise errors.ArgumentError(
+                f"{args.model} makes a model on the meta device, which has no weights to run with. Have it make the "
+                "model on a device that is here."
+            )
         return Task(args.model, model, *((batch, {}) if isinstance(batch, tuple) else ((), batch or {})))
 
     def verified(self, plan: Plan, verify: Callable[..., Verification]) -> Verification:
@@ -67,7 +79,13 @@ class Task:
         except errors.RecomputeError:
             raise
         except Exception as error:
-            raise errors.ArgumentError(errors.does_not_run(self.word, error)) from error
+            raise errors.ArgumentError(_does_not_run(self.word, error)) from error
+
+
+def _no_device_to_run(word: str, cuda: bool) -> str:
+    """Text for a device that is none, or is not here."""
+    here = "" if cuda else "; torch sees no CUDA device here"
+    return f"--device is {word}; expected cpu, cuda or cuda:N{here}. Leave it out for what is here."
 
 
 def _device(word: str | None) -> str:
@@ -78,7 +96,7 @@ def _device(word: str | None) -> str:
     except RuntimeError:
         found = torch.device("meta")
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
-        raise errors.ArgumentError(errors.no_device_to_run(word, torch.cuda.is_available()))
+        raise errors.ArgumentError(_no_device_to_run(word, torch.cuda.is_available()))
     return word
 
 
@@ -90,5 +108,10 @@ def _check_size(word: str, model: nn.Module, batch: Any, device: str) -> None:
     if needed <= free:
         needed, at_least = simulate(model, (), batch, loss=any_loss, device=device).peak_bytes + weights, False
     if needed > free:
-        text = errors.too_large_to_run(word, device, needed, free, at_least)
+        text = (
+            f"{word} is too large to run here: weights, two sets of gradients and a step without a plan need "
+            f"{'at least ' * at_least}{errors.size(needed, up=True)}, and {device} has {errors.size(free)} free. Write "
+            "a smaller --batch or --sequence, or a config.json with fewer layers: layers that are alike need to be "
+            "verified once."
+        )
         raise errors.BudgetError(text, needed, None)

@@ -93,7 +93,9 @@ def command(args: argparse.Namespace) -> int:
     config.check()
     capacity.check(config.capacity, config.workload.device)
     if config.workload.device == "cuda" and not torch.cuda.is_available():
-        raise errors.ArgumentError(errors.no_device_here("cuda", torch.__version__))
+        raise errors.ArgumentError(
+            f"--device is cuda, but torch {torch.__version__} sees no such device here. Write --device cpu"
+        )
     if args.save_golden is not None:
         check_folder("--save-golden", args.save_golden)
     face = Face.of(args)
@@ -132,7 +134,10 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
         given = [option for option, value in (("--budget", args.budget), ("--plan", args.plan)) if value is not None]
         given += [f"--{name}" for name in fields]
         if given:
-            raise errors.ArgumentError(errors.in_the_sweep(given[0]))
+            raise errors.ArgumentError(
+                f"{given[0]} says what is recomputed, and so does the file of --sweep. Make it an experiment in the "
+                "file, or leave --sweep out."
+            )
         found = sweep.read(args.sweep)
         options.update(found.options)
         settings += found.settings
@@ -149,7 +154,10 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
 
 def _config(options: dict[str, Any], settings: tuple[Setting, ...]) -> Config:
     if options.get("model") is None:
-        raise errors.ArgumentError(errors.no_model_to_run())
+        raise errors.ArgumentError(
+            "bench run needs a MODEL: on the command line, or as model: in the file of --sweep. Write for example "
+            "torch-recompute bench run gpt-tiny"
+        )
     options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
     if options.get("capacity") is not None:
         options["capacity"] = capacity_of(options["capacity"])

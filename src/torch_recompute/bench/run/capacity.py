@@ -40,7 +40,10 @@ def check(capacity: int | None, device: str) -> None:
         ArgumentError: On a CPU the system does not limit this.
     """
     if capacity is not None and device == "cpu" and (sys.platform != "linux" or status("VmData") is None):
-        raise errors.ArgumentError(errors.no_capacity_here(sys.platform))
+        raise errors.ArgumentError(
+            f"--capacity limits a process's memory on a CPU by Linux's RLIMIT_DATA, and this system is {sys.platform}. "
+            "Leave it out, or write --device cuda, where the allocator keeps to it."
+        )
 
 
 def limit(capacity: int, device: torch.device, held: int) -> None:

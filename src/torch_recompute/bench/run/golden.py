@@ -8,7 +8,7 @@ compared with the control's, as the published harness compares everything with o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,23 @@ class Figure:
     name: str
     step_seconds: float
     tflops: float | None
+
+
+def _golden_of_another(path: str, what: str, theirs: object, ours: object) -> str:
+    """Text for golden figures that say nothing of this run."""
+    return (
+        f"the figures in {path} are of another {what}: {theirs}, here {ours}. A comparison would say nothing. Write "
+        "figures of your own with --save-golden, or leave --golden out."
+    )
+
+
+def _no_golden_figure(path: str, name: str, known: Sequence[str]) -> str:
+    """Text for a setting that there is no figure for."""
+    others = ", ".join(map(repr, known)) or "nothing"
+    return (
+        f"{path} has no figure for {name!r} and none for the control, only for {others}. "
+        "Run it once with --save-golden, or leave --golden out."
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ class Golden:
         found = self.figures.get(setting.key) or self.figures.get(CONTROL.key)
         if found is None:
             known = [figure.name for figure in self.figures.values()]
-            raise errors.ArgumentError(errors.no_golden_figure(self.source, setting.name, known))
+            raise errors.ArgumentError(_no_golden_figure(self.source, setting.name, known))
         return found
 
     def check_workload(self, workload: Workload, ranks: int) -> None:
@@ -80,7 +97,7 @@ class Golden:
         theirs, ours = {**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks}
         for what, value in theirs.items():
             if value != ours[what]:
-                raise errors.ArgumentError(errors.golden_of_another(self.source, what, value, ours[what]))
+                raise errors.ArgumentError(_golden_of_another(self.source, what, value, ours[what]))
 
     def check_machine(self, device: str, parameters: int) -> None:
         """Refuse figures of another device, or of a model that is called the same.
@@ -93,7 +110,7 @@ class Golden:
             ("number of parameters", self.parameters, parameters),
         ):
             if theirs != ours:
-                raise errors.ArgumentError(errors.golden_of_another(self.source, what, theirs, ours))
+                raise errors.ArgumentError(_golden_of_another(self.source, what, theirs, ours))
 
     def write(self, path: Path) -> None:
         """Write them to a file, which `read` reads.
@@ -110,6 +127,14 @@ class Golden:
             raise errors.ArgumentError(errors.cannot_write("--save-golden", str(path), why)) from error
 
 
+def _bad_golden(path: str, why: str) -> str:
+    """Text for a file that holds no golden figures."""
+    return (
+        f"--golden is {path}: {why}. Write the path of a file that --save-golden has written, on the same kind of "
+        "device."
+    )
+
+
 def read(path: Path) -> Golden:
     """The figures of a file.
 
@@ -119,15 +144,15 @@ def read(path: Path) -> Golden:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise errors.ArgumentError(errors.bad_golden(str(path), (error.strerror or str(error)).lower())) from None
+        raise errors.ArgumentError(_bad_golden(str(path), (error.strerror or str(error)).lower())) from None
     except ValueError as error:
-        raise errors.ArgumentError(errors.bad_golden(str(path), f"no JSON: {error}")) from None
+        raise errors.ArgumentError(_bad_golden(str(path), f"no JSON: {error}")) from None
     head = {"schema_version": SCHEMA_VERSION, "what": WHAT}
     if not isinstance(data, dict) or any(cast("dict[str, Any]", data).get(key) != head[key] for key in head):
-        raise errors.ArgumentError(errors.bad_golden(str(path), f"no {WHAT}, version {SCHEMA_VERSION}"))
+        raise errors.ArgumentError(_bad_golden(str(path), f"no {WHAT}, version {SCHEMA_VERSION}"))
     try:
         rest = {key: value for key, value in data.items() if key not in head}
         figures = {key: Figure(**value) for key, value in rest.pop("figures").items()}
         return Golden(Workload(**rest.pop("workload")), figures=figures, source=str(path), **rest)
     except (KeyError, TypeError, AttributeError) as error:
-        raise errors.ArgumentError(errors.bad_golden(str(path), f"a field is missing or unknown: {error}")) from None
+        raise errors.ArgumentError(_bad_golden(str(path), f"a field is missing or unknown: {error}")) from None

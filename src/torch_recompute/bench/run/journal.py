@@ -57,7 +57,10 @@ class Journal:
             self._known[data["key"], data["round"]] = records
         except (ValueError, KeyError, TypeError) as error:
             if not last and not _cut_off(line):
-                raise errors.ArgumentError(errors.not_a_journal(str(self._path), number, str(error))) from None
+                raise errors.ArgumentError(
+                    f"--results is {self._path!s}, whose line {number} is no result of bench run ({error!s}). Write "
+                    "the path of another file, or --fresh to begin this one anew."
+                ) from None
 
     def get(self, key: str, number: int) -> list[Record] | None:
         """The records of a trial that came to an end of its own; None if it has to be run."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,11 @@ from .machine import name_of_cpu
 
 NAME_OF_CONTROL = "control"
 DEVICES = ("cpu", "cuda")
+
+
+def _not_one_of(option: str, value: object, known: Sequence[str]) -> str:
+    """Text for a word that is not among those that an option takes."""
+    return f"{option} is {value}; expected one of {', '.join(known)}. Write for example {option} {known[0]}"
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,7 @@ class Workload:
             ("--device", self.device, DEVICES),
         ):
             if value not in known:
-                raise errors.ArgumentError(
-                    errors.not_one_of(option, value, [word for word in known if word is not None])
-                )
+                raise errors.ArgumentError(_not_one_of(option, value, [word for word in known if word is not None]))
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,10 @@ class Config:
             a_size(f"--{name}", getattr(self, name))
         a_size("--warmup", self.warmup, least=0)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)) or self.threshold < 0:
-            raise errors.ArgumentError(errors.not_a_percentage("--threshold", self.threshold))
+            raise errors.ArgumentError(
+                f"--threshold is {self.threshold}; expected a number of percent, 0 or more, without a sign. Write for "
+                "example --threshold 5"
+            )
 
     def key(self, setting: Setting, ranks: int) -> str:
         """The same for what can stand in for a trial that has been run already."""
@@ -153,7 +159,9 @@ def capacity_of(text: object) -> int:
     """The bytes that `--capacity` means."""
     budget = read_budget(text)
     if budget.bytes is None:
-        raise errors.ArgumentError(errors.bad_capacity(text))
+        raise errors.ArgumentError(
+            f"--capacity is {text}; expected the bytes that there are. Write for example --capacity 2GiB"
+        )
     return budget.bytes
 
 

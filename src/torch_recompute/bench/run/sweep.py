@@ -52,6 +52,27 @@ class Sweep:
     settings: Sequence[Setting]
 
 
+def _bad_sweep(path: str, experiments: object) -> str:
+    """Text for a file without a list of experiments."""
+    has = "has no experiments" if experiments is None else f"has experiments: {experiments!r}"
+    return (
+        f"--sweep is {path}, which {has}; expected a list. Write for example:\n"
+        "      experiments:\n"
+        "        - name: every layer\n"
+        "          recompute_granularity: full\n"
+        "          recompute_method: uniform\n"
+        "          recompute_num_layers: 1"
+    )
+
+
+def _bad_experiment(where: str, why: str) -> str:
+    """Text for an experiment that is none."""
+    return (
+        f"{where}: {why}. An experiment has a name of its own, and the fields of RecomputeConfig, or budget, or plan. "
+        "The control, which recomputes nothing, is always there and has no entry."
+    )
+
+
 def read(path: Path) -> Sweep:
     """The content of a file, YAML or JSON.
 
@@ -62,39 +83,47 @@ def read(path: Path) -> Sweep:
         content = dict(reading.content_of(path))
     except OSError as error:
         raise errors.ArgumentError(
-            errors.cannot_read("--sweep", str(path), (error.strerror or str(error)).lower())
+            f"--sweep is {path!s}: {(error.strerror or str(error)).lower()}. Write the path of a file that is there, "
+            "and that may be read."
         ) from error
     experiments: Any = content.pop(EXPERIMENTS, None)
     _known(str(path), content, OPTIONS, and_also=(EXPERIMENTS,))
     if not isinstance(experiments, list) or not experiments:
-        raise errors.ArgumentError(errors.bad_sweep(str(path), experiments))
+        raise errors.ArgumentError(_bad_sweep(str(path), experiments))
     entries = cast("list[Any]", experiments)
     settings = [_experiment(path, number, entry) for number, entry in enumerate(entries, 1)]
     names = [setting.name for setting in settings]
     for number, name in enumerate(names, 1):
         if name == NAME_OF_CONTROL or name in names[: number - 1]:
             why = "the control's own" if name == NAME_OF_CONTROL else "that of another experiment"
-            raise errors.ArgumentError(
-                errors.bad_experiment(f"{path}, experiment {number}", f"its name is {name!r}, {why}")
-            )
+            raise errors.ArgumentError(_bad_experiment(f"{path}, experiment {number}", f"its name is {name!r}, {why}"))
     return Sweep(content, settings)
 
 
 def _experiment(path: Path, number: int, entry: Any) -> Setting:
     where = f"{path}, experiment {number}"
     if not isinstance(entry, Mapping):
-        raise errors.ArgumentError(errors.bad_experiment(where, f"it is {entry!r}"))
+        raise errors.ArgumentError(_bad_experiment(where, f"it is {entry!r}"))
     fields = {str(key): value for key, value in cast("Mapping[Any, Any]", entry).items()}
     name = fields.pop("name", None)
     if not isinstance(name, str) or not name:
         raise errors.ArgumentError(
-            errors.bad_experiment(where, "it has no name" if name is None else f"its name is {name!r}")
+            _bad_experiment(where, "it has no name" if name is None else f"its name is {name!r}")
         )
     _known(where, fields, RecomputeConfig.names(), and_also=("name", "budget", "plan"))
     if not fields:
-        raise errors.ArgumentError(errors.bad_experiment(where, "it says nothing but its name"))
+        raise errors.ArgumentError(_bad_experiment(where, "it says nothing but its name"))
     budget, plan = fields.pop("budget", None), fields.pop("plan", None)
     return setting_of(name, fields, budget, None if plan is None else path.parent / str(plan), f"{path}: {name}")
+
+
+def _two_settings(where: str, one: str, other: str) -> str:
+    """Text for two ways at once of saying what is recomputed."""
+    place = f"{where}: " if where else ""
+    return (
+        f"{place}{one} and {other} both say what is recomputed. Leave one of them out: the recompute fields, budget "
+        "and plan exclude each other."
+    )
 
 
 def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path | None, where: str = "") -> Setting:
@@ -106,7 +135,7 @@ def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path 
     given = [word for word, value in (("budget", budget), ("plan", plan)) if value is not None]
     given += [next(iter(fields))] if fields else []
     if len(given) > 1:
-        raise errors.ArgumentError(errors.two_settings(where, *given[:2]))
+        raise errors.ArgumentError(_two_settings(where, *given[:2]))
     if budget is not None:
         read_budget(budget)
         return Setting(name, budget=str(budget))
@@ -123,4 +152,7 @@ def _known(where: str, keys: Mapping[str, Any], known: Sequence[str], *, and_als
     for key in keys:
         if key not in words:
             nearest = difflib.get_close_matches(str(key), words, 1, 0.0)[0]
-            raise errors.ArgumentError(errors.unknown_key(where, key, nearest))
+            raise errors.ArgumentError(
+                f"{where}: {key!r} is not known, so it would have no effect; the nearest is {nearest!r}. Write "
+                f"{nearest}:"
+            )

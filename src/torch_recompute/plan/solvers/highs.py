@@ -41,7 +41,9 @@ def _solved(problem: Problem, budget: int) -> list[Option]:
     try:
         highspy: Any = importlib.import_module("highspy")
     except ImportError:
-        raise errors.ArgumentError(errors.needs_highs()) from None
+        raise errors.ArgumentError(
+            'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy'
+        ) from None
     size = len(problem)
     moves = [(index, option) for index in range(size) for group in problem.groups(index) for option in group.options]
     highs = highspy.Highs()

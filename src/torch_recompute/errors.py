@@ -1,0 +1,323 @@
+"""The classes of errors, and the texts that several rooms raise; every other text stands beside its `raise`.
+
+One base class, `RecomputeError`, so that a caller can catch all of ours; each class also derives from the built-in or
+PyTorch class that existing code catches in the same place. A text says what was passed, what was expected, why, and
+what to write; `tests/test_messages.py` raises each of them through the public API, word for word.
+"""
+
+from __future__ import annotations
+
+from torch.utils.checkpoint import CheckpointError
+
+
+class RecomputeError(RuntimeError):
+    """Base of every error that torch-recompute raises."""
+
+
+class ArgumentError(RecomputeError, TypeError, ValueError):
+    """A function was called with something that it cannot use."""
+
+
+class BudgetError(ArgumentError):
+    """No choice fits into the memory budget.
+
+    Attributes:
+        smallest: The least budget, in bytes, for which some choice fits.
+        solution: What reaches it.
+    """
+
+    def __init__(self, text: str, smallest: int, solution: object) -> None:
+        super().__init__(text)
+        self.smallest = smallest
+        self.solution = solution
+
+
+class MismatchError(RecomputeError, CheckpointError):
+    """The replay of a region did not do what its forward did. Also a `torch.utils.checkpoint.CheckpointError`."""
+
+
+class ChangedError(RecomputeError):
+    """Something that a replay needs has been changed in place since the forward.
+
+    What is watched: the region's arguments, its closure, defaults and partials, globals that the function itself names,
+    lists, tuples and dicts among these, parameters, buffers and direct tensor attributes of modules, direct attributes
+    of other objects that the function is bound to, carried values, and outputs of saved calls. Not watched: tensors
+    behind further attributes (`module.cache.keys`) and globals of functions that the function calls. If they are
+    changed in place between forward and backward, the replay computes with the new values and no error is raised; pass
+    them to the region as arguments. `audit` finds what the rest of the model's forward changes of them, and
+    `check="values"` the rest.
+    """
+
+
+class SaveError(RecomputeError, AssertionError):
+    """A value cannot be carried from forward to replay."""
+
+
+class NotRecomputingError(RecomputeError, AssertionError):
+    """`get_recompute_data` was called outside of a replay."""
+
+
+class StoreError(RecomputeError):
+    """A store did not give back what it was given."""
+
+
+# What follows the text of a replay that did something else than its forward.
+REASONS = (
+    "  The function must do the same work each time it is called with the same arguments. Common reasons that it does "
+    "not: a choice made from values that are not deterministic (routing: wrap it in replay(fn) or no_recompute(fn)), "
+    "random numbers from a generator that PyTorch does not know (state=[...]), a global or attribute changed "
+    "between forward and backward."
+)
+WHY = f'{REASONS}\n  To see the first place where they differ: recompute(fn, check="values").'
+
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def kind(value: object) -> str:
+    """The name of its type; a simulated tensor stands for the real one."""
+    return type(value).__name__.replace("FakeTensor", "Tensor")
+
+
+def say(value: object) -> str:
+    """Its type and, where it has one, its shape; else its beginning."""
+    shape = getattr(value, "shape", None)
+    return f"{kind(value)}: {repr(value)[:80]}" if shape is None else f"{kind(value)} of shape {tuple(shape)}"
+
+
+def size(count: int, up: bool = False) -> str:
+    """Bytes in units people read, to two places; upwards, so that the text read back is no less."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            hundredths = -(-count * 100 // unit) if up else round(count * 100 / unit)
+            return f"{hundredths // 100}.{hundredths % 100:02} {name}"
+    return f"{count} bytes"
+
+
+def not_callable(what: str, value: object, at_once: bool = False) -> str:
+    """Text for a `fn` that cannot be called; `at_once` if it is passed together with its arguments."""
+    if what == "checkpoint" or at_once:
+        return (
+            f"{what}(function, *args) needs a callable, but got {say(value)}\n"
+            "  Pass the function itself, then its arguments:\n"
+            f"      y = {what}(layer, x)     # not {what}(layer(x))"
+        )
+    return (
+        f"{what}(fn) needs a callable, but got {say(value)}\n"
+        f"  It returns a callable; pass the function itself, and the arguments to the result:\n"
+        f"      y = {what}(layer)(x)     # not {what}(layer(x))"
+    )
+
+
+def not_a_store(option: str, value: object) -> str:
+    """Text for an `inputs=` or `store=` that is no store."""
+    return (
+        f"{option}={value!r:.80} is not a store: {kind(value)} has no put(tensor) and get(handle).\n"
+        f"  Write {option}=torch_recompute.OnHost(), or an object with these two methods."
+    )
+
+
+def reentrant(of_torch: bool = True) -> str:
+    """Text for `use_reentrant=True`, with the words that code looks for in an error of torch's."""
+    others = " (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)"
+    return (
+        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
+        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
+        f"requires grad.{others if of_torch else ''}\n"
+        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster."
+    )
+
+
+def bad_budget(budget: object) -> str:
+    """Text for something that is no budget."""
+    return (
+        f"budget={budget!r} is not a budget.\n"
+        '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
+        'between 0 and 1 (0.4, "40%"), or "fit" for what the device has free.'
+    )
+
+
+def made_by_a_function(option: str, model: str) -> str:
+    """Text for an option that describes what a function of the user makes."""
+    return f"{option} is for models that are built here; {model} makes its own. Leave it out, and have it say so there."
+
+
+def not_a_size(option: str, value: object, least: int = 1) -> str:
+    """Text for a size that is none."""
+    return f"{option} is {value}; expected a whole number of at least {least}. Write for example {option} {least}."
+
+
+def goes_with(option: str, other: str) -> str:
+    """Text for an option that means something only with another one."""
+    return f"{option} goes with {other} and says nothing without it. Add {other}, or leave {option} out."
+
+
+def cannot_write(option: str, path: str, why: str) -> str:
+    """Text for a file that cannot be written."""
+    return f"{option} is {path}: {why}. Write the path of a file in a folder that is there, and that may be written."
+
+
+def not_a_count(field: str, value: object) -> str:
+    """Text for a number of layers that is no whole number of at least 1."""
+    return (
+        f"{field} is {say(value)}, where a whole number of layers is expected, 1 or more.\n"
+        f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
+    )
+
+
+def no_effect(field: str, value: object, why: str, write: str) -> str:
+    """Text for a field that nothing would look at."""
+    return f"{field}={value!r} would have no effect: {why}.\n  {write}, or leave {field} out."
+
+
+def unknown_field(name: str, nearest: str, where: str) -> str:
+    """Text for a key or flag that can only be meant for us and is not known."""
+    place = f" in {where}" if where else ""
+    return (
+        f"{name!r}{place} is not a field of RecomputeConfig, so it would have no effect; the nearest is {nearest!r}.\n"
+        "  The fields are Megatron-LM's, written out: recompute_granularity, recompute_method, recompute_num_layers, "
+        "recompute_modules."
+    )
+
+
+def other_checkpointing_inside(path: str) -> str:
+    """Text for another library's checkpoint where a region is."""
+    return (
+        f"{path or 'the model'} is a region of a plan and also checkpointed by another library; it would be run again "
+        "twice over.\n"
+        "  Turn that off (gradient_checkpointing, activation_checkpointing_policy, checkpoint_wrapper), or take the "
+        "plan out: handle.remove()"
+    )
+
+
+def no_sharded_inputs(setting: str, write: str) -> str:
+    """Text for spreading inputs over ranks through a function that is not told the group of ranks."""
+    return (
+        f"{setting} is not understood here: the inputs of a region are spread over the ranks of a group, and this "
+        "function is not told the group.\n"
+        f"  {write}, or, with ShardedOver from torch_recompute.distributed:  "
+        "recompute(function, inputs=ShardedOver(group))(*args)."
+    )
+
+
+def no_pipeline(model: str, cls: str) -> str:
+    """Text for a model whose layers are not known."""
+    return (
+        f"--tp, --pp, --dp and --mbs are for language models of transformers; {model} is {cls}. Leave them out, or "
+        "plan with make_plan what each rank runs."
+    )
+
+
+def not_a_model(what: str, value: object) -> str:
+    """Text for a model that cannot be called."""
+    return (
+        f"{what}(model, args) needs a module or another callable, but got {say(value)}\n"
+        f"  It makes the call itself; pass the model, and the arguments as a tuple:\n"
+        f"      {what}(model, (x,))     # not {what}(model(x))"
+    )
+
+
+def args_not_a_tuple(what: str, value: object) -> str:
+    """Text for arguments of an example call that are not in a tuple."""
+    return (
+        f"{what}(model, args) takes the positional arguments of one call as a tuple, but args is {say(value)}\n"
+        f"  Write {what}(model, (x,)) for the call model(x), {what}(model, (x, y)) for model(x, y)."
+    )
+
+
+def kwargs_not_a_dict(what: str, value: object) -> str:
+    """Text for keyword arguments of an example call that are not in a dict."""
+    return (
+        f"{what}(model, args, kwargs) takes the keyword arguments of one call as a dict of names to values, but "
+        f"kwargs is {say(value)}\n"
+        f'  Write {what}(model, (x,), {{"mask": mask}}) for the call model(x, mask=mask).'
+    )
+
+
+def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
+    """Text for a budget that no plan fits into."""
+    return (
+        f"{too_small(budget, smallest, plain)}\n"
+        f'  Pass budget="{enough(smallest)}" or more, or a smaller batch. That plan is '
+        f".solution of this error, and its bytes are .smallest.{more_advice(advice)}"
+    )
+
+
+def too_small(budget: int, smallest: int, plain: int) -> str:
+    """The sentence that every budget that is too small begins with."""
+    return (
+        f"budget={size(budget)} is too small for a step of this model: with the plan that needs the least its peak is "
+        f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}."
+    )
+
+
+def enough(smallest: int) -> str:
+    """The least budget that is enough, as it can be written."""
+    return size(smallest, up=True).replace(" ", "")
+
+
+def more_advice(advice: str) -> str:
+    """What else to do, on a line of its own."""
+    return f"\n  {advice}" if advice else ""
+
+
+def bad_plan(why: str) -> str:
+    """Text for a plan that cannot be."""
+    return (
+        f"this is not a plan: {why}.\n"
+        "  A plan is made by RecomputeConfig(...).plan(model), by hand as Plan((Choice(('layers.0',)), ...)), or read "
+        "by Plan.from_json(text) from what plan.to_json() wrote."
+    )
+
+
+def not_applicable(model: object, plan: object) -> str:
+    """Text for an `apply` of something that is no model or no plan."""
+    return (
+        f"apply(model, plan) needs a torch.nn.Module and a Plan, but got {say(model)} and {say(plan)}.\n"
+        "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))"
+    )
+
+
+def changed_input(region: str, label: str, was: int, now: int) -> str:
+    """Text for a region's input that was changed in place."""
+    return (
+        f"{label} of {region} has been changed in place since the forward (version {was} then, {now} now), so the "
+        "region cannot be run again: one of the variables needed for gradient computation has been modified by an "
+        "inplace operation.\n"
+        "  Change a copy instead (x = x + y, not x += y), or pass the region a copy: region(x.clone())."
+    )
+
+
+def fewer(region: str, expected: int, got: int, op: str) -> str:
+    """Text for a replay that saved too few tensors."""
+    return (
+        f"the replay of {region} saved fewer tensors than its forward: {got} now, {expected} then. (A different number "
+        f"of tensors was saved during the original forward and recomputation.){needed_by(op)}\n"
+        f"{WHY}"
+    )
+
+
+def more(region: str, expected: int) -> str:
+    """Text for a replay that saved too many tensors."""
+    return (
+        f"the replay of {region} saved more tensors than its forward: {expected} then, and now at least one more. "
+        f"(trying to save more tensors during recomputation than during the original forward pass)\n{WHY}"
+    )
+
+
+def missed_call(region: str, call: str) -> str:
+    """Text for a replay that did not reach a saved call of its forward."""
+    return f"the replay of {region} did not reach the saved call {call}, which its forward made.\n{WHY}"
+
+
+def needed_by(op: str) -> str:
+    """A sentence on the operation that backward needs the tensor for."""
+    return f" It is needed by {op}." if op else ""
+
+
+def not_a_member(what: str) -> str:
+    """Text for a group that this process is not in."""
+    return (
+        f"{what} was given a process group that this process is not in.\n"
+        '  Each rank passes the group it belongs to, for example device_mesh.get_group("tp").'
+    )
