@@ -3094,7 +3094,7 @@ CASES = [
         "unknown_solver",
         ArgumentError,
         lambda: choose(COSTS, 20 * GIB, "gurobi"),
-        "solver='gurobi' is not a solver.\n  Write one of auto, labels, blocks, highs; auto is the one to use.",
+        "solver='gurobi' is not a solver.\n  Write one of auto, highs; auto is the one to use.",
     ),
     Case(
         "needs_highs",

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from torch_recompute import Profile, RecomputeError, apply, make_plan, measure, profile, simulate, solve
 from torch_recompute.memory import workspaces
+from torch_recompute.plan.cost import peak
 from torch_recompute.plan.plan import Choice, Plan
 from torch_recompute.plan.solve import choose
-from torch_recompute.plan.solvers.problem import Problem
 from torch_recompute.planning.planner import Planner
 
 WIDTH = 16
@@ -249,11 +249,10 @@ def test_no_choice_for_all_calls_is_better() -> None:
     costs = profile(model, (x,), loss=loss, device="h100").costs
     by_kind = [{o.regions: o for o in costs.kinds[segment.kind].options} for segment in costs.segments]
     every = [[options[regions] for options in by_kind] for regions in by_kind[0]]
-    problem = Problem(costs)
-    peaks = [problem.peak(options).bytes for options in every]
+    peaks = [peak(costs, options).bytes for options in every]
     assert len(set(peaks)) > 2
     for budget in peaks:
-        fitting = [options for options, peak in zip(every, peaks, strict=True) if peak <= budget]
+        fitting = [options for options, most in zip(every, peaks, strict=True) if most <= budget]
         best = min(sum(option.seconds for option in options) for options in fitting)
         assert choose(costs, budget).seconds == pytest.approx(best)
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torch_recompute import ArgumentError, Plan, Profile, solve
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment
-from torch_recompute.plan.solvers.problem import Problem
+from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment, peak
 
 MIB = 2**20
 
@@ -95,11 +94,10 @@ def test_what_fits_the_merged_profile_fits_each() -> None:
 
 
 def _peak(profile: Profile, plan: Plan) -> int:
-    problem = Problem(profile.costs)
     regions = {choice.paths[0]: (("", choice.keep),) for choice in plan.choices}
     options = profile.costs.kinds["0"].options
     chosen = [next(o for o in options if o.regions == regions.get(s.path, ())) for s in profile.costs.segments]
-    return problem.peak(chosen).bytes
+    return peak(profile.costs, chosen).bytes
 
 
 def test_ways_that_not_all_have_are_left_out() -> None:

@@ -18,13 +18,18 @@ parameters, gradients made so far, optimizer state, what the rest of the model k
 level before the segment's forward, in its backward too, so they contain what it saved itself. All bytes are exact, at
 no granularity.
 
-Everything here is data: it is compared, written to JSON, read back, and made by hand in tests.
+Everything here is data: it is compared, written to JSON, read back, and made by hand in tests. `peak` evaluates the
+four inequalities for one choice, and `check` refuses costs that cannot be: a wrong sign or a point behind the last
+segment would give a plan that looks right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from .. import errors
 
 
 @dataclass(frozen=True)
@@ -197,3 +202,120 @@ class Solution:
     peak_bytes: int
     seconds: float
     solver: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step.
+
+    Attributes:
+        bytes: All that live then.
+        fixed: Those that no choice changes.
+        where: In words.
+    """
+
+    bytes: int
+    fixed: int
+    where: str
+
+
+def begins(options: Sequence[Option]) -> list[int]:
+    """The segments at which an option begins, of one option per segment."""
+    found: list[int] = []
+    index = 0
+    while index < len(options):
+        found.append(index)
+        index += options[index].span
+    return found
+
+
+def peak(costs: Costs, options: Sequence[Option]) -> Moment:
+    """When the most bytes are alive, with one option per segment."""
+    segments, saved = costs.segments, 0
+    levels, moments = [0] * len(segments), list[Moment]()  # saved by what has begun, at the point before each segment
+    for start in begins(options):
+        option, stop = options[start], start + options[start].span
+        for fixed, own, where in (
+            (segments[start].forward_bytes, option.forward_bytes, f"in the forward of {segments[start].path}"),
+            (segments[stop - 1].backward_bytes, option.backward_bytes, f"in the backward of {segments[stop - 1].path}"),
+        ):
+            moments.append(Moment(saved + fixed + own, fixed, where))
+        levels[start:stop] = [saved] + [saved + option.saved_bytes] * (option.span - 1)
+        saved += option.saved_bytes
+    for point in (*costs.points, Point(len(segments), costs.turn_bytes)):
+        level = [*levels, saved][point.after]
+        moments.append(Moment(level + point.bytes, point.bytes, point.where or "between forward and backward"))
+    return max(moments, key=lambda moment: moment.bytes)
+
+
+def simplicity(option: Option) -> tuple[object, ...]:
+    """Sorts options: few regions first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
+    kept = sum(len(keep) for _, keep in option.regions)
+    return len(option.regions), bool(option.store), kept, option.span, option.nested, option.regions, option.store
+
+
+def check(costs: Costs) -> None:
+    """Raises ArgumentError with the first rule for costs that is broken."""
+    for complaint in _complaints(costs):
+        raise errors.ArgumentError(
+            f"these costs cannot be: {complaint}.\n  Costs are made by profiling a model; by hand, see plan/cost.py."
+        )
+
+
+def _complaints(costs: Costs) -> Iterator[str]:
+    if not costs.segments:
+        yield "they have no segment, so there is nothing to choose"
+    for name, kind in costs.kinds.items():
+        if all(option.span != 1 for option in kind.options):
+            yield f"kind {name!r} has no option that takes a single segment, so it may not fill a run"
+        for option in kind.options:
+            yield from (f"an option of kind {name!r} {wrong}: {option}" for wrong in _of_option(option))
+        if kind.graph is not None:
+            yield from (f"the graph of kind {name!r} {wrong}" for wrong in _of_graph(kind.graph))
+    for segment in costs.segments:
+        if segment.kind not in costs.kinds:
+            known = ", ".join(sorted(costs.kinds))
+            yield f"segment {segment.path!r} is of kind {segment.kind!r}, but there are {known or 'no kinds'}"
+        if not (_is_bytes(segment.forward_bytes) and _is_bytes(segment.backward_bytes)):
+            yield f"the bytes of segment {segment.path!r} are not whole and at least 0: {segment}"
+    for point in costs.points:
+        if not 0 <= point.after <= len(costs.segments):
+            yield f"a point comes after {point.after} of {len(costs.segments)} segments: {point}"
+        if not _is_bytes(point.bytes):
+            yield f"the bytes of a point are not whole and at least 0: {point}"
+    if not _is_bytes(costs.turn_bytes):
+        yield f"turn_bytes are not whole and at least 0: {costs.turn_bytes!r}"
+    host = costs.host
+    if host is not None and not (host.to_host > 0 and (host.bytes is None or _is_bytes(host.bytes))):
+        yield f"host memory has no whole number of bytes or no speed above 0: {host}"
+
+
+def _of_option(option: Option) -> Iterator[str]:
+    if not all(map(_is_bytes, (option.saved_bytes, option.forward_bytes, option.backward_bytes, option.flops))):
+        yield "has bytes or FLOPs that are not whole and at least 0"
+    elif option.saved_bytes > min(option.forward_bytes, option.backward_bytes):
+        yield "saves more than lives in its forward or its backward, which contain what it saves"
+    if not 0 <= option.seconds < math.inf:
+        yield "has seconds that are negative or no number"
+    if not _is_bytes(option.host_bytes):
+        yield "has bytes in host memory that are not whole and at least 0"
+    if option.span < 1:
+        yield "takes no segment"
+    elif option.span > 1 and any(path for path, _ in option.regions):
+        yield "takes several segments, but has a region around a part of one"
+
+
+def _of_graph(graph: Graph) -> Iterator[str]:
+    if not 0 <= graph.output < len(graph.nodes):
+        yield f"has no operation {graph.output}, which is said to make its output"
+    if not _is_bytes(graph.backward_bytes):
+        yield f"has backward_bytes that are not whole and at least 0: {graph.backward_bytes!r}"
+    for index, node in enumerate(graph.nodes):
+        if not all(-1 <= read < index for read in node.inputs):
+            yield f"has an operation {index} that reads one that does not come before it: {node.inputs}"
+        if not _is_bytes(node.bytes) or not node.seconds >= 0:
+            yield f"has an operation {index} with bytes or seconds that are negative or no number: {node}"
+
+
+def _is_bytes(value: object) -> bool:
+    return isinstance(value, int) and value >= 0

@@ -11,7 +11,7 @@ from .. import errors
 from .anatomy import inside
 from .bound import bound
 from .budget import read_budget
-from .cost import Costs, Option, Solution, paths_of
+from .cost import Costs, Option, Solution, begins, paths_of
 from .plan import Choice, Plan, stored_in
 from .prediction import Line, Prediction
 from .profile import Profile
@@ -31,7 +31,7 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
             of the step with no region.
-        solver: "auto", or the name of one of the solvers.
+        solver: "auto", or "highs".
 
     Raises:
         BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
@@ -77,15 +77,13 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
     """The regions that a solver chose."""
     found: dict[Choice, None] = {}  # that of a module which is called several times is one for all its calls
     names = [segment.path for segment in profile.costs.segments]
-    start = 0
-    while start < len(names):
+    for start in begins(solution.options):
         option = solution.options[start]
         together = tuple(names[start : start + option.span])
         for below, keep in option.regions:
             paths = tuple(f"{path}.{part}".strip(".") for path in together for part in paths_of(below))
             carry = decides(paths, profile.carries)
             found[Choice(paths, keep, carry, store=option.store, nested=option.nested)] = None
-        start += option.span
     return tuple(found)
 
 
@@ -112,7 +110,7 @@ def planned(
         peak: Of the simulated step with this plan; None if it was not simulated.
         advice: What else would lower that peak.
     """
-    starts = [i for i in range(len(solution.options)) if _begins(solution.options, i)]
+    starts = begins(solution.options)
     prediction = Prediction(
         budget_bytes=budget,
         peak_bytes=solution.peak_bytes if peak is None else peak,
@@ -131,13 +129,6 @@ def planned(
     )
     source, asked_of = f"a budget of {budget:,} bytes", dataclasses.replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
-
-
-def _begins(options: tuple[Option, ...], place: int) -> bool:
-    start = 0
-    while start < place:
-        start += options[start].span
-    return start == place
 
 
 def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:

@@ -1,44 +1,56 @@
 """Which option each segment takes, so that a step fits into a budget and costs the fewest seconds.
 
-Plain data in and out. `choose` answers for one budget, `smallest` gives the least peak that any choice reaches,
-`frontier` the whole curve. The constraints are those of `cost.py`: exact bytes, at every point of forward and backward.
-The peak of an answer is counted anew from them. A larger budget never costs more. Among choices that cost the same the
-one with fewer FLOPs is taken, then the one with the smaller peak, then the simpler one.
+Idea. The inequalities of `cost.py` are read from the end of the model. Let the need at a place be the bytes that must
+be free there, above what the segments before it have saved. For an option chosen at that place,
+
+    need before = max(what the option itself takes, what it saves + need after)
+
+so the end of a model under some choice is a pair (need, seconds) that knows no budget, and the need at the start is the
+peak of the step. A dynamic program from the last segment to the first keeps, of all choices for the end, those that no
+other equals or beats in both. At the start they are the whole curve of peak against seconds; an answer for a budget is
+the last of its points that fits. So a larger budget never costs more, and no answer exceeds its budget by a byte.
+
+Where more than `WIDTH` are left at a place, those nearest to their lower convex hull are kept, one in each of so many
+stretches of the curve: mixtures of options at the same price per byte are what there are thousands of. Until then the
+answer is exact, and says so; how far any answer can be from the best possible step, `bound.py` says (`Plan.gap`).
+
+A module that is called several times, and a limit on host memory, give several such problems; the best of them is
+taken. Which they are depends on the costs alone.
+
+Seconds are whole numbers in the program, so that sums do not depend on their order and ties are ties: among choices of
+equal cost the one with fewer FLOPs is taken, then the one with the smaller peak, then the simpler one.
+
+Rejected, with figures in docs/design/009: prices per byte with repair (up to 1.2 % of the step worse), an integer
+program (minutes), and labels that a bound on each budget thins out (1,100 lines for less than 0.06 % of the step).
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from .. import errors
-from .cost import Costs, Solution
-from .hosting import restrictions
-from .repeated import tied
-from .solvers.auto import AutoSolver
-from .solvers.columns import Columns
-from .solvers.curve import curve
-from .solvers.highs import HighsSolver
-from .solvers.problem import Problem, starts
-from .solvers.search import LabelSolver
-from .solvers.solver import Solver
+from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
 
-_SOLVERS: dict[str, Solver] = {
-    solver.name: solver for solver in (AutoSolver(), LabelSolver(), LabelSolver(tied=True), HighsSolver())
-}
+if TYPE_CHECKING:
+    import numpy as np
 
+    Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-def _over_budget(budget: int, smallest: int, where: str, fixed: int) -> str:
-    """Text for a budget that no choice fits into."""
-    exact = "" if smallest < 2**10 else f" ({smallest} bytes)"
-    return (
-        f"budget={errors.size(budget)} is too small: no choice of what to recompute needs less than "
-        f"{errors.size(smallest, up=True)}{exact}.\n"
-        f"  With that choice the peak is {where}, where {errors.size(fixed)} are not for a plan to change: parameters, "
-        "gradients, optimizer state and what lies between the planned modules.\n"
-        f'  Pass budget="{errors.size(smallest, up=True).replace(" ", "")}" or more, or a smaller batch. The choice '
-        "that "
-        "needs the least is .solution of this error, and its bytes are .smallest."
-    )
+SOLVERS = ("auto", "highs")
+FORMER = ("labels", "blocks")  # names of version 0.1; both mean "auto"
+WIDTH = 512  # choices for the end of a model that are kept at each place
+PRICES = 64  # directions in which the distance to the convex hull is looked at
+MOST = 64  # problems that modules which are called several times may give
+# Of the 61 bits of a cost: so many for seconds, the others for FLOPs.
+SECONDS_BITS, FLOPS_BITS = 40, 21
 
 
 def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
@@ -47,68 +59,348 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
     Args:
         costs: What there is to choose from.
         budget: The most bytes that may live at any time of the step.
-        solver: "auto"; "labels", which is exact; "blocks", which ties the middle of long runs of equal layers;
-            or "highs", an integer program, which needs the package highspy. What was used, and how exact it is, is in
-            `Solution.solver`.
+        solver: "auto"; or "highs", an integer program, which is slow and needs the package highspy. How exact the
+            answer is, is in `Solution.solver`.
 
     Raises:
         BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
         ArgumentError: There is no such solver, or it or numpy is not installed, or the costs cannot be.
     """
-    if solver not in _SOLVERS:
+    if solver in FORMER:
+        warnings.warn(f'solver="{solver}" is "auto" now; leave it out.', DeprecationWarning, stacklevel=2)
+    elif solver not in SOLVERS:
         raise errors.ArgumentError(
-            f"solver={solver!r} is not a solver.\n  Write one of {', '.join(list(_SOLVERS))}; auto is the one to use."
+            f"solver={solver!r} is not a solver.\n  Write one of {', '.join(SOLVERS)}; auto is the one to use."
         )
-    problems = _problems(costs)
-    fitting = [problem for problem in problems if problem.needs[0] <= budget]
-    if not fitting:
-        problem = min(problems, key=lambda problem: problem.needs[0])
-        solution = _smallest(problem)
-        peak = problem.peak(starts(solution.options))
-        least = problem.needs[0]
-        raise errors.BudgetError(_over_budget(budget, least, peak.where, peak.fixed), least, solution)
-    return min((_SOLVERS[solver].solve(problem, budget) for problem in fitting), key=_by_cost)
+    curves = _curves(costs)
+    if all(curve.least > budget for curve in curves):
+        solution = _smallest(curves)
+        moment = peak(costs, solution.options)
+        exact = "" if moment.bytes < 2**10 else f" ({moment.bytes} bytes)"
+        least = errors.size(moment.bytes, up=True)
+        text = (
+            f"budget={errors.size(budget)} is too small: no choice of what to recompute needs less than "
+            f"{least}{exact}.\n"
+            f"  With that choice the peak is {moment.where}, where {errors.size(moment.fixed)} are not for a plan to "
+            "change: parameters, gradients, optimizer state and what lies between the planned modules.\n"
+            f'  Pass budget="{least.replace(" ", "")}" or more, or a smaller batch. The choice that needs the least is '
+            ".solution of this error, and its bytes are .smallest."
+        )
+        raise errors.BudgetError(text, moment.bytes, solution)
+    found = [_by_highs(c, budget) if solver == "highs" else c.within(budget) for c in curves if c.least <= budget]
+    return min(found, key=_by_cost)
 
 
 def smallest(costs: Costs) -> Solution:
     """The choice with the least peak, and of those the one that costs the fewest seconds."""
-    return min(map(_smallest, _problems(costs)), key=lambda solution: (solution.peak_bytes, *_by_cost(solution)))
+    return _smallest(_curves(costs))
 
 
 def frontier(costs: Costs, most: int = 200) -> list[Solution]:
-    """The whole curve of budget against seconds, from one pass.
+    """The whole curve of budget against seconds.
 
     Args:
         costs: What there is to choose from.
         most: How many points at most, spread evenly along the curve.
 
     Returns:
-        Choices by rising peak and falling seconds. The first has the least peak, the last costs the least. Each says
-        how far it can be from the best for its peak; `choose` may find a better one for the same budget, unless it
-        says "exact".
+        Choices by rising peak and falling seconds. The first has the least peak, the last costs the least.
     """
-    problems = _problems(costs)
-    found = [point for problem in problems for point in curve(problem, Columns(problem, tied=True), most)]
-    if len(problems) == 1:
-        return found
     falling: list[Solution] = []
-    for point in sorted(found, key=lambda point: (point.peak_bytes, *_by_cost(point))):
+    for point in sorted(
+        (point for curve in _curves(costs) for point in curve.points(most)),
+        key=lambda point: (point.peak_bytes, *_by_cost(point)),
+    ):
         if not falling or _by_cost(point)[:2] < _by_cost(falling[-1])[:2]:
             falling.append(point)
     return falling
 
 
-def _problems(costs: Costs) -> list[Problem]:
+def untied(costs: Costs) -> tuple[tuple[str, str], ...]:
+    """The modules that are called several times and have no choice for all their calls but none, and why."""
+    return tuple(
+        (path, f"is called {count} times in one forward, and no region can be the same in all of them")
+        for path, count in _repeated(costs).items()
+        if len(_ways(costs, path)) == 1
+    )
+
+
+def _curves(costs: Costs) -> list[_Curve]:
+    check(costs)
     if find_spec("numpy") is None:
         raise errors.ArgumentError(
             "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy"
         )
-    return [Problem(one) for restricted in restrictions(costs) for one in tied(restricted)]
+    return [_Curve(one) for restricted in _hosted(costs) for one in _tied(restricted)]
+
+
+def _smallest(curves: Sequence[_Curve]) -> Solution:
+    return min((curve.at(0) for curve in curves), key=lambda solution: (solution.peak_bytes, *_by_cost(solution)))
 
 
 def _by_cost(solution: Solution) -> tuple[float, int, int]:
-    return solution.seconds, sum(option.flops for option in starts(solution.options)), solution.peak_bytes
+    flops = sum(solution.options[start].flops for start in begins(solution.options))
+    return solution.seconds, flops, solution.peak_bytes
 
 
-def _smallest(problem: Problem) -> Solution:
-    return AutoSolver().solve(problem, problem.needs[0])
+@dataclass(frozen=True)
+class _Moves:
+    """The options of a kind that take the same number of segments, the simplest first, as columns."""
+
+    span: int
+    options: tuple[Option, ...]
+    saved: Ints
+    forward: Ints
+    backward: Ints
+    cost: Ints
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Choices for the end of a model, by rising need and falling cost: the first move of each, and what follows it."""
+
+    need: Ints
+    cost: Ints
+    move: Ints
+    after: Ints
+
+    def taken(self, which: Ints) -> _Ends:
+        return _Ends(self.need[which], self.cost[which], self.move[which], self.after[which])
+
+
+class _Curve:
+    """The curve of peak against cost for one problem.
+
+    Attributes:
+        costs: The problem.
+        exact: Whether every choice was kept.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        import numpy as np
+
+        self.costs, self.exact = costs, True
+        size = len(costs.segments)
+        self.points_at = [0] * size + [costs.turn_bytes]
+        for point in costs.points:
+            self.points_at[point.after] = max(self.points_at[point.after], point.bytes)
+        every = [option for kind in costs.kinds.values() for option in kind.options]
+        exponent = SECONDS_BITS - math.frexp(size * max(option.seconds for option in every))[1]
+        shift = max(0, (size * max(option.flops for option in every)).bit_length() - FLOPS_BITS)
+
+        def cost(option: Option) -> int:
+            return (round(math.ldexp(option.seconds, exponent)) << FLOPS_BITS) + (option.flops >> shift)
+
+        self._moves = {name: _columns(kind.options, cost) for name, kind in costs.kinds.items()}
+        nothing = np.zeros(1, dtype=np.int64)
+        self._places = [_Ends(nothing + self.points_at[size], nothing, nothing, nothing)]  # from the end
+        for index in reversed(range(size)):
+            ends = _undominated(self._ends(index))
+            if len(ends.need) > WIDTH:
+                ends, self.exact = ends.taken(_thinned(ends.need, ends.cost, WIDTH)), False
+            self._places.append(ends)
+        self._places.reverse()
+
+    def moves(self, index: int) -> Iterator[tuple[_Moves, Ints]]:
+        """The moves that may begin at a segment, and what each takes above what was saved before it."""
+        import numpy as np
+
+        segments = self.costs.segments
+        for moves in self._moves[segments[index].kind]:
+            taken = segments[index : index + moves.span]
+            if len(taken) == moves.span and all(segment.kind == taken[0].kind for segment in taken):
+                own = np.maximum(moves.forward + taken[0].forward_bytes, moves.backward + taken[-1].backward_bytes)
+                inside = max(self.points_at[index + 1 : index + moves.span], default=0)
+                yield moves, np.maximum(np.maximum(own, moves.saved + inside), self.points_at[index])
+
+    def _ends(self, index: int) -> _Ends:
+        """All choices for what begins at a segment."""
+        import numpy as np
+
+        parts: list[tuple[Ints, ...]] = []
+        offset = 0
+        for moves, own in self.moves(index):
+            after = self._places[-moves.span]
+            need = np.maximum(own[:, None], moves.saved[:, None] + after.need)
+            cost = moves.cost[:, None] + after.cost
+            move, follows = np.indices(need.shape, dtype=np.int64)
+            parts.append((need.ravel(), cost.ravel(), move.ravel() + offset, follows.ravel()))
+            offset += len(own)
+        return _Ends(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @property
+    def least(self) -> int:
+        """The least peak."""
+        return int(self._places[0].need[0])
+
+    def within(self, budget: int) -> Solution:
+        """The cheapest choice with a peak of no more."""
+        import numpy as np
+
+        return self.at(int(np.searchsorted(self._places[0].need, budget, side="right")) - 1)
+
+    def points(self, most: int) -> list[Solution]:
+        """So many points at most, spread along the curve."""
+        ends = self._places[0]
+        return [self.at(int(at)) for at in _thinned(ends.need, ends.cost, most)]
+
+    def at(self, at: int) -> Solution:
+        """The choice at a position of the curve."""
+        index, chosen = 0, list[Option]()
+        while index < len(self.costs.segments):
+            ends = self._places[index]
+            option = [option for moves, _ in self.moves(index) for option in moves.options][int(ends.move[at])]
+            chosen += [option] * option.span
+            at, index = int(ends.after[at]), index + option.span
+        return self.solution(chosen, "exact" if self.exact else f"near the best: {WIDTH} choices kept per segment")
+
+    def solution(self, chosen: Sequence[Option], solver: str) -> Solution:
+        """The answer, its peak counted again from the exact bytes."""
+        seconds = math.fsum(chosen[start].seconds for start in begins(chosen))
+        return Solution(tuple(chosen), peak(self.costs, chosen).bytes, seconds, solver)
+
+
+def _columns(options: Sequence[Option], cost: Callable[[Option], int]) -> list[_Moves]:
+    import numpy as np
+
+    found: list[_Moves] = []
+    for span in sorted({option.span for option in options}):
+        same = tuple(sorted((option for option in options if option.span == span), key=simplicity))
+        rows = [(o.saved_bytes, o.forward_bytes, o.backward_bytes, cost(o)) for o in same]
+        found.append(_Moves(span, same, *np.array(rows, dtype=np.int64).T))
+    return found
+
+
+def _undominated(ends: _Ends) -> _Ends:
+    """Those that no other is at least as good as; the first one among equals."""
+    import numpy as np
+
+    order = np.lexsort((ends.cost, ends.need))
+    cost = ends.cost[order]
+    return ends.taken(order[np.concatenate(([True], cost[1:] < np.minimum.accumulate(cost)[:-1]))])
+
+
+def _thinned(need: Ints, cost: Ints, most: int) -> Ints:
+    """Positions along a falling curve: in each of so many stretches the nearest to its convex hull, and both ends."""
+    import numpy as np
+
+    if len(need) <= most:
+        return np.arange(len(need))
+    right = (need - need[0]) / (need[-1] - need[0])
+    up = (cost - cost[-1]) / (cost[0] - cost[-1])
+    above = np.full(len(need), np.inf)
+    for angle in np.linspace(0, np.pi / 2, PRICES):
+        along = up * np.cos(angle) + right * np.sin(angle)
+        np.minimum(above, along - along.min(), out=above)
+    stretch = np.minimum(((1 + right - up) / 2 * (most - 2)).astype(np.int64), most - 3)
+    order = np.lexsort((above, stretch))
+    nearest = order[np.unique(stretch[order], return_index=True)[1]]
+    return np.unique(np.concatenate(([0], nearest, [len(need) - 1])))
+
+
+def _hosted(costs: Costs) -> Iterator[Costs]:
+    """Costs in which no choice takes more host memory than there is; the costs themselves if none can.
+
+    What the first layers keep weighs at every later moment of the step, and has the longest way to come back. So host
+    memory goes to the first layers, as many as it has room for if each takes up to so many bytes: one problem for each
+    size that an option takes there. Two limits at once would make the program many times as large.
+    """
+    sizes = sorted({option.host_bytes for kind in costs.kinds.values() for option in kind.options} - {0})
+    if costs.host is None or costs.host.bytes is None or not sizes:
+        yield costs
+        return
+    seen: set[tuple[str, ...]] = set()
+    for size in sizes:
+        room, kinds, segments = costs.host.bytes, dict[str, Kind](), list[Segment]()
+        for segment in costs.segments:
+            options = costs.kinds[segment.kind].options
+            wanted = max((option.host_bytes for option in options if option.host_bytes <= size), default=0)
+            allowed = wanted if wanted <= room else 0
+            room -= allowed
+            name = f"{segment.kind} with {allowed} bytes in host memory" if wanted else segment.kind
+            kinds.setdefault(name, Kind(tuple(option for option in options if option.host_bytes <= allowed)))
+            segments.append(replace(segment, kind=name))
+        names = tuple(segment.kind for segment in segments)
+        if names not in seen:
+            seen.add(names)
+            yield replace(costs, kinds=kinds, segments=tuple(segments))
+
+
+def _repeated(costs: Costs) -> dict[str, int]:
+    """The modules that are called several times (a shared layer of ALBERT, a looped transformer), and how often."""
+    return {path: n for path, n in Counter(segment.path for segment in costs.segments).items() if n > 1}
+
+
+def _tied(costs: Costs) -> Iterator[Costs]:
+    """Costs in which all calls of a module have one choice, for a plan places regions on modules.
+
+    One problem for each choice; where several modules are called again the combinations multiply, and each keeps so
+    many that at most `MOST` are left: that without regions, and those that save the fewest bytes.
+    """
+    ways = [_ways(costs, path) for path in _repeated(costs)]
+    most = max(1, int(MOST ** (1 / max(1, len(ways))) + 1e-9) - 1)
+
+    def saved(way: dict[str, Option]) -> int:
+        return sum(option.saved_bytes for option in way.values())
+
+    for chosen in itertools.product(*([way[0], *sorted(way[1:], key=saved)[:most]] for way in ways)):
+        kinds = {kind: Kind((option,)) for way in chosen for kind, option in way.items()}
+        yield replace(costs, kinds={**costs.kinds, **kinds})
+
+
+def _ways(costs: Costs, path: str) -> list[dict[str, Option]]:
+    """The choices that there are for every call of a module, each as the option of each kind of call."""
+    kinds = dict.fromkeys(segment.kind for segment in costs.segments if segment.path == path)
+    options = [{(o.regions, o.store): o for o in costs.kinds[kind].options if o.span == 1} for kind in kinds]
+    common = [choice for choice in options[0] if all(choice in others for others in options)]
+    return [{kind: option[choice] for kind, option in zip(kinds, options, strict=True)} for choice in common]
+
+
+def _by_highs(curve: _Curve, budget: int) -> Solution:
+    """An integer program, solved by HiGHS: a second opinion that shares no idea with the dynamic program.
+
+    One yes-or-no variable per segment and option that may begin there. Each segment is in exactly one of the taken
+    options, and at each what was saved before it and what its option needs stay within the budget. HiGHS works in
+    floats: if the exact bytes of its answer exceed the budget, it is asked again with a budget as much smaller.
+    """
+    try:
+        highspy: Any = importlib.import_module("highspy")
+    except ImportError:
+        raise errors.ArgumentError(
+            'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy'
+        ) from None
+    size, mib = len(curve.costs.segments), 2**20  # HiGHS is at home with numbers around one
+    rows = [
+        (index, option, int(need))
+        for index in range(size)
+        for moves, own in curve.moves(index)
+        for option, need in zip(moves.options, own, strict=True)
+    ]
+    unit = max(option.seconds for _, option, _ in rows) or 1.0
+    allowed = budget
+    while True:
+        highs = highspy.Highs()
+        for name, value in (("output_flag", False), ("mip_rel_gap", 0.0), ("mip_abs_gap", 0.0), ("threads", 1)):
+            highs.setOptionValue(name, value)
+        taken = [highs.addBinary(obj=option.seconds / unit) for _, option, _ in rows]
+        for index in range(size):
+            covering = [x for (start, o, _), x in zip(rows, taken, strict=True) if start <= index < start + o.span]
+            highs.addConstr(highs.qsum(covering) == 1)
+        for index in range(size + 1):
+            weights = [o.saved_bytes if start < index else own * (start == index) for start, o, own in rows]
+            besides = curve.points_at[size] if index == size else 0
+            used = [weight / mib * x for weight, x in zip(weights, taken, strict=True) if weight]
+            if used:
+                highs.addConstr(highs.qsum(used) <= (allowed - besides) / mib)
+        highs.minimize()
+        values = highs.getSolution().col_value
+        chosen = [
+            option
+            for (_, option, _), value in zip(rows, values, strict=True)
+            if value > 0.5
+            for _ in range(option.span)
+        ]
+        solution = curve.solution(chosen, "highs: optimal, to the tolerance of HiGHS")
+        if solution.peak_bytes <= budget:
+            return solution
+        allowed -= solution.peak_bytes - budget

@@ -150,7 +150,7 @@ def make_plan(
         loss: From the model's output to a scalar; see `simulate`.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: See `profile`.
-        solver: "auto", or the name of one of the solvers.
+        solver: "auto"; or "highs", a slow second opinion that needs the package highspy.
         sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
             Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that

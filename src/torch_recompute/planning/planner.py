@@ -8,7 +8,7 @@ Idea. Three steps, the last of which is the promise:
     profile    the step is simulated once with no region; each kind of segment is looked at alone (`trace.py`) and
                tried under the choices worth it (`trials.py`); what else lives is taken from the simulation
                (`calibrate.py`)
-    solve      the solvers of `plan/` choose one option per segment, on plain data
+    solve      `plan/solve.py` chooses one option per segment, on plain data
     check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
                taken anew from that simulation, which makes them exact where it matters now, and solved again
 
@@ -31,15 +31,13 @@ from torch import nn
 from .. import errors
 from .._loop import COMMON, Loop
 from ..plan.apply import apply
-from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of
+from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of, simplicity
 from ..plan.microbatches import kinds_for_all
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
-from ..plan.repeated import untied
-from ..plan.solve import choose, frontier, smallest
-from ..plan.solvers.problem import simplicity
+from ..plan.solve import choose, frontier, smallest, untied
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .calibrate import calibrate

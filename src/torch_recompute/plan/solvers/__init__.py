@@ -1,1 +1,0 @@
-"""Algorithms that choose one option per segment; `solve.py` is their door."""
