@@ -17,10 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, saved_activations
-from torch_recompute.config.offloading import BELONGING
-from torch_recompute.config.placing import groups
-from torch_recompute.config.reading import INSIDE
+from torch_recompute.plan.config import BELONGING, groups
 from torch_recompute.plan.labels import LABELS
+from torch_recompute.plan.settings import INSIDE
 from zoo import build, scalar_loss
 
 WIDTH = 8

@@ -34,7 +34,6 @@ def test_what_is_loaded_at_once() -> None:
         "planning",
         "simulation",
         "memory",
-        "config",
         "auditing",
         "verifying",
         "doctor",

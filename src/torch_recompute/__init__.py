@@ -30,9 +30,9 @@ from .values import doing_recompute, get_recompute_data, is_recomputing, replay,
 
 if TYPE_CHECKING:
     from .auditing import Audit, audit
-    from .config import RecomputeConfig
     from .memory import Measurement, SavedActivations, measure, saved_activations
     from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
+    from .plan.config import RecomputeConfig
     from .plan.planned import solve
     from .plan.prediction import Prediction
     from .plan.profile import Profile
@@ -45,9 +45,9 @@ else:  # imported when they are first asked for
         globals(),
         {
             "auditing": ("Audit", "audit"),
-            "config": ("RecomputeConfig",),
             "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
             "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
+            "plan.config": ("RecomputeConfig",),
             "plan.planned": ("solve",),
             "plan.prediction": ("Prediction",),
             "plan.profile": ("Profile",),

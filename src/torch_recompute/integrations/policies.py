@@ -23,8 +23,8 @@ from typing import Any
 from torch import nn
 
 from .. import errors
-from ..config import RecomputeConfig
 from ..plan import Plan
+from ..plan.config import RecomputeConfig
 
 Policy = Plan | RecomputeConfig | str | Mapping[str, Any]
 SUFFIXES = (".json", ".yaml", ".yml")

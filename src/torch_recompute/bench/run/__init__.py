@@ -26,7 +26,7 @@ import torch
 from ... import RecomputeConfig, errors
 from ..._face import Face, add_options, check_folder, document
 from ..._models import DTYPES, OPTIMIZERS, PRESETS
-from ...config import flags
+from ...plan.settings import BLOCK_FLAG, GRANULARITY_FLAG, add_others_to
 from . import capacity, golden, ranks, run, sweep
 from .journal import Journal
 from .models import SMALL
@@ -83,7 +83,7 @@ def add_command(benchmarks: Any) -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="begin the file of results anew")
     RecomputeConfig.add_arguments(parser)
-    flags.add_others_to(parser, RecomputeConfig.names())
+    add_others_to(parser, RecomputeConfig.names())
     add_options(parser, command)
 
 
@@ -125,7 +125,7 @@ def _view() -> Any:
 
 def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
     """The comparison that a command line asks for, and where its trials are kept."""
-    names = (*RecomputeConfig.names(), flags.GRANULARITY_FLAG, flags.BLOCK_FLAG)
+    names = (*RecomputeConfig.names(), GRANULARITY_FLAG, BLOCK_FLAG)
     words = argparse.Namespace(**{name: getattr(args, name) for name in names})
     fields = RecomputeConfig.from_args(words).to_dict()
     results, options = args.results, dict[str, Any]()

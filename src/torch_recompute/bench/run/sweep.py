@@ -28,8 +28,8 @@ from typing import Any, cast
 
 from ... import RecomputeConfig, errors
 from ..._plan_file import read_plan
-from ...config import reading
 from ...plan.budget import read_budget
+from ...plan.settings import content_of
 from .settings import NAME_OF_CONTROL, Setting
 
 EXPERIMENTS = "experiments"
@@ -80,7 +80,7 @@ def read(path: Path) -> Sweep:
         ArgumentError: It cannot be read, or says something that means nothing.
     """
     try:
-        content = dict(reading.content_of(path))
+        content = dict(content_of(path))
     except OSError as error:
         raise errors.ArgumentError(
             f"--sweep is {path!s}: {(error.strerror or str(error)).lower()}. Write the path of a file that is there, "

@@ -1,0 +1,671 @@
+"""`RecomputeConfig`: Megatron's fields, with Megatron's meanings, for any model.
+
+The problem: four fields of Megatron-LM's configuration have become the common language for what to recompute, but they
+work on Megatron's own layers only, and much of what they cannot do they do not say: a number of layers beyond the
+stage, a label that no module answers to, a sharding that selective recomputation never looks at.
+
+The idea: the fields are plain data that prints, compares and is checked as soon as it is made; `plan(model)` turns it
+into a `Plan` for the model at hand, and checks everything that depends on the model. Whole layers are counted in each
+stack that `units.py` finds, parts are labels (`labels.py`). Nothing here changes a model.
+
+Rejected: one class per granularity, each with its own fields. It would make most of the rules needless, but then a
+configuration could not be pasted, which is what these names are for.
+
+Invariants: a field that would have no effect is an error, except what a dump of Megatron's own configuration holds by
+default; `RecomputeConfig.from_dict(config.to_dict()) == config`; `eval(repr(config)) == config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import nn
+
+from .. import errors
+from ..memory import saved_activations
+from . import settings
+from .anatomy import inside
+from .apply import apply
+from .labels import choices, matching, merge, named, routed
+from .named import Found, find, module_of
+from .plan import Choice, Plan
+from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
+from .units import find_units
+
+T = TypeVar("T")
+HOST = "host"
+# A switch, and the fields that are looked at only when it is on, with the values that Megatron gives them by default.
+BELONGING: dict[str, dict[str, tuple[object, ...]]] = {
+    "fine_grained_activation_offloading": {
+        "offload_modules": (None, [], ()),
+        "min_offloaded_tensor_size": (1024 * 1024,),
+        "delay_offload_until_cuda_graph": (False,),
+        "delta_offload_bytes_across_pp_ranks": (0,),
+        "activation_offload_fraction": (1.0,),
+        "fine_grained_offloading_max_inflight_offloads": (None,),
+    },
+    "cpu_offloading": {
+        "cpu_offloading_num_layers": (0,),
+        "cpu_offloading_activations": (True,),
+        "cpu_offloading_weights": (False, True),  # it was True once
+        "cpu_offloading_double_buffering": (False,),
+        "cpu_offloading_retain_pinned_cpu_buffers": (False,),
+    },
+}
+# Fields of the parts that are options of the store.
+OPTIONS = {
+    "min_offloaded_tensor_size": "OnHost(smallest=...) (bytes, not elements)",
+    "activation_offload_fraction": "OnHost(fraction=...)",
+    "fine_grained_offloading_max_inflight_offloads": "OnHost(ahead=...) (regions, not tensors)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RecomputeConfig:
+    """What to recompute, in Megatron-LM's words.
+
+    Attributes:
+        recompute_granularity: None for nothing, "full" for whole layers, "selective" for the parts that
+            `recompute_modules` names.
+        recompute_method: For "full": "uniform" recomputes every layer, `recompute_num_layers` of them as one region
+            (the last region of a stack may be shorter), so that one input per region is kept; "block" recomputes the
+            first `recompute_num_layers` layers of a stack, each by itself, and leaves the others as they are.
+        recompute_num_layers: For "full": the number above, from 1 to the layers of this model. Under pipeline
+            parallelism the model is one stage, and under interleaving one chunk, as in Megatron. In a model with
+            several stacks (encoder and decoder, or towers) the method is applied to each; the number may not be
+            larger than the longest of them, and a shorter stack is one region ("uniform") or recomputed as a whole
+            ("block").
+        recompute_modules: For "selective": labels (`core_attn`, `mlp`, `layernorm`, `moe`, `moe_act`,
+            `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's author gave to
+            calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes nothing.
+        distribute_saved_activations: For "full": the input of each region is kept in parts on the tensor parallel
+            ranks, which all hold it whole: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
+        repeat_collectives: Not Megatron's. Layers that `parallelize_module` has split keep the results of their
+            reductions, which replays then do not repeat; True repeats them, as Megatron does, and keeps nothing. With
+            `distribute_saved_activations` they are repeated anyway.
+        sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
+        moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
+        fine_grained_activation_offloading: Keep the inputs of some recomputed parts in host memory (`OnHost`).
+        offload_modules: Which: labels that are among `recompute_modules` too.
+        min_offloaded_tensor_size: An option of the store here, `OnHost(smallest=)`; refused.
+        delay_offload_until_cuda_graph: About Megatron's own schedule; refused.
+        delta_offload_bytes_across_pp_ranks: Likewise.
+        activation_offload_fraction: An option of the store here, `OnHost(fraction=)`; refused.
+        fine_grained_offloading_max_inflight_offloads: An option of the store here, `OnHost(ahead=)`; refused.
+        cpu_offloading: Keep the inputs of some recomputed layers in host memory (`OnHost`); with "full".
+        cpu_offloading_num_layers: Which: the first so many layers of each stack, from 1. Of a region of several
+            layers the first counts.
+        cpu_offloading_activations: Whether inputs are moved; there is nothing else to move.
+        cpu_offloading_weights: Refused: weights stay on the device.
+        cpu_offloading_double_buffering: Always so: inputs come back one region ahead.
+        cpu_offloading_retain_pinned_cpu_buffers: Always so: torch keeps pinned memory for the next step.
+
+    Raises:
+        ArgumentError: A value is not known, or would have no effect, or does not go with another one.
+    """
+
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: Sequence[str] | None = None
+    distribute_saved_activations: bool = False
+    repeat_collectives: bool = False
+    sequence_parallel: bool = False
+    moe_layer_recompute: bool = False
+    fine_grained_activation_offloading: bool = False
+    offload_modules: Sequence[str] | None = None
+    min_offloaded_tensor_size: int = 1024 * 1024
+    delay_offload_until_cuda_graph: bool = False
+    delta_offload_bytes_across_pp_ranks: int = 0
+    activation_offload_fraction: float = 1.0
+    fine_grained_offloading_max_inflight_offloads: int | None = None
+    cpu_offloading: bool = False
+    cpu_offloading_num_layers: int = 0
+    cpu_offloading_activations: bool = True
+    cpu_offloading_weights: bool = False
+    cpu_offloading_double_buffering: bool = False
+    cpu_offloading_retain_pinned_cpu_buffers: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.moe_layer_recompute:
+            self._spell_out_moe()
+        if self.recompute_modules is None and self.recompute_granularity == SELECTIVE:
+            self._set("recompute_modules", ("core_attn",))
+        if self.recompute_modules is not None:
+            self._set("recompute_modules", tuple(self.recompute_modules))
+        _check(self)
+        # Empty lists that were let through, because that is how others write that there is nothing.
+        if self.recompute_granularity != SELECTIVE:
+            self._set("recompute_modules", None)
+        self._set("offload_modules", tuple(self.offload_modules or ()) or None)
+
+    def _set(self, name: str, value: object) -> None:
+        # The one way past `frozen`, for the time until the object is made.
+        object.__setattr__(self, name, value)
+
+    def _spell_out_moe(self) -> None:
+        if self.recompute_granularity == "full":
+            raise errors.ArgumentError(
+                'moe_layer_recompute=True asks for recompute_granularity="selective" with "moe" among '
+                'recompute_modules, but recompute_granularity is "full", which recomputes the layers that the experts '
+                "are in.\n"
+                "  Leave moe_layer_recompute out."
+            )
+        modules = ("core_attn",) if self.recompute_modules is None else tuple(self.recompute_modules)
+        self._set("recompute_granularity", SELECTIVE)
+        self._set("recompute_modules", modules if "moe" in modules else (*modules, "moe"))
+        self._set("moe_layer_recompute", False)
+        spelled = f'recompute_granularity="selective", recompute_modules={list(self.recompute_modules or ())}'
+        warnings.warn(f"moe_layer_recompute is deprecated; write {spelled}", DeprecationWarning, stacklevel=4)
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items())
+        return f"RecomputeConfig({said})"
+
+    def plan(self, model: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> Plan:
+        """The regions that these settings mean in this model.
+
+        Args:
+            model: A `torch.nn.Module`: the whole model, or one stage or chunk of a pipeline. Without an example call
+                it is only looked at.
+            args: Positional arguments of an example call. With one, each label is tried by a forward of its own, and
+                labels may be names of calls, which are found by one more.
+            kwargs: Keyword arguments of the example call.
+
+        Returns:
+            A plan for `apply`; an empty one where the settings ask for nothing.
+
+        Raises:
+            ArgumentError: No layers are found, there are fewer of them than `recompute_num_layers`, a label matches
+                nothing, or, where there is an example call, a label frees nothing.
+        """
+        if not isinstance(model, nn.Module):
+            each = ""
+            if isinstance(model, (list, tuple)):
+                each = "\n  For the chunks of an interleaved pipeline, one plan each: "
+                each += "[config.plan(chunk) for chunk in chunks]."
+            raise errors.ArgumentError(
+                f"RecomputeConfig.plan(model) needs a torch.nn.Module, but got {errors.kind(model)}.{each}"
+            )
+        example = None if args is None and kwargs is None else (args or (), kwargs)
+        labels = tuple(dict.fromkeys(self.recompute_modules or ()))
+        if self.recompute_granularity == FULL:
+            found = _whole_layers(self, model)
+        else:
+            found = _parts(self, model, labels, example) if labels else ()
+        found = _reductions_kept(self, model, found)
+        if example is not None:
+            _check_frees(model, found, *example)
+        return Plan(found, source=repr(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are not at their default, ready for JSON and YAML; `from_dict` reads them."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value, default in values
+            if value != default
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RecomputeConfig:
+        """Settings from keys and values: a part of, or a whole, training configuration.
+
+        Keys may be inside sections, at any depth. Keys that have nothing to do with recomputation are left alone; one
+        that can only be meant for it and is not a field is an error. None stands for the default.
+
+        Raises:
+            ArgumentError: As above, or a field has two values, or the fields do not go together.
+        """
+        return cls(**settings.fields_in(data, cls.names()))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> RecomputeConfig:
+        """Settings from a JSON or YAML file, read as `from_dict` reads its content. YAML needs PyYAML.
+
+        Raises:
+            ArgumentError: The file cannot be read as either, or as `from_dict` says.
+        """
+        return cls.from_dict(settings.content_of(path))
+
+    @classmethod
+    def from_args(cls, args: Sequence[str] | argparse.Namespace | None = None) -> RecomputeConfig:
+        """Settings from a command line.
+
+        Args:
+            args: The words of a command line, by default those of the process, where flags of others are left alone;
+                or what a parser with `add_arguments` has made of them. Megatron-LM's own arguments can be passed too.
+
+        Raises:
+            ArgumentError: A flag is not known, or as `from_dict` says.
+        """
+        return cls.from_dict(settings.fields_in_args(args, cls.names()))
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the flags that `from_args` understands to a parser of your own.
+
+        Each flag can be written with dashes or underscores. Modules are separated by spaces or commas;
+        `--recompute-activations` stands for `--recompute_granularity selective`. `-rl N` is Megatron-Bridge's, which
+        means the first N layers ("full", "block"). Megatron-Bridge gives `--recompute_num_layers N` the same meaning;
+        here, as in Megatron-LM, it is the field of that name and nothing else. `sequence_parallel` and offload fields
+        are read from the parsed arguments if your parser has them.
+        """
+        settings.add_to(parser)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of the fields."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+
+# --- rules that need no model ---
+
+
+def _no_effect(field: str, value: object, why: str, write: str) -> NoReturn:
+    raise errors.ArgumentError(errors.no_effect(field, value, why, write))
+
+
+def _check_types(config: RecomputeConfig) -> None:
+    """Raises for a value that is not of the kind that its field holds."""
+    if config.recompute_granularity not in (None, FULL, SELECTIVE):
+        raise errors.ArgumentError(
+            f"recompute_granularity={config.recompute_granularity!r} is not known. It says how much of a layer is "
+            "recomputed:\n"
+            "      None          nothing (null in a file; leave the flag out)\n"
+            '      "full"        whole layers; recompute_method and recompute_num_layers say which\n'
+            '      "selective"   the parts that recompute_modules names'
+        )
+    if config.recompute_method not in (None, UNIFORM, BLOCK):
+        raise errors.ArgumentError(
+            f"recompute_method={config.recompute_method!r} is not known. It says which layers are recomputed:\n"
+            '      "uniform"   all of them, recompute_num_layers at a time\n'
+            '      "block"     the first recompute_num_layers, one by one; the others keep their activations'
+        )
+    layers = config.recompute_num_layers
+    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
+        raise errors.ArgumentError(errors.not_a_count("recompute_num_layers", layers))
+    for field in ("recompute_modules", "offload_modules"):
+        modules = getattr(config, field)
+        if modules is not None and not _are_labels(modules):
+            written = f"[{modules!r}]" if isinstance(modules, str) else '["core_attn", "layernorm"]'
+            none = "recomputes nothing, which is the run to compare with"
+            none = none if field == "recompute_modules" else "moves nothing"
+            raise errors.ArgumentError(
+                f"{field} is {errors.say(modules)}, where a list of strings is expected.\n"
+                f"  Write {field}={written}; [] {none}."
+            )
+    for switch in SWITCHES:
+        value = getattr(config, switch)
+        if not isinstance(value, bool):
+            raise errors.ArgumentError(
+                f"{switch} is {errors.say(value)}, where True or False is expected.\n"
+                f"  Write {switch}=True ({switch}: true in a file, without quotes)."
+            )
+
+
+def _are_labels(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return False
+    return all(isinstance(label, str) and label for label in cast("Sequence[object]", value))
+
+
+def _check(config: RecomputeConfig) -> None:
+    """Raises for values that do not go together, and for fields that nothing would look at."""
+    granularity = config.recompute_granularity
+    nothing = "recompute_granularity is None, which recomputes nothing"
+    write_full = 'Write recompute_granularity="full" with it'
+    for field in ("recompute_method", "recompute_num_layers"):
+        value = getattr(config, field)
+        if value is not None and granularity == SELECTIVE:
+            why = 'recompute_granularity="selective" recomputes parts of every layer, whichever recompute_modules names'
+            write = 'For a part of some layers, name it by paths: recompute_modules=["layers.0.mlp", "layers.1.mlp"]'
+            _no_effect(field, value, why, write)
+        if value is not None and granularity is None:
+            write = (
+                'Write recompute_granularity="full", recompute_method="block", recompute_num_layers=N for the first N '
+                'layers (what Megatron-Bridge means by --recompute_num_layers alone), or recompute_method="uniform" '
+                "for all, N at a time"
+            )
+            _no_effect(field, value, nothing, write)
+    missing = [name for name in ("recompute_method", "recompute_num_layers") if getattr(config, name) is None]
+    if granularity == FULL and missing:
+        raise errors.ArgumentError(
+            f'recompute_granularity="full" needs {" and ".join(missing)}: without, there is no saying which layers.\n'
+            '  For every layer by itself, write recompute_method="uniform", recompute_num_layers=1.'
+        )
+    if granularity != SELECTIVE and config.recompute_modules:
+        why = 'recompute_granularity="full" recomputes whole layers' if granularity == FULL else nothing
+        write = 'Write recompute_granularity="selective" for these parts'
+        _no_effect("recompute_modules", list(config.recompute_modules), why, write)
+    if config.distribute_saved_activations:
+        if config.sequence_parallel:
+            raise errors.ArgumentError(
+                "distribute_saved_activations=True does not go with sequence_parallel=True: with the latter the input "
+                "of a layer is already split over the tensor parallel ranks, so each rank keeps its own part and "
+                "there is nothing to distribute.\n"
+                "  Leave distribute_saved_activations out."
+            )
+        if granularity == SELECTIVE:
+            raise errors.ArgumentError(
+                'distribute_saved_activations=True does not go with recompute_granularity="selective": what goes into '
+                "a layer is the same on all tensor parallel ranks, but what goes into its parts (the queries, keys and "
+                "values of its attention) is not, so it cannot be kept in common. (Megatron-LM's arguments refuse it "
+                "too; its TransformerConfig takes it, and does nothing with it.)\n"
+                "  Leave it out, or write it with full granularity. For a part whose input is the same on all ranks:  "
+                'Choice((path,), store="sharded").'
+            )
+        if granularity is None:
+            why = f"{nothing}, so there are no inputs to distribute"
+            _no_effect("distribute_saved_activations", True, why, write_full)
+        if config.cpu_offloading:
+            raise errors.ArgumentError(
+                "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of "
+                "regions in parts on the tensor parallel ranks, the other in host memory, and they lie in one place.\n"
+                '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some '
+                'layers, store="host"  for others.'
+            )
+    if config.repeat_collectives and granularity is None:
+        _no_effect("repeat_collectives", True, f"{nothing}, so nothing is repeated", write_full)
+    if config.repeat_collectives and config.distribute_saved_activations:
+        why = "with distribute_saved_activations=True nothing is kept whole, so collectives are repeated anyway"
+        _no_effect("repeat_collectives", True, why, "Write one of the two")
+    for switch, fields in BELONGING.items():
+        for field, defaults in () if getattr(config, switch) else fields.items():
+            if getattr(config, field) not in defaults:
+                _no_effect(field, getattr(config, field), f"{switch} is False", f"Write {switch}=True with it")
+    if config.cpu_offloading:
+        _check_offloaded_layers(config)
+    if config.fine_grained_activation_offloading:
+        _check_offloaded_parts(config)
+
+
+# --- offloading ---
+#
+# Megatron moves what layers keep for backward; here a plan moves what its regions keep, which is their inputs. So
+# `cpu_offloading` acts beside whole layers that are recomputed (where Megatron forbids it), and
+# `fine_grained_activation_offloading` on the parts that are both in `offload_modules` and in `recompute_modules`. How
+# much is moved, and how far ahead, are options of the store, and the fields for it are refused with the option's name.
+
+
+def _offload_without_regions(field: str, what: str) -> str:
+    """Text for offloading where nothing is recomputed whose inputs could be moved."""
+    granularity = '"full"' if field == "cpu_offloading" else '"selective"'
+    return (
+        f"{field}=True moves the inputs of {what}, that are recomputed, to host memory, and here there are none: it "
+        f"needs recompute_granularity={granularity}. (What a module keeps without being recomputed is not moved; "
+        "Megatron-LM does that in its own layers.)\n"
+        f"  Write recompute_granularity={granularity} with it, or place a store by hand: "
+        "no_recompute(fn, store=OnHost()) inside a region."
+    )
+
+
+def _check_offloaded_layers(config: RecomputeConfig) -> None:
+    if config.recompute_granularity != FULL:
+        raise errors.ArgumentError(_offload_without_regions("cpu_offloading", "whole layers"))
+    number = config.cpu_offloading_num_layers
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise errors.ArgumentError(errors.not_a_count("cpu_offloading_num_layers", number))
+    recomputed = config.recompute_num_layers or 0
+    if config.recompute_method == BLOCK and number > recomputed:
+        why = f"only the first {recomputed} layers are recomputed, and only their inputs are moved"
+        _no_effect("cpu_offloading_num_layers", number, why, f"Write cpu_offloading_num_layers={recomputed}")
+    if not config.cpu_offloading_activations:
+        why = "weights stay on the device, so nothing would be moved"
+        _no_effect("cpu_offloading_activations", False, why, "Write cpu_offloading_activations=True")
+    if config.cpu_offloading_weights:
+        why = "only inputs of regions are moved; weights stay on the device"
+        _no_effect("cpu_offloading_weights", True, why, "Write cpu_offloading_weights=False")
+
+
+def _check_offloaded_parts(config: RecomputeConfig) -> None:
+    modules, recomputed = config.offload_modules or (), config.recompute_modules or ()
+    if config.recompute_granularity != SELECTIVE or not modules:
+        what = "parts, named in offload_modules too"
+        raise errors.ArgumentError(_offload_without_regions("fine_grained_activation_offloading", what))
+    for label in modules:
+        if label not in recomputed:
+            why = f"{label!r} is not among recompute_modules, and only inputs of what is recomputed are moved"
+            _no_effect("offload_modules", list(modules), why, f"Write recompute_modules={[*recomputed, label]}")
+    for field, defaults in BELONGING["fine_grained_activation_offloading"].items():
+        value = getattr(config, field)
+        if field == "offload_modules" or value in defaults:
+            continue
+        why, write = "it is about Megatron-LM's own schedule", "Write nothing in its place"
+        if field in OPTIONS:
+            why = "a plan says whose inputs lie in host memory, and the store how many of them"
+            write = f'Write apply(model, plan, stores={{"host": store}}) with store = {OPTIONS[field]}'
+        _no_effect(field, value, why, write)
+
+
+# --- the choices that settings mean in one model ---
+
+
+def _whole_layers(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ...]:
+    """The regions of `recompute_granularity="full"`."""
+    method, number = config.recompute_method or "", config.recompute_num_layers or 0
+    units = find_units(model)
+    stacks: dict[str | None, list[str]] = {}
+    for layer in units.layers:
+        stacks.setdefault(layer.stack, []).append(layer.path)
+    if not stacks:
+        raise errors.ArgumentError(
+            f"no layers were found in {type(model).__name__}. Looked for: a ModuleList, Sequential or ModuleDict of "
+            "alike modules, each with at least two products (linear layers, convolutions, stacked experts) inside.\n"
+            "  Say which class is a layer, before the plan is made:\n"
+            "      from torch_recompute.plan.units import register\n"
+            '      register("layer", MyLayer)\n'
+            "  or name modules by their paths, as named_modules() gives them:\n"
+            '      RecomputeConfig(recompute_granularity="selective", recompute_modules=["blocks.*"])'
+        )
+    stack = max(stacks, key=lambda stack: len(stacks[stack]))
+    length = len(stacks[stack])
+    if number > length:
+        has = f"the longest stack of layers in this model, {stack or 'the model itself'}, has {length}"
+        write = f"Write a number from 1 to {length}" if length > 1 else "Write 1"
+        raise errors.ArgumentError(
+            f"recompute_num_layers={number}, but {'this model is a single layer' if stack is None else has}. (Under "
+            "pipeline parallelism a model is one stage, or one chunk of it; the number is per stage.)\n"
+            f"  {write}."
+        )
+    chosen = [
+        Choice(group, carry=any(routed(units, path) for path in group), labels=(f"{FULL}/{method}",))
+        for stack in stacks.values()
+        for group in groups(stack, method, number)
+    ]
+    if config.distribute_saved_activations:
+        return tuple(replace(choice, store="sharded") for choice in chosen)
+    if not config.cpu_offloading:
+        return tuple(chosen)
+    moved = config.cpu_offloading_num_layers
+    if moved > length:
+        why, write = f"the longest stack of layers here has {length}", f"Write cpu_offloading_num_layers={length}"
+        _no_effect("cpu_offloading_num_layers", moved, why, write)
+    first = {path for stack in stacks.values() for path in stack[:moved]}
+    return tuple(replace(choice, store=HOST) if choice.paths[0] in first else choice for choice in chosen)
+
+
+def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]:
+    """The layers of one stack that are recomputed, those of one region together.
+
+    Args:
+        layers: A stack's layers, in order.
+        method: "uniform": all, `number` at a time, the last group with what is left; "block": the first `number`, or
+            all if there are fewer, one at a time.
+        number: At least 1.
+    """
+    if method == UNIFORM:
+        return [tuple(layers[first : first + number]) for first in range(0, len(layers), number)]
+    return [(layer,) for layer in layers[:number]]
+
+
+def _matches_nothing(label: str, model: str, matching: Mapping[str, int], calls: Mapping[str, int] | None) -> str:
+    """Text for a label that finds no part of the model; `calls` are the names that its author gave, if it was run."""
+    matching = {**matching, **(calls or {})}
+    if calls is None:
+        names = (
+            '\n  Names that the author gave to calls, no_recompute(fn, name="..."), match if plan is given an example '
+            "call, which alone shows them: config.plan(model, args, kwargs)."
+        )
+    else:
+        names = "" if calls else '\n  Its author gave no call a name: no_recompute(fn, name="...").'
+    if matching:
+        width = max(map(len, matching))
+        rows = "".join(
+            f"\n      {word:<{width}}   {count} place{'s' if count > 1 else ''}" for word, count in matching.items()
+        )
+        known = f"  These labels match:{rows}\n"
+    else:
+        known = "  No label does.\n"
+    return (
+        f"recompute_modules: {label!r} matches nothing in {model}, so nothing would be recomputed for it.\n"
+        f"{known}"
+        '  Paths of modules match too, as named_modules() gives them, and patterns of paths such as "layers.*.mlp"; a '
+        f"ModuleList does not, since it is never called.{names}"
+    )
+
+
+def _a_region_anyway(label: str, model: str, paths: Sequence[str]) -> str:
+    """Text for a label that is the name of a region in the model's own code."""
+    where = ", ".join(path or "the model itself" for path in paths[:3]) + (" ..." if len(paths) > 3 else "")
+    return (
+        f"recompute_modules: {label!r} is a region in the code of {model} (in {where}): recompute(fn, name={label!r}) "
+        "is recomputed whatever a plan says, so naming it would have no effect.\n"
+        "  Leave it out. A call that is recomputed only where it is listed is written in the model as "
+        f"no_recompute(fn, name={label!r}), which is the plain call otherwise."
+    )
+
+
+def _parts(
+    config: RecomputeConfig,
+    model: nn.Module,
+    labels: Sequence[str],
+    example: tuple[tuple[Any, ...], Mapping[str, Any] | None] | None,
+) -> tuple[Choice, ...]:
+    """The regions of labels, paths, patterns and, with an example call, names of calls."""
+    units, said = find_units(model), type(model).__name__
+    moved = (config.offload_modules or ()) if config.fine_grained_activation_offloading else ()
+    found: list[Choice] = []
+    names: Found | None = None
+    for label in labels:
+        here = choices(units, label)
+        if not here and example is not None:
+            names = names or find(model, *example)
+            here = named(units, label, names.calls.get(label, ()))
+            if not here and label in names.regions:
+                raise errors.ArgumentError(_a_region_anyway(label, said, names.regions[label]))
+        if not here:
+            calls = None if names is None else {name: len(paths) for name, paths in names.calls.items()}
+            raise errors.ArgumentError(_matches_nothing(label, said, matching(units), calls))
+        found.extend(replace(choice, store=HOST) if label in moved else choice for choice in here)
+    merged = merge(units, found)
+    for label in config.offload_modules or ():
+        if not any(label in choice.labels and choice.store == HOST for choice in merged):
+            why = f"all of {label!r} lies inside of other regions, whose inputs stay on the device"
+            write = "Name the label of those in offload_modules"
+            _no_effect("offload_modules", list(config.offload_modules or ()), why, write)
+    return merged
+
+
+# --- reductions of tensor parallel layers ---
+#
+# Under tensor parallelism a layer ends its attention and its MLP with a reduction over the ranks. A replay that repeats
+# it communicates once more in every backward; its result, kept, is no larger than the layer's input. So regions keep it
+# ("@reduction"), unless `repeat_collectives` is set. All-gathers, which sequence parallelism has besides, are repeated:
+# a result is as many times as large as there are ranks, and not to keep it is what sequence parallelism is for
+# (docs/design/005-collectives.md has the figures). With `distribute_saved_activations` nothing is to be kept whole on
+# any rank, so reductions are repeated, too.
+
+
+def _reductions_kept(config: RecomputeConfig, model: nn.Module, chosen: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """The choices, with those of split layers keeping reductions, unless the settings say that they be repeated."""
+    if config.distribute_saved_activations:
+        return chosen
+    weights = _split_weights(model)
+    splits = [_runs_one(choice, weights) for choice in chosen]
+    if not config.repeat_collectives:
+        pairs = zip(chosen, splits, strict=True)
+        return tuple(replace(one, keep=(*one.keep, "@reduction")) if split else one for one, split in pairs)
+    if not any(splits):
+        why = "no weight in what is recomputed is split over ranks as parallelize_module splits it"
+        _no_effect("repeat_collectives", True, why, "Plan after parallelize_module")
+    return chosen
+
+
+def _split_weights(model: nn.Module) -> list[str]:
+    """The paths of parameters that are split over ranks for tensor parallelism.
+
+    That a weight is split is seen by its placements. `fully_shard` splits weights too, once, and gathers them in place;
+    a weight that is split more often than that is split for tensor parallelism.
+    """
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    def times(placements: Iterable[Any]) -> int:
+        return sum(not (placement.is_replicate() or placement.is_partial()) for placement in placements)
+
+    by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    return [
+        path
+        for path, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor) and times(parameter.placements) > by_fsdp
+    ]
+
+
+def _runs_one(choice: Choice, weights: Iterable[str]) -> bool:
+    """Whether a replay of this region runs a module with one of these weights."""
+    regions = [module_of(path) for path in choice.paths]
+    skipped = [f"{regions[0]}.{word}".strip(".") for word in choice.keep if "@" not in word]
+    return any(
+        any(inside(weight, region) for region in regions) and not any(inside(weight, path) for path in skipped)
+        for weight in weights
+    )
+
+
+# --- whether labels free anything ---
+
+
+def _check_frees(
+    model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> None:
+    """Raises for the first label that keeps as much as no recomputation does, found by one call per label.
+
+    Structure does not show which bytes a forward keeps: around a norm whose consumers are frozen nothing is saved that
+    a region could drop, and around a single product everything saved is its input. Nothing is replayed, and the model
+    is as before.
+    """
+
+    def kept(chosen: Sequence[Choice]) -> int:
+        handle = apply(model, Plan(tuple(chosen)))
+        try:
+            return saved_activations(model, args, None if kwargs is None else dict(kwargs)).total_bytes
+        finally:
+            handle.remove()
+
+    def of(label: str) -> tuple[Choice, ...]:
+        return merge(units, choices(units, label)) or tuple(c for c in placed if label in c.labels)
+
+    units = find_units(model)
+    plain = kept(())
+    for label in dict.fromkeys(label for choice in placed for label in choice.labels):
+        bytes_kept = kept(of(label))
+        if bytes_kept < plain:
+            continue
+        freed = {other: plain - kept(of(other)) for other in matching(units) if other != label}
+        known = "".join(f"\n      {word}   {count:,} bytes" for word, count in freed.items() if count > 0)
+        others = f"\n  These free something:{known}" if known else ""
+        raise errors.ArgumentError(
+            f"{label!r} would cost time and free nothing in {type(model).__name__}: in the call given, {bytes_kept:,} "
+            f"bytes are kept for backward with it and {plain:,} without.{others}\n"
+            "  Leave it out, or place it around more: what a region keeps is its input."
+        )

@@ -1,0 +1,311 @@
+"""Megatron's settings out of files, nested keys and command lines, as fields of `RecomputeConfig`.
+
+A training configuration is one file with everything in it, and the fields of recomputation are at its top, or in a
+section (`model:`, `recompute:`), or two sections deep. They are looked for everywhere, because a place that is not
+looked at is a setting that is silently ignored; for the same reason a key that can only be meant for us and is no field
+is an error, and so are two values for one field. Command lines follow the same rule: flags of others are left alone, a
+misspelled one of ours is not.
+
+Values are not converted where a wrong one could be meant: what is not a number goes to the rules of `config.py` as it
+is, so that the complaint is the same for files and flags.
+
+Rejected: requiring a section of a certain name. Each system has another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from .. import errors
+
+FULL, SELECTIVE = "full", "selective"
+UNIFORM, BLOCK = "uniform", "block"
+
+SWITCHES = (
+    "distribute_saved_activations",
+    "repeat_collectives",
+    "sequence_parallel",
+    "moe_layer_recompute",
+    "fine_grained_activation_offloading",
+    "cpu_offloading",
+)
+
+# Fields of Megatron's configuration that recompute inside of its own layers: their default, and what to do instead.
+INSIDE: dict[str, tuple[object, str]] = {
+    "mhc_recompute_layer_num": (
+        None,
+        "it groups the hyper-connections of Megatron-LM's own block; name modules of yours in recompute_modules",
+    ),
+    "gdp_num_chunk_states_to_recompute": (
+        2,
+        "it is an option of Megatron-LM's own kernel, which recomputes within itself; pass it to the kernel",
+    ),
+    "mlp_chunks_for_training": (1, "it changes how an MLP computes; write recompute(mlp, tiles=N) where it is called"),
+    "moe_paged_stash": (
+        False,
+        "it changes where Megatron-LM's experts keep their inputs; name moe in recompute_modules",
+    ),
+}
+
+# A key with one of these in its name is about recomputation, whoever wrote it.
+OURS = ("recompute", "activations_checkpoint", "checkpoint_activations")
+# What they are called elsewhere, where names are not alike.
+ELSEWHERE = dict.fromkeys(("recompute", "recompute_activations", "checkpoint_activations"), "recompute_granularity")
+# Nobody else's key is so near to one of ours.
+CLOSE = 0.9
+
+
+def _not_a_mapping(what: str, value: object) -> str:
+    """Text for a configuration that is not made of keys and values."""
+    return (
+        f"{what} is {errors.say(value)}, where keys and values are expected.\n"
+        '  Write {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, with any '
+        "other keys beside, or inside of a section."
+    )
+
+
+def _bad_file(path: str, why: str) -> str:
+    """Text for a file that cannot be read as a configuration."""
+    return (
+        f"{path} is not a configuration: {why}.\n"
+        "  from_file reads JSON from *.json and YAML from *.yaml and *.yml; pass what you read from another file to "
+        "RecomputeConfig.from_dict(data)."
+    )
+
+
+def content_of(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The content of a JSON or YAML file."""
+    file, name = Path(path), os.fspath(path)
+    suffix = file.suffix.lower()
+    if suffix not in (".json", ".yaml", ".yml"):
+        ending = f"its name ends in {suffix!r}" if suffix else "its name has no ending"
+        raise errors.ArgumentError(_bad_file(name, ending))
+    kind, load, wrong = ("JSON", json.loads, ValueError) if suffix == ".json" else ("YAML", *_yaml(name))
+    try:
+        content = load(file.read_text(encoding="utf-8"))
+    except (ValueError, wrong) as error:
+        reason = " ".join(str(error).split())
+        raise errors.ArgumentError(_bad_file(name, f"no {kind} ({reason})")) from None
+    if not isinstance(content, Mapping):
+        raise errors.ArgumentError(_not_a_mapping(f"the content of {name}", content))
+    return cast("Mapping[str, Any]", content)
+
+
+def _yaml(name: str) -> tuple[Any, Any]:
+    """The function that reads YAML, and its class of errors."""
+    try:
+        import yaml
+    except ImportError:
+        raise errors.ArgumentError(
+            f"reading {name} needs the package PyYAML, which is not installed.\n"
+            "  Write: pip install torch-recompute[config], or save the file as JSON."
+        ) from None
+    return yaml.safe_load, yaml.YAMLError
+
+
+def fields_in(data: object, names: Sequence[str]) -> dict[str, Any]:
+    """The fields among keys and values, at any depth; those at None are left out.
+
+    Raises:
+        ArgumentError: A key can only be meant for us and is no field, or a field has two values.
+    """
+    if not isinstance(data, Mapping):
+        raise errors.ArgumentError(_not_a_mapping("the configuration", data))
+    found: dict[str, tuple[Any, str]] = {}
+    for where, key, value in _leaves(cast("Mapping[object, object]", data), "", names):
+        if key not in names:
+            _check_foreign(where, key, value, names)
+        elif value is not None:
+            if key in found and found[key][0] != value:
+                first, second = (place or "the top level" for place in (found[key][1], where))
+                raise errors.ArgumentError(
+                    f"{key} has one value in {first} and another in {second}; which of the two is meant cannot be "
+                    "told.\n"
+                    "  Pass one section: RecomputeConfig.from_dict(data['model'])."
+                )
+            found.setdefault(key, (value, where))
+    fields = {name: value for name, (value, _) in found.items()}
+    # Megatron writes this default into its configuration whatever the granularity is.
+    selective = fields.get("recompute_granularity") == SELECTIVE or fields.get("moe_layer_recompute")
+    if not selective and fields.get("recompute_modules") == ["core_attn"]:
+        del fields["recompute_modules"]
+    return fields
+
+
+def _leaves(data: Mapping[object, object], where: str, names: Sequence[str]) -> Iterator[tuple[str, str, object]]:
+    """Section, key and value of everything that is not itself a section."""
+    for raw, value in data.items():
+        key = str(raw)
+        below = f"{where}.{key}" if where else key
+        if isinstance(value, Mapping) and key not in names:
+            yield from _leaves(cast("Mapping[object, object]", value), below, names)
+            continue
+        if isinstance(value, (list, tuple)) and key not in names:
+            for i, item in enumerate(cast("Sequence[object]", value)):
+                if isinstance(item, Mapping):
+                    yield from _leaves(cast("Mapping[object, object]", item), f"{below}[{i}]", names)
+        yield where, key, value
+
+
+def _check_foreign(where: str, key: str, value: object, names: Sequence[str]) -> None:
+    """Complain of a key that is no field and can only be meant for us."""
+    if key in INSIDE:
+        default, why = INSIDE[key]
+        if value is not None and value != default:
+            raise errors.ArgumentError(f"{key}={value!r} cannot be applied from outside of a layer: {why}.")
+    elif where.rpartition(".")[2] == "recompute" or looks_like_ours(key, names):
+        raise errors.ArgumentError(errors.unknown_field(key, nearest(key, names), where))
+
+
+def looks_like_ours(key: str, names: Sequence[str]) -> bool:
+    """Whether a key that is no field can only be a field spelled wrong."""
+    plain = key.lower().replace("-", "_")
+    # Others have many words for splitting sequences.
+    close = difflib.get_close_matches(plain, [name for name in names if name != "sequence_parallel"], 1, CLOSE)
+    return bool(close) or any(word in plain for word in OURS)
+
+
+def nearest(key: str, names: Sequence[str]) -> str:
+    """The field whose name is the most like this key."""
+    plain = key.lower().replace("-", "_")
+    if plain in ELSEWHERE:
+        return ELSEWHERE[plain]
+    # The one that ends like it, if any: `granularity`, `activations_checkpoint_method`.
+    ending = [name for name in names if name.rpartition("_")[2] == plain.rpartition("_")[2]]
+    return difflib.get_close_matches(plain, ending or names, 1, 0.0)[0]
+
+
+# --- command lines ---
+
+GRANULARITY_FLAG, BLOCK_FLAG = "recompute_activations", "rl"
+LISTS = ("recompute_modules", "offload_modules")
+
+
+def _number(word: str) -> int | str:
+    try:
+        return int(word)
+    except ValueError:
+        return word
+
+
+_SWITCH: dict[str, Any] = {"action": "store_true"}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "recompute_granularity": {"metavar": "full|selective", "help": "whole layers, or parts of them"},
+    "recompute_method": {"metavar": "uniform|block", "help": "full: every layer, or the first ones"},
+    "recompute_num_layers": {
+        "metavar": "N",
+        "type": _number,
+        "help": "full: uniform: layers per region; block: how many",
+    },
+    "recompute_modules": {
+        "metavar": "LABEL",
+        "nargs": "*",
+        "help": "selective: core_attn, mlp, layernorm, moe, moe_act, shared_experts, mla_up_proj, or module paths; "
+        "separated by spaces or commas; none for a run that recomputes nothing",
+    },
+    GRANULARITY_FLAG: {**_SWITCH, "help": "the same as --recompute_granularity selective"},
+    BLOCK_FLAG: {
+        "metavar": "N",
+        "type": _number,
+        "help": "the same as --recompute_granularity full --recompute_method block --recompute_num_layers N",
+    },
+    "distribute_saved_activations": {
+        **_SWITCH,
+        "help": "full: regions keep their inputs in parts on the tensor parallel ranks",
+    },
+    "repeat_collectives": {
+        **_SWITCH,
+        "help": "replays repeat the reductions of tensor parallel layers, whose results are kept without it",
+    },
+    "moe_layer_recompute": {**_SWITCH, "help": "deprecated: moe among --recompute_modules"},
+}
+
+
+def _bad_flags(why: str) -> str:
+    """Text for a command line that cannot be."""
+    return (
+        f"these flags cannot be used: {why}.\n"
+        "  For example: --recompute_granularity selective --recompute_modules core_attn layernorm\n"
+        "           or: --recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise errors.ArgumentError(_bad_flags(message))
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of recomputation."""
+    group = parser.add_argument_group("recomputation", "Megatron-LM's settings: what to recompute in backward.")
+    for name, said in _FLAGS.items():
+        group.add_argument(*(["-rl"] if name == BLOCK_FLAG else _spellings(name)), dest=name, **said)
+
+
+def add_others_to(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add a flag, not shown in the help, for each field that has none yet."""
+    for name in names:
+        if name not in _FLAGS:
+            kind: dict[str, Any] = {"nargs": "*" if name in LISTS else "?", "type": _number}
+            kind = {"action": "store_true"} if name in SWITCHES else kind
+            parser.add_argument(*_spellings(name), dest=name, help=argparse.SUPPRESS, **kind)
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return f"--{name}", f"--{name.replace('_', '-')}"
+
+
+def fields_in_args(args: Sequence[str] | argparse.Namespace | None, names: Sequence[str]) -> dict[str, Any]:
+    """The fields that a command line sets, with the short ways of saying them spelled out."""
+    if isinstance(args, argparse.Namespace):
+        # Another program's flag that was not given is None or False: no setting.
+        every = vars(args).items()
+        given = {name: value for name, value in every if name in names or (value is not None and value is not False)}
+    else:
+        given = _parsed(sys.argv[1:] if args is None else args, names)
+    fields = dict(given)
+    for name in LISTS:
+        value = fields.get(name)
+        if isinstance(value, (list, tuple, str)):
+            words = [value] if isinstance(value, str) else cast("Sequence[object]", value)
+            fields[name] = [label for word in words for label in str(word).replace(",", " ").split()]
+    if fields.pop(GRANULARITY_FLAG, False):
+        _imply(fields, "--recompute-activations", {"recompute_granularity": SELECTIVE})
+    layers = fields.pop(BLOCK_FLAG, None)
+    if layers is not None:
+        implied = {"recompute_granularity": FULL, "recompute_method": BLOCK, "recompute_num_layers": layers}
+        _imply(fields, f"-rl {layers}", implied)
+    return fields
+
+
+def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    if isinstance(words, str):
+        why = f"they are one string, {words!r}; pass a list of words, as shlex.split makes it"
+        raise errors.ArgumentError(_bad_flags(why))
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    add_to(parser)
+    add_others_to(parser, names)
+    known, others = parser.parse_known_args(list(words))
+    for word in others:
+        flag = word.partition("=")[0]
+        if flag.startswith("-") and looks_like_ours(flag.lstrip("-"), names):
+            raise errors.ArgumentError(errors.unknown_field(flag, f"--{nearest(flag.lstrip('-'), names)}", ""))
+    return vars(known)
+
+
+def _imply(fields: dict[str, Any], flag: str, implied: Mapping[str, object]) -> None:
+    for field, value in implied.items():
+        other = fields.get(field)
+        if other is not None and other != value:
+            why = f"{flag} means {field}={value!r}, but {field} is given as {other!r}"
+            raise errors.ArgumentError(_bad_flags(why))
+        fields[field] = value
