@@ -22,7 +22,7 @@ SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproje
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
 
-.PHONY: help demo test test-gpu browser lint types wheel bench bench-discard bench-frontier docs pages clean
+.PHONY: help demo test quick test-gpu browser lint types wheel bench bench-discard bench-frontier docs pages clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -35,6 +35,13 @@ demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputat
 
 test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and the tests against the installed wheel
 	OMP_NUM_THREADS=1 TORCH_RECOMPUTE_TEST_INSTALLED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 -r s $(PYTEST_ARGS)
+
+# On the sources, with no build between. Types are checked for what differs from the last commit.
+quick: $(VENV)/.stamp-dev  ## in under a minute: lint, types of changed files, and the laws of a region
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell
+	@changed=$$(git diff --name-only --diff-filter=d HEAD -- 'src/*.py'); \
+	if [ -n "$$changed" ]; then $(BIN)/pyright --pythonpath $(BIN)/python $$changed; fi
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q tests/laws $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what only a CUDA device can prove, in a table
 	$(BIN)/python tests/gpu_checks.py $(if $(SAVE),--save $(SAVE))

@@ -10,7 +10,11 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 GIB, MIB = 2**30, 2**20
 # What the ways of `what_it_saves.py` are called here.
-WAYS = {"every layer": "every_layer", "a plan, that peak": "same_peak", "a plan, half way": "half_way"}
+WAYS = {
+    "checkpoint every layer": "every_layer",
+    "a plan, same peak": "same_peak",
+    "a plan, half of that saving": "half_way",
+}
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def saves() -> str:
         )
         for row in _result("what_it_saves-h100-sheet")["figures"]
     ]
-    return _table(("peak of a step (its time)", "no recomputation", *WAYS), rows)
+    return _table(("peak memory of a step (extra time)", "without recomputation", *WAYS), rows)
 
 
 def replays() -> str:
@@ -54,12 +58,12 @@ def replays() -> str:
         (row["model"], *(_share(row[way]["replayed_share"]) for way in WAYS.values()))
         for row in _result("what_it_saves-h100-sheet")["figures"]
     ]
-    return _table(("FLOPs done again", *WAYS), rows)
+    return _table(("FLOPs of replays, of all", *WAYS), rows)
 
 
 # What the forms of `peers discard` are called here; a form that is not named is left out.
 FORMS: Mapping[str, str] = {
-    "baseline": "no recomputation",
+    "baseline": "without recomputation",
     "torch": "`torch.utils.checkpoint`",
     "saved_call": "`recompute` and a saved call",
     "no_extra_gemm": "no product made again",
