@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch_recompute import make_plan
 from torch_recompute.planning import prices
 from torch_recompute.planning.alone import made_up, runs_alone
-from torch_recompute.planning.ops import Log, Op
+from torch_recompute.planning.ops import Op, logging
 from torch_recompute.planning.prices import Measured
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def cold(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def ops(call: Call, name: str) -> list[Op]:
     """The operations of a name that a call runs, forward and backward."""
     found: list[Op] = []
-    with Log(lambda op, *_: found.append(op)):
+    with logging(lambda op, *_: found.append(op)):
         result = call()
         if result.requires_grad:
             result.sum().backward()
@@ -44,7 +44,7 @@ def ops(call: Call, name: str) -> list[Op]:
 def one(call: Call) -> Op:
     """The one operation that a call runs."""
     found: list[Op] = []
-    with Log(lambda op, *_: found.append(op)):
+    with logging(lambda op, *_: found.append(op)):
         call()
     assert len(found) == 1
     return found[0]

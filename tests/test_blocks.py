@@ -11,8 +11,7 @@ from torch.cuda import _memory_viz
 
 from torch_recompute import Choice, Plan, Simulation, measure, recompute, simulate
 from torch_recompute.memory import CATEGORIES, Block
-from torch_recompute.memory.blocks import blocks_of
-from torch_recompute.memory.ledger import ACTIVATIONS, GRADIENTS, Ledger
+from torch_recompute.memory.ledger import ACTIVATIONS, GRADIENTS, Ledger, blocks_of
 from torch_recompute.memory.snapshot import snapshot_of
 from zoo import mean_loss
 

@@ -19,8 +19,8 @@ from torch_recompute import (
     SaveError,
     StoreError,
     _compat,
-    _fingerprints,
     _generators,
+    _mismatch,
     no_recompute,
     recompute,
     replay,
@@ -94,7 +94,7 @@ class Acted:
 def acted(monkeypatch: pytest.MonkeyPatch) -> Acted:
     """A machine whose only device is acted."""
     device = Acted()
-    for module in (_generators, values, _fingerprints, host, observe):
+    for module in (_generators, values, _mismatch, host, observe):
         monkeypatch.setattr(module, "capturing", lambda: device.graph > 0)
     monkeypatch.setattr(_compat, "device_generators", lambda: [device])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from test_planning import deep_is_made
-from torch_recompute import Choice, Plan, apply, cli, doctor, make_plan, recompute
+from torch_recompute import Choice, Plan, _observer, apply, cli, doctor, make_plan, recompute
 from torch_recompute.doctor import observing
 from torch_recompute.doctor.checks.fragmentation import Fragmentation
 from torch_recompute.doctor.checks.replay_share import ReplayShare
@@ -300,7 +300,8 @@ def test_the_books_are_what_the_step_keeps(plan: Plan) -> None:
         return value
 
     plain = simulate_step(model, (batch(),), loss=mean_loss)
-    step = simulate_step(model, (batch(),), prepare=lambda copy: apply(copy, plan), watch=books.watch, loss=loss)
+    with _observer.observing(books):
+        step = simulate_step(model, (batch(),), prepare=lambda copy: apply(copy, plan), watch=books.watch, loss=loss)
     assert sum(account.freed_bytes for account in books.by_name.values()) == plain.saved_bytes - step.saved_bytes
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
 from torch_recompute._compat.flops import flops
-from torch_recompute.planning.ops import Log
+from torch_recompute.planning.ops import logging
 from torch_recompute.planning.prices import DEVICES, flops_of
 
 TOKENS, HEADS, HEAD = 128, 2, 16
@@ -120,7 +120,7 @@ def test_what_looks_at_a_model_runs_it() -> None:
 def test_its_price_is_that_of_its_products() -> None:
     """It is no operation that runs alone, and is priced by its FLOPs and bytes."""
     seen: list[Any] = []
-    with Log(lambda op, inputs, out: seen.append(op)), torch.no_grad():
+    with logging(lambda op, inputs, out: seen.append(op)), torch.no_grad():
         Block(False)(x())
     (op,) = [op for op in seen if op.func is OPERATOR]
     assert flops_of(op) == 4 * HEADS * TOKENS * TOKENS * HEAD

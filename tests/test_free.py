@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute.memory import host
-from torch_recompute.memory.host import host_memory
-from torch_recompute.planning.free import free_bytes
+from torch_recompute.memory import free
+from torch_recompute.memory.free import free_bytes, host_memory
 
 GIB = 2**30
 OWN2, OWN1 = {"proc/self/cgroup": "0::/pod/job\n"}, {"proc/self/cgroup": "4:cpu,memory:/pod/job\n0::/\n"}
@@ -72,7 +71,7 @@ def test_it_is_what_another_library_says() -> None:
 def test_elsewhere_another_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system has no such files psutil says it; what the model holds is there for its step, too."""
     memory = types.SimpleNamespace(available=10 * GIB, total=20 * GIB)
-    monkeypatch.setattr(host, "sys", types.SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(free, "sys", types.SimpleNamespace(platform="darwin"))
     monkeypatch.setitem(sys.modules, "psutil", types.SimpleNamespace(virtual_memory=lambda: memory))
     assert free_bytes(nn.Linear(7, 4, bias=False), torch.device("cpu")) == 10 * GIB + 4 * 28 - GIB
 
@@ -82,7 +81,7 @@ def test_in_the_middle_of_training_what_the_step_holds_is_given_back() -> None:
     model = nn.Linear(256, 1024, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_recompute.planning.free.host_memory", lambda: (10 * GIB, 20 * GIB))
+        patch.setattr("torch_recompute.memory.free.host_memory", lambda: (10 * GIB, 20 * GIB))
         fresh = free_bytes(model, torch.device("cpu"), optimizer)
         model(torch.ones(1, 256)).sum().backward()
         with_gradients = free_bytes(model, torch.device("cpu"), optimizer)

@@ -48,8 +48,8 @@ from torch_recompute import (
     StoreError,
     _compat,
     _face,
-    _fingerprints,
     _generators,
+    _mismatch,
     _models,
     apply,
     audit,
@@ -96,13 +96,13 @@ from torch_recompute.distributed import (
 )
 from torch_recompute.distributed.agreement import compare
 from torch_recompute.integrations import door, huggingface
+from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.prediction import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
-from torch_recompute.planning.free import free_bytes
 from torch_recompute.planning.hosts import link_of
 from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.schedules import orders_named, orders_of
@@ -282,7 +282,7 @@ class Stamped:
 def captured(generator: Stamped | None = None) -> Iterator[None]:
     """As if a CUDA graph were captured."""
     with contextlib.ExitStack() as stack:
-        for module in (_generators, values, _fingerprints, host, rng):
+        for module in (_generators, values, _mismatch, host, rng):
             stack.enter_context(unittest.mock.patch.object(module, "capturing", return_value=True))
         stack.enter_context(
             unittest.mock.patch.object(_compat, "device_generators", return_value=[generator or Stamped()])
@@ -480,7 +480,7 @@ def draws_without_matplotlib() -> None:
 
 
 def fits_where_memory_is_unknown() -> None:
-    elsewhere = unittest.mock.patch("torch_recompute.memory.host.sys", types.SimpleNamespace(platform="darwin"))
+    elsewhere = unittest.mock.patch("torch_recompute.memory.free.sys", types.SimpleNamespace(platform="darwin"))
     with elsewhere, unittest.mock.patch.dict(sys.modules, {"psutil": None}):
         make_plan(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), loss=torch.sum, budget="fit")
 

@@ -11,24 +11,22 @@ import math
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import _compat, _tree, errors, state
 from ._compat import parameter_of, storage_id
-from ._diagnose import reader_of
-from ._exhausted import tell
-from ._fingerprints import Fingerprints
 from ._hollow import Read, give_values
 from ._inputs import Around, Inputs
 from ._late import store_for, waiting
+from ._mismatch import Fingerprints, OpTrace, reader_of
+from ._observer import here, tell
 from ._reach import reach, rebuild
 from ._replay import Replay
 from ._saved_call import SavedCall
 from ._slots import KEPT, Packed, Slot, lend, unpack, without_history
 from ._task import leaves_undone, this_task
-from ._trace import OpTrace
 from ._tree import meta
 from .stores import Hooks, Store
 from .values import Key, Run, Trace, thread
@@ -57,17 +55,15 @@ class Frame(Run):
     Attributes:
         slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
         later: Slots outside of the region that are views of its results (`_discard.py`), filled by its replays.
-        names: Who decides about calls with a name in it.
-        clock: Runs the replays of all frames, while somebody takes their time.
+        overrides: Decides about calls with a name in it.
+        observers: Who observes it; None for nobody.
     """
-
-    clock: ClassVar[Callable[[Callable[[], int]], int] | None] = None
 
     __slots__ = (
         *("__weakref__", "_aliased", "_aliases", "_contexts", "_ids"),
-        *("_lock", "_first", "_nested", "_template", "_watch", "_world"),
-        *("brief", "complete", "fingerprints", "inputs", "later", "names", "options"),
-        *("size", "slots", "store", "streams", "transient"),
+        *("_lock", "_first", "_nested", "_template", "_world"),
+        *("brief", "complete", "fingerprints", "inputs", "later", "observers", "options"),
+        *("overrides", "slots", "store", "streams", "transient"),
     )
 
     def __init__(
@@ -79,13 +75,12 @@ class Frame(Run):
             if outer.replaying:
                 self.trace, self.replaying = outer.next_child(), True
         self.options = options
-        self.names, self.size = thread.names, thread.size
+        self.overrides, self.observers = thread.overrides, here.observers
         self.transient = self.brief = self.complete = self._aliased = False
         self._aliases: dict[int, torch.Tensor] = _NONE
         self._nested: tuple[weakref.ref[Frame] | None, ...] = ()
         self.store = options.store or _ambient_store(outer)
         self.later: SavedCall | None = None
-        self._watch: Callable[[torch.Tensor], None] | None = None
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints = Fingerprints() if options.check == "values" else None
         self._first, self._lock = _compat.sequence_number(), RLock()
@@ -177,18 +172,14 @@ class Frame(Run):
         self.slots.append(weakref.ref(slot))
         if self.fingerprints is not None:
             self.fingerprints.add(len(self.slots) - 1, tensor)
-        if self._watch is not None:
-            self._watch(tensor)
+        if self.observers is not None:
+            self.observers.dropped(self, tensor)
         return slot
-
-    def watch(self, seen: Callable[[torch.Tensor], None]) -> None:
-        """From now on `seen` is called with each tensor that autograd saves and that the region drops."""
-        self._watch = seen
 
     def dropped(self, tensor: torch.Tensor) -> None:
         """Notes what a saved call leaves to the replay."""
-        if self._watch is not None:
-            self._watch(tensor)
+        if self.observers is not None:
+            self.observers.dropped(self, tensor)
 
     def put(self, tensor: torch.Tensor) -> Packed:
         """Keeps an input of a region inside this one."""
@@ -199,6 +190,8 @@ class Frame(Run):
         if self.options.contexts is not None:
             before, self._contexts = self.options.contexts()
             fn = _within(before, fn)
+        if self.observers is not None:
+            fn = self.observers.around("forward", self.name, self, fn)
         _compat.push_hooks(self.pack, unpack)
         thread.run = self
         try:
@@ -258,7 +251,10 @@ class Frame(Run):
             if not isinstance(slot.tensor, torch.Tensor):
                 try:
                     with _compat.on_streams(self.streams):
-                        filled = self._replay() if Frame.clock is None else Frame.clock(self._replay)
+                        replay = self._replay
+                        if self.observers is not None:
+                            replay = self.observers.around("rebuild", self.name, self, replay)
+                        filled = replay()
                 except errors.MismatchError as error:
                     self.release()
                     if isinstance(self._contexts, OpTrace):
@@ -287,9 +283,11 @@ class Frame(Run):
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
         run = Replay(self, ids, self._need() if self.options.early_stop else None)
-        grad, outer, names, size = torch.is_grad_enabled(), thread.run, thread.names, thread.size
+        if self.observers is not None:
+            fn = self.observers.around("replay", self.name, run, fn)
+        grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
         _compat.set_grad_enabled(True)
-        thread.run, thread.names, thread.size = run, self.names, self.size
+        thread.run, thread.overrides, here.observers = run, self.overrides, self.observers
         try:
             self._world.run(self.name, run.go, fn, args, kwargs)
             run.compare_values()
@@ -297,7 +295,7 @@ class Frame(Run):
         except Read as read:
             give_values(self.name, read)
         finally:
-            thread.run, thread.names, thread.size = outer, names, size
+            thread.run, thread.overrides, here.observers = outer, overrides, observers
             _compat.set_grad_enabled(grad)
         return self._replay()
 

@@ -25,9 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _compat, _tree, errors
 from ._compat import storage_id
-from ._diagnose import reader_of
-from ._fingerprints import Fingerprints
 from ._hollow import Hollow, missing
+from ._mismatch import Fingerprints, reader_of
 from ._saved_call import SavedCall
 from ._slots import KEPT, Packed, Slot, Stop, unpack, without_history
 from ._tree import meta

@@ -22,6 +22,7 @@ import torch
 from . import _compat, _tree, errors
 from ._compat import parameter_of, storage_id, version_of
 from ._hollow import Hollow, Layout, missing
+from ._observer import here
 from ._slots import Owner, Packed, Slot, unpack
 from ._tree import wants_grad
 from .state import Ambient, advanced
@@ -343,6 +344,9 @@ def record_call(
 
     records = run.writing().records
     records.append(record)
+    observers = here.observers
+    if observers is not None:
+        fn = observers.around("saved call", name, run, fn)
     _compat.push_hooks(pack, unpack)
     thread.run = None
     try:
@@ -359,8 +363,10 @@ def record_call(
     return result, kept
 
 
-def call_again(run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_again(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeats a saved call in a replay, for the values of its output alone."""
+    if here.observers is not None:
+        fn = here.observers.around("saved call", name, run, fn)
     thread.run = None
     try:
         with torch.no_grad():

@@ -21,7 +21,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
 
 from . import _compat
 
@@ -94,3 +98,27 @@ def leaves_undone(first: int | None = None) -> bool:
             if first is not None and _compat.sequence_of(after) >= first:
                 todo.append(after)
     return False
+
+
+LIMIT = 10_000
+"""How many nodes to look at before giving up."""
+
+
+def upstream() -> Iterator[Any]:
+    """The nodes that the running backward is at and has yet to reach, nearest first."""
+    start = _compat.current_node()
+    if start is None:
+        return
+    seen, queue = {start}, deque([start])
+    while queue and len(seen) < LIMIT:
+        node = queue.popleft()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+
+
+def leads_to(leaf: torch.Tensor) -> bool:
+    """Whether the running backward has yet to accumulate the gradient of `leaf`."""
+    return any(getattr(node, "variable", None) is leaf for node in upstream())

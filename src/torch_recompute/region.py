@@ -149,8 +149,8 @@ def recompute(
 
     @functools.wraps(fn, updated=())
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
-        if name is not None and thread.names is not None:
-            thread.names.region(name)
+        if name is not None and thread.overrides is not None:
+            thread.overrides.region(name)
         if torch.is_grad_enabled():
             one = _traced if torch.compiler.is_compiling() else call
             if tiles is not None:
@@ -206,8 +206,8 @@ def no_recompute(
 
     @functools.wraps(fn, updated=())
     def saved_call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if name is not None and thread.names is not None:
-            instead = thread.names.saved_call(name, fn)
+        if name is not None and thread.overrides is not None:
+            instead = thread.overrides.saved_call(name, fn)
             if instead is not None:
                 return instead(*args, **kwargs)
         run = thread.run
@@ -231,7 +231,7 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     record.check(run.name, inputs)
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
-    result = record.result(run.name, inputs, functools.partial(call_again, run, fn, args, kwargs))
+    result = record.result(run.name, inputs, functools.partial(call_again, run, name, fn, args, kwargs))
     if isinstance(run, Frame):
         run.alias(record.held())
     return result

@@ -34,7 +34,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _compat, errors
 from ._compat import version_of
-from ._diagnose import leads_to
 from ._generators import CPU_RNG, DEVICE_RNG, GENERATORS, elsewhere, same, undrawn
 from ._generators import CpuRng as CpuRng
 from ._generators import DeviceRng as DeviceRng
@@ -42,6 +41,7 @@ from ._generators import GeneratorRng as GeneratorRng
 from ._generators import NumpyRng as NumpyRng
 from ._generators import PythonRng as PythonRng
 from ._reach import Reach, Seen
+from ._task import leads_to
 from ._tree import apart, each_once
 
 SMALL = 64 * 1024

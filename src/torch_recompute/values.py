@@ -25,6 +25,7 @@ import torch
 from . import _compat, errors
 from ._compat import is_parameter, version_of
 from ._compat.capture import capturing
+from ._observer import here
 from .state import Ambient, advanced
 
 P = ParamSpec("P")
@@ -142,8 +143,12 @@ class Run:
         return children[self._child - 1][1] if self._child <= len(children) else None
 
 
-class Names(Protocol):
-    """Whoever decides, from outside, about calls that the author of a model gave a name."""
+class Overrides(Protocol):
+    """Decides, from outside, about calls that the author of a model gave a name."""
+
+    @property
+    def around(self) -> Overrides | None:
+        """Who decided before."""
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
         """What is called in the place of a saved call of this name; None where it is left as it is written."""
@@ -157,17 +162,14 @@ class Thread(threading.local):
 
     Attributes:
         run: The run that it is in; None outside of every region, and inside a saved call.
-        names: Who decides about calls with a name; None where nobody does. A replay finds who did in its forward.
-        size: Which set of a plan's choices the present call of a model goes by, with the plan's own object that says
-            whose number it is; None outside of such calls. A replay finds that of its forward.
+        overrides: Decides about calls with a name; None for nobody. A replay finds that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
     """
 
     def __init__(self) -> None:
         # Not on the class: the compiler guards what it finds, and would find an object that has more by the first call.
         self.run: Run | None = None
-        self.names: Names | None = None
-        self.size: tuple[object, int] | None = None
+        self.overrides: Overrides | None = None
         self.calls = 0
 
 
@@ -407,7 +409,8 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         thread.run = None
         _compat.push_hooks(_identity, _identity)
         try:
-            result = fn(*args, **kwargs)
+            called = fn if here.observers is None else here.observers.around("choice", name, run, fn)
+            result = called(*args, **kwargs)
         except RuntimeError as error:
             if in_graph and "captur" in str(error):
                 raise errors.SaveError(_read_in_graph(name, str(error).split("\n")[0])) from error

@@ -29,7 +29,7 @@ from ..plan.inflight import one_f_one_b
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of, choices_of, lines_of
 from ..plan.prediction import Prediction
-from ..planning.ops import Log, Op
+from ..planning.ops import Op, logging
 from ..planning.planner import Planner
 from ..planning.prices import sent_bytes
 from ..planning.schedules import orders_named
@@ -334,7 +334,7 @@ def update_seconds(model: nn.Module, make: MakeOptimizer, price: Callable[[Op], 
         fakes = [torch.empty(p.shape, dtype=p.dtype).requires_grad_(p.requires_grad) for p in model.parameters()]
         optimizer = make(fakes)
         optimizer.step()
-        with Log(lambda op, *_: ran.update([op])):
+        with logging(lambda op, *_: ran.update([op])):
             optimizer.step()
             optimizer.zero_grad()
     return sum(price(op) * count for op, count in ran.items())

@@ -12,7 +12,7 @@ import textwrap
 from typing import NamedTuple
 
 from .._text import table
-from ..memory.listing import short_line
+from ..memory.saved import short_line
 
 KINDS = ("differs", "flips", "mutates", "syncs", "fails")
 _WORDS = {

@@ -24,10 +24,11 @@ import torch
 from .. import _compat, _tree
 from .._compat.fakes import traced
 from .._frame import Frame
+from .._observer import running
 from .._replay import Replay
 from .._saved_call import call_again, record_call
-from ..memory.births import Birth, Watch, kind_of, leaves
 from ..memory.ledger import storages
+from ..memory.operations import Allocation, Allocations, kind_of, leaves
 from .comparing import Chosen, Entry, Print, print_of
 from .waits import Wait, wait_of
 
@@ -36,11 +37,11 @@ _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
-        *("_saved_call", "_tree", "_inputs", "_slots", "_frame", "_replay", "_late", "_discard", "_fingerprints"),
+        *("_saved_call", "_tree", "_inputs", "_slots", "_frame", "_replay", "_late", "_discard", "_mismatch"),
         *("_reach", "stores", "values", "state"),
     )
 )
-_ENDS = (record_call.__code__, call_again.__code__, Watch.run.__code__)
+_ENDS = (record_call.__code__, call_again.__code__, Allocations.run.__code__)
 _VALUES = f"{_ROOT}values.py"
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
 _SORTS = frozenset({"aten.sort", "aten.argsort"})
@@ -112,7 +113,7 @@ class _Place(NamedTuple):
     records: list[Record]
 
 
-class Recorder(Watch):
+class Recorder(Allocations):
     """Sees operations, modules and regions while a model runs.
 
     Args:
@@ -125,7 +126,7 @@ class Recorder(Watch):
         self.kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.calling = ""
         self.waited = 0
-        self._made: dict[int, tuple[Birth, int]] = {}
+        self._made: dict[int, tuple[Allocation, int]] = {}
         self._count = 0
         self._again: tuple[CodeType, Record] | None = None
         self._listening = True
@@ -257,14 +258,15 @@ class Recorder(Watch):
         frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         scopes: list[tuple[CodeType, dict[str, Any]]] = []
         again = self._again
+        forwards = [at for at in running() if at.kind == "forward"]
         while frame is not None:
             code = frame.f_code
-            if code is Frame.forward.__code__:
+            if forwards and code is Frame.forward.__code__:
                 decided, near = True, line or fallback if near is None else near
-                values = frame.f_locals
-                region = region or values["self"].name
+                at = forwards.pop()
+                region = region or at.name
                 if again is None:
-                    records.append(self._record(values["self"], values["args"], values["kwargs"]))
+                    records.append(self._record(at.run, at.args, at.kwargs))
             elif again is not None and code is again[0]:
                 near = line or fallback if near is None else near
                 records.append(again[1])

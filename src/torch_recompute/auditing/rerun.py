@@ -23,8 +23,8 @@ from .._replay import Replay
 from .._saved_call import SavedCall
 from .._slots import Packed, Stop, unpack
 from .._tree import each_once
-from ..memory.births import leaves
 from ..memory.ledger import storages
+from ..memory.operations import leaves
 from ..state import TensorState
 from ..values import Trace, thread
 from .comparing import print_of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..memory.births import leaves
+from ..memory.operations import leaves
 
 _INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"})
 _WAITS: dict[Any, str] = {

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import _compat, errors
 from .._frame import Contexts, Options
-from .._trace import traces
+from .._mismatch import traces
 from ..region import call
 from ..state import DEFAULT
 from ..values import name_of

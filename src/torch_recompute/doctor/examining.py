@@ -20,14 +20,15 @@ from torch import nn
 
 from .. import errors
 from .._loop import COMMON, Loop
+from .._observer import observing
 from .._reach import Reach
 from .._tree import check_call
 from ..auditing import Audit, audit
+from ..memory.free import free_bytes
 from ..memory.saved import as_before, attributes_as_before
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of
-from ..planning.free import free_bytes
 from ..planning.hosts import stores_for
 from ..planning.planner import Loss, MakeOptimizer, Planner
 from ..planning.prices import where
@@ -183,7 +184,8 @@ class _Examination:
                 plain = self._step(Plan(), self._loss)
                 own = self._plan or Plan()
                 alone = replace(self._loop, accumulate=1, set_to_none=True)
-                step = self._step(own, closing, accounts.watch, alone)
+                with observing(accounts):
+                    step = self._step(own, closing, accounts.watch, alone)
                 if self._loop.keeps_gradients:  # regions are booked in a step of one forward
                     step = self._step(own, self._loss)
         except errors.RecomputeError as error:

@@ -22,17 +22,16 @@ Invariants. The step is that of `simulate`: nothing runs, and nothing here keeps
 
 from __future__ import annotations
 
-import inspect
 import re
 import weakref
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 
 from .. import _compat
 from .._frame import Frame
+from .._observer import Observer, running
 from ..memory.holders import Holders
 from ..memory.ledger import storages
 from ..planning.ops import op_of
@@ -81,7 +80,7 @@ class Account:
         return self.dropped_bytes - self.pinned_bytes - self.held_bytes
 
 
-class Accounts:
+class Accounts(Observer):
     """The books of the regions in one simulated step.
 
     Attributes:
@@ -114,11 +113,17 @@ class Accounts:
             return
         self.flops["forward"] += flops
         if isinstance(run, Frame) and run not in self._tops:
-            self._enter(_running())
+            self._enter([at.run for at in running() if at.kind == "forward"])
         account.forward_ops += work
         account.forward_flops += flops
         if is_attention(func):
             account.attention_flops += flops
+
+    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+        """Books a tensor that a region drops with the outermost one around it."""
+        top = self._tops.get(frame)
+        if top is not None:
+            top.drop(tensor)
 
     def close(self, value: object) -> None:
         """Called when the loss is there, with it: books who holds what."""
@@ -168,18 +173,6 @@ class Accounts:
                 self._tops[frame] = top
                 account.calls += 1
                 account.paths.append(frame.name)
-                frame.watch(top.drop)
-
-
-def _running() -> list[Frame]:
-    """The regions whose forward runs on this thread, the outermost first, read off the stack."""
-    found: list[Frame] = []
-    at: FrameType | None = inspect.currentframe()
-    while at is not None:
-        if at.f_code is Frame.forward.__code__:
-            found.insert(0, at.f_locals["self"])
-        at = at.f_back
-    return found
 
 
 class _Outermost:

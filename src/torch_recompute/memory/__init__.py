@@ -23,11 +23,9 @@ Rejected: the profiler's allocation events, which know addresses but not purpose
 tests), and patching `UntypedStorage.resize_` for the whole process to hear of sizes that change.
 """
 
-from .blocks import Block
-from .ledger import CATEGORIES, Place, Sample
-from .listing import Row, SavedActivations
+from .ledger import CATEGORIES, Block, Place, Sample
 from .measurement import Measurement, Reading, measure
-from .saved import saved_activations
+from .saved import Row, SavedActivations, saved_activations
 
 __all__ = [
     "CATEGORIES",

@@ -24,28 +24,63 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
 from .._compat import in_backward
+from .._observer import observing
 from ..errors import ArgumentError, RecomputeError
 from ..values import doing_recompute
 from . import allocator
-from .births import place_in_code
-from .blocks import blocks_of
-from .ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, Ledger, Place, Sample, storages
-from .reading import Reading
+from .ledger import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    Ledger,
+    Place,
+    Sample,
+    blocks_of,
+    storages,
+)
+from .operations import Operations, place_in_code
 from .snapshot import write_snapshot
-from .watching import Watch
 from .workspaces import workspace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class Reading(NamedTuple):
+    """What a measurement says of one device.
+
+    Attributes:
+        device: The device these figures are of.
+        peak_bytes: The most bytes alive at any one operation, on the CPU with its workspace, or when the block began.
+        live_bytes: The bytes alive now; after the block, those of its storages that still are.
+        by_category: `peak_bytes`, split; every category is there, and they sum to it.
+        live_by_category: `live_bytes`, split in the same way.
+        timeline: The bytes alive when the block began, and after each operation that changed them.
+        allocator_peak_bytes: On CUDA the allocator's own peak, rounding and untracked tensors included; else None.
+        reserved_peak_bytes: On CUDA the most that the allocator held from the device, which is what has to fit onto it;
+            what exceeds `allocator_peak_bytes` is fragmentation and freed memory that it kept. Else None.
+    """
+
+    device: torch.device
+    peak_bytes: int
+    live_bytes: int
+    by_category: dict[str, int]
+    live_by_category: dict[str, int]
+    timeline: tuple[Sample, ...]
+    allocator_peak_bytes: int | None
+    reserved_peak_bytes: int | None
 
 
 _running: list[Measurement] = []
@@ -275,7 +310,12 @@ class Measurement:
 
     def _watcher(self) -> AbstractContextManager[Any]:
         """What shows every operation to `record` while it is entered."""
-        return Watch(self.record)
+        return self._watching()
+
+    @contextmanager
+    def _watching(self) -> Generator[None]:
+        with observing(), Operations(lambda func, args, kwargs, out: self.record(func, (args, kwargs), out)):
+            yield
 
     def _ledger(self, device: torch.device) -> Ledger:
         ledger = self._ledgers.get(device)

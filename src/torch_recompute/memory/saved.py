@@ -3,8 +3,8 @@
 Problem. "Why does this layer cost 300 MiB?" The answer lies in C++, under operation names, and what lies there is not
 all: a region holds its inputs, a custom Function stashes on its `ctx`, a module caches what it computed last.
 
-Idea. Run the model once, watching births (`births.py`). Then hold the graph alone and let the result go. What was
-born in the forward and is alive now is what the forward keeps, whatever the reason: that is the total, and it is
+Idea. Run the model once, watching allocations (`operations.py`). Then hold the graph alone and let the result go. What
+was made in the forward and is alive now is what the forward keeps, whatever the reason: that is the total, and it is
 exact before anything is explained. The explanation comes afterwards (`holders.py`) and gives each row its kind:
 
     saved     autograd saved it, for the nodes in `saved_by`
@@ -20,15 +20,20 @@ which counts a view as if it were memory and cannot see what escapes.
 
 Invariants. The model runs once, and no region replays. Generators, buffers and the attributes of modules are as before;
 what else the model does to the world (arguments changed in place) stays done, as after any call. The result holds plain
-data.
+data. Its table groups rows that differ only in the numbers within their module's path, as the layers of a stack do: one
+line then stands for all, with their count, and `*` where the numbers were. The sums are never grouped.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Mapping
+import json
+import linecache
+import os
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,14 +41,18 @@ from torch import nn
 from .. import _tree
 from .._compat.storages import set_versions, versions_of
 from .._reach import Reach
+from .._text import table
 from .._tree import check_call
 from ..state import DEFAULT, Ambient, GeneratorRng, TensorState
-from .births import Birth, Watch
 from .holders import Hold, Holders, name_referrers, python_tensors
 from .ledger import storages
-from .listing import Row, SavedActivations
+from .operations import Allocation, Allocations
 
 _WHAT = "saved_activations"
+KINDS = ("saved", "region", "escaped")
+_LINES = 40
+_NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a module's path that is a number
 
 
 def saved_activations(
@@ -82,7 +91,7 @@ def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     names = module_names(model, reach)
     holders = Holders()
     with as_before(reach, values):
-        births, with_result = _run(Watch(names), holders, model, args, kwargs)
+        births, with_result = _run(Allocations(names), holders, model, args, kwargs)
     alive = _alive(births)  # the graph alone holds these, and whatever escaped
     holders.start(values)  # a tensor changed in place has a history too
     holders.walk()
@@ -96,8 +105,8 @@ def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _run(
-    watch: Watch, holders: Holders, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[int, Birth], dict[int, int]]:
+    watch: Allocations, holders: Holders, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[int, Allocation], dict[int, int]]:
     """Calls the model; leads `holders` to the graph and lets the result go.
 
     Returns:
@@ -113,9 +122,9 @@ def _run(
     return births, {key: nbytes for key, (_, nbytes) in _alive(births).items()}
 
 
-def _alive(births: Mapping[int, Birth]) -> dict[int, tuple[Birth, int]]:
+def _alive(births: Mapping[int, Allocation]) -> dict[int, tuple[Allocation, int]]:
     """The storages that are still there and not empty, with their bytes."""
-    alive: dict[int, tuple[Birth, int]] = {}
+    alive: dict[int, tuple[Allocation, int]] = {}
     for key, birth in births.items():
         storage = birth()
         if storage is not None and storage.nbytes():
@@ -124,7 +133,7 @@ def _alive(births: Mapping[int, Birth]) -> dict[int, tuple[Birth, int]]:
 
 
 def _explain_the_rest(
-    alive: Mapping[int, tuple[Birth, int]], holders: Holders, name: Callable[[nn.Module], str]
+    alive: Mapping[int, tuple[Allocation, int]], holders: Holders, name: Callable[[nn.Module], str]
 ) -> set[int]:
     """Finds out who keeps what no node and no region was found to keep; returns what was a cycle's garbage."""
     unknown = {key for key in alive if key not in holders.of}
@@ -186,7 +195,7 @@ def attributes_as_before(modules: list[nn.Module]) -> Generator[None]:
                 value.update(then)
 
 
-def _row(birth: Birth, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row:
+def _row(birth: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row:
     kind, savers, holders = "escaped", (), ()
     if hold is not None:
         regions = hold.regions or ([birth.region or "a region"] if hold.in_region else [])
@@ -248,3 +257,156 @@ def _names_of_storages(
         for _, storage in storages(call.leaves[index]):
             found.setdefault(id(storage), ("input", call.label(index)))
     return found
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One storage that a forward keeps.
+
+    Attributes:
+        bytes: Its size in bytes.
+        kind: "saved", "region" or "escaped"; "parameter", "buffer", "input" or "other" if it was there before.
+        op: The operation that made it, as `aten.gelu`.
+        saved_by: The nodes of the graph that saved it, as `GeluBackward0 (self)`.
+        held_by: Regions that hold it; of one that escaped, the places that were found to refer to it.
+        module: Path of the module that ran the operation, "" for the model itself; its own name if it was there before.
+        line: `file:line` of the code that ran the operation.
+        shape: Shape of the tensor as it was made.
+        dtype: Its type, as `float32`.
+        device: Its device, as `cuda:0`.
+        in_result: Whether the model's result contains it too.
+    """
+
+    bytes: int
+    kind: str
+    op: str
+    saved_by: tuple[str, ...]
+    held_by: tuple[str, ...]
+    module: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    in_result: bool
+
+
+class SavedActivations(NamedTuple):
+    """What a forward keeps for backward; made by `saved_activations`. `print` shows a table.
+
+    Attributes:
+        rows: One per storage that was made in the forward and is alive without its result, largest first.
+        result_bytes: Bytes made in the forward that are alive only as long as its result is; not in any row.
+        existing: Parameters, buffers and inputs that the forward keeps too, with 0 bytes each.
+    """
+
+    rows: tuple[Row, ...]
+    result_bytes: int
+    existing: tuple[Row, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the rows, in bytes."""
+        return sum(row.bytes for row in self.rows)
+
+    def by_module(self) -> dict[str, int]:
+        """Bytes by path of the module that made them ("" is the model itself); they sum to the total, as all these."""
+        return self._by(lambda row: row.module)
+
+    def by_line(self) -> dict[str, int]:
+        """Bytes by `file:line` of the code that made them."""
+        return self._by(lambda row: row.line)
+
+    def by_op(self) -> dict[str, int]:
+        """Bytes by the operation that made them."""
+        return self._by(lambda row: row.op)
+
+    def by_device(self) -> dict[str, int]:
+        """Bytes by device."""
+        return self._by(lambda row: row.device)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes "saved" by autograd, held by a "region", "escaped" from both; all three are always there."""
+        return {**dict.fromkeys(KINDS, 0), **self._by(lambda row: row.kind)}
+
+    def to_json(self) -> str:
+        """Everything as JSON, with the sums by kind."""
+        plain = {
+            "total_bytes": self.total_bytes,
+            "result_bytes": self.result_bytes,
+            "by_kind": self.by_kind(),
+            "rows": [row._asdict() for row in self.rows],
+            "existing": [row._asdict() for row in self.existing],
+        }
+        return json.dumps(plain)
+
+    def _by(self, key: Callable[[Row], str]) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for row in self.rows:
+            sums[key(row)] = sums.get(key(row), 0) + row.bytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_kind().items() if nbytes)
+        title = f"{self.total_bytes:,} bytes kept for backward in {_count(len(self.rows), 'tensor')}"
+        lines = [f"{title}: {kinds}" if kinds else title]
+        if self.result_bytes:
+            lines.append(f"{self.result_bytes:,} more are alive as long as the result is")
+        if not self.rows:
+            return "\n".join(lines)
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(_alike(row), []).append(row)
+        listed = sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows))
+        head = ("bytes", "", "kind", "made by", "tensor", "module", "line", "kept by")
+        lines += table([head, *map(_cells, listed[:_LINES])], right=2)
+        rest = [row for rows in listed[_LINES:] for row in rows]
+        if rest:
+            lines.append(f"{sum(row.bytes for row in rest):,} bytes more in {_count(len(rest), 'smaller tensor')}")
+        return "\n".join(lines)
+
+
+def _alike(row: Row) -> tuple[Any, ...]:
+    """What the rows of one line of the table have in common."""
+    held = tuple(_NUMBER.sub("*", name) for name in row.held_by)
+    return row._replace(module=_INDEX.sub("*", row.module), held_by=held, in_result=False)
+
+
+def _cells(rows: list[Row]) -> tuple[str, ...]:
+    row = rows[0]
+    several = len(rows) > 1 and len({(row.module, row.held_by) for row in rows}) > 1
+    shown = _alike(row) if several else row
+    return (
+        f"{sum(row.bytes for row in rows):,}",
+        f"{len(rows)} x" if len(rows) > 1 else "",
+        row.kind,
+        row.op,
+        f"{row.dtype}{list(row.shape)}" + ("" if row.device == "cpu" else f" {row.device}"),
+        shown[5],
+        short_line(row.line),
+        _join(row.saved_by if row.kind == "saved" else shown[4]),
+    )
+
+
+def short_line(line: str) -> str:
+    """The file's name, the number, and the code there."""
+    file, _, number = line.rpartition(":")
+    if not file:
+        return ""
+    code = linecache.getline(file, int(number)).strip()
+    return f"{os.path.basename(file)}:{number}  {code if len(code) <= 40 else code[:37] + '...'}".rstrip()
+
+
+def _join(names: Iterable[str]) -> str:
+    """The names in a row; `A (x), A (y)` becomes `A (x, y)`."""
+    fields: dict[str, list[str]] = {}
+    for name in names:
+        node, _, field = name.partition(" (")
+        fields.setdefault(node, []).append(field.removesuffix(")"))
+    merged = [f"{node} ({', '.join(filter(None, found))})" if any(found) else node for node, found in fields.items()]
+    return ", ".join(merged[:3]) + (f" and {len(merged) - 3} more" if len(merged) > 3 else "")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .blocks import Block
+from .ledger import Block
 
 _ALIGNED = 512  # bytes, as of CUDA's allocator
 _BASE = 1 << 40  # of no meaning, but that 0 is no address

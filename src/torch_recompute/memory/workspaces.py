@@ -44,7 +44,7 @@ from .._compat.allocations import cpu_allocations
 from .._compat.fakes import FakeTensor, device_of
 from .._tree import mapped
 from . import allocator
-from .host import host_memory
+from .free import host_memory
 
 SDPA = "_scaled_dot_product"
 

@@ -23,9 +23,8 @@ flags on modules. Each call finds its own state, so a module may have any number
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +32,8 @@ from torch import nn
 
 from .. import _compat, errors
 from .._discard import Discard
-from .._frame import Frame, Options
+from .._frame import Options
+from .._observer import observing
 from .._tree import copied
 from ..region import no_recompute, recompute
 from ..stores import OnHost, Store
@@ -57,6 +57,7 @@ class Region(Placed):
 
     Attributes:
         choice: The choice that asks for it.
+        name: What the region is called.
         store: Where its inputs lie; None for where they are.
         resting: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
         figures: What it frees and costs, while somebody watches; else None.
@@ -66,6 +67,7 @@ class Region(Placed):
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
         super().__init__(module, path)
         self.choice = choice
+        self.name = path or type(module).__name__
         self.store = store
         self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
         self._carry = choice.carry
@@ -80,35 +82,32 @@ class Region(Placed):
         if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.promised.compare(self.module)
             self.promised = None
-        name = self.path or type(self.module).__name__
-        return recompute(self.function(), name=name, inputs=self.store)(*args, **kwargs)
+        region = recompute(self.body, name=self.name, inputs=self.store)
+        return region(*args, **kwargs) if self.figures is None else self.watched(region)(*args, **kwargs)
 
-    def function(self) -> Callable[..., Any]:
-        """What is run in forward and again in a replay."""
-        if torch.compiler.is_compiling() or self.figures is None:
-            return self.body
-        return functools.partial(self.watched, self.figures)
+    def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
+        """A region whose calls are shown to the figures, if there are any now."""
+        if self.figures is None or torch.compiler.is_compiling():
+            return region
+        figures = self.figures
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with observing(figures):
+                return region(*args, **kwargs)
+
+        return call
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """The function of a region that nobody watches."""
-        return self.run(None, self.plain, args, kwargs)
+        """What is run in forward and again in a replay."""
+        return self.run(self.plain, args, kwargs)
 
-    def watched(self, figures: Figures, /, *args: Any, **kwargs: Any) -> Any:
-        """The function of a region that is watched."""
-        return self.run(figures, self.plain, args, kwargs)
-
-    def run(
-        self, figures: Figures | None, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as the region does, in forward and in a replay."""
-        if figures is None and not self._kinds and not self._carry:
+        if not self._kinds and not self._carry:
             return fn(*args, **kwargs)
-        run = thread.run
-        if run is None and not torch.compiler.is_compiling():  # without gradients there is no region
+        if thread.run is None and not torch.compiler.is_compiling():  # without gradients there is no region
             return fn(*args, **kwargs)
         with ExitStack() as stack:
-            if figures is not None and run is not None:
-                figures.begin(stack, run, compare=not self._carry)
             enter_keeping(stack, self._kinds)
             if self._carry:
                 stack.enter_context(Carry())
@@ -129,24 +128,22 @@ class NamedCalls(Region):
         """Calls the module, and decides about calls in it."""
         if self.idle or self.resting:
             return self.plain(*args, **kwargs)
-        around = thread.names
-        thread.names = Listed(self._name, self.region, around)
+        around = thread.overrides
+        thread.overrides = Listed(self._name, self.region, around)
         try:
             return self.plain(*args, **kwargs)
         finally:
-            thread.names = around
+            thread.overrides = around
 
     def region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in the place of a call with the name."""
         if thread.run is not None:
             return fn
 
-        figures = None if torch.compiler.is_compiling() else self.figures
-
         def body(*args: Any, **kwargs: Any) -> Any:
-            return self.run(figures, fn, args, kwargs)
+            return self.run(fn, args, kwargs)
 
-        return recompute(body, name=self.path, inputs=self.store)
+        return self.watched(recompute(body, name=self.path, inputs=self.store))
 
 
 class Saved(Placed):
@@ -190,19 +187,10 @@ class Member(Region):
         self._chain = chain
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """The function of a region that nobody watches; where members are nested, one with a region in it."""
+        """What is run in forward and again in a replay; where members are nested, one with a region in it."""
         if not self.choice.nested or thread.run is None or torch.compiler.is_compiling():
             return super().body(*args, **kwargs)
         return recompute(super().body, name=self.path)(*args, **kwargs)
-
-    def watched(self, figures: Figures, /, *args: Any, **kwargs: Any) -> Any:
-        """The same of a region that is watched; both replays count."""
-        run = thread.run
-        if not self.choice.nested or run is None:
-            return super().watched(figures, *args, **kwargs)
-        alone = recompute(functools.partial(super().watched, figures), name=self.path)
-        with nullcontext() if isinstance(run, Frame) else figures.replay():
-            return alone(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
@@ -214,7 +202,8 @@ class Member(Region):
         if self._last:
             result = super().__call__(*args, **kwargs)
         else:
-            call = Discard(Options(self.path, self.store), self.function(), args, kwargs)
+            begin = Discard if self.figures is None else self.watched(Discard)
+            call = begin(Options(self.path, self.store), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:

@@ -1,4 +1,4 @@
-"""What is known of memory and plans when it runs out in a region; `_exhausted.py` asks, and adds it to the error.
+"""What is known of memory and plans when it runs out in a region; the engine asks, and adds it to the error.
 
 Of what was alive the best witness is a measurement that runs. Without one, the model that a plan is in says its
 parameters and gradients, and the CUDA allocator the sum, so that what is left has a size at least.
@@ -18,8 +18,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .. import _exhausted, errors
+from .. import errors
 from .._compat.fakes import FakeTensor
+from .._observer import Observer, always
 from ..memory import measurement
 from ..memory.ledger import storages
 from .plan import Plan
@@ -192,4 +193,10 @@ def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     ]
 
 
-_exhausted.witness[:] = [look]
+class _Advice(Observer):
+    def out_of_memory(self, region: str, text: str) -> str:
+        """Tells."""
+        return look(region, text)
+
+
+always[:] = [_Advice()]

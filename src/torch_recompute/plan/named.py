@@ -8,8 +8,8 @@ is not repeated inside of one. A plan that lists the name turns it round: the ca
 or with the region that it is made in. A choice says so with the path of the module that makes the call, an at sign and
 the name: `layers.0.attn@scores`.
 
-How the call learns of it: while that module runs, `thread.names` says who decides about named calls; a replay finds
-there who it was in its forward. So nothing is written into the call or into the author's function, and other modules
+How the call learns of it: while that module runs, `thread.overrides` decides about named calls; a replay finds there
+what decided in its forward. So nothing is written into the call or into the author's function, and other modules
 and threads do not see it.
 
 A region that the author named is a region without any plan, so there is nothing to decide about it.
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..memory import saved_activations
-from ..values import Names, thread
+from ..values import Overrides, thread
 
 
 def module_of(path: str) -> str:
@@ -44,7 +44,7 @@ class Listed(NamedTuple):
 
     name: str
     place: Callable[[Callable[..., Any]], Callable[..., Any]]
-    around: Names | None
+    around: Overrides | None
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
         """What is called in the place of a saved call."""
@@ -73,6 +73,7 @@ class _Looking:
     """Writes down who calls what."""
 
     def __init__(self) -> None:
+        self.around = thread.overrides
         self.found = Found()
         self.path = [""]
 
@@ -105,11 +106,11 @@ def find(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
 
     hooks = [module.register_forward_pre_hook(entered(path)) for path, module in model.named_modules()]
     hooks += [module.register_forward_hook(left, always_call=True) for module in model.modules()]
-    around, thread.names = thread.names, looking
+    thread.overrides = looking
     try:
         saved_activations(model, args, None if kwargs is None else dict(kwargs))
     finally:
-        thread.names = around
+        thread.overrides = looking.around
         for hook in hooks:
             hook.remove()
     return looking.found

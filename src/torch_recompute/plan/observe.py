@@ -7,8 +7,9 @@ the first one, and seconds of every one but the first, which warms caches and ru
 decisions are not carried, those of one forward are compared with its replay's.
 
 A step is watched if somebody asks for it (`Applied.watch`). Otherwise a region has no figures, which is all that a call
-of it looks at: no mode is entered, no time taken. A call that began while it was watched takes its figures along, so
-its replays are watched wherever the backward runs. Times are two events on CUDA, read when the figures are asked for.
+of it looks at: no mode is entered, no time taken. A call that began while it was watched has its figures for an
+observer, so its replays are watched wherever the backward runs. Times are two events on CUDA, read when the figures are
+asked for.
 
 Storages are told apart by weak references: a region drops what it saves, and the next tensor may well lie at the
 same address.
@@ -19,17 +20,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from .. import _compat
 from .._compat.capture import capturing
 from .._compat.flops import flops
 from .._frame import Frame
-from .._replay import Replay
+from .._observer import Observer, Running, running
+from ..memory.operations import Operations
 from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
 
@@ -37,8 +38,13 @@ COMPARED = "torch_recompute: decisions are compared"
 Stamp = float | torch.cuda.Event
 
 
-class Figures:
+class Figures(Observer):
     """The figures of one placement.
+
+    Args:
+        name: What its regions are called. Of nested ones of this name the bytes are those of the innermost, and the
+            replays of all count.
+        compare: Whether decisions are compared, because they are not carried.
 
     Attributes:
         saved_bytes: Bytes dropped by one call's forward; None before the first one.
@@ -48,12 +54,15 @@ class Figures:
         watchers: How many watch the region.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", compare: bool = False) -> None:
         self.saved_bytes: int | None = None
         self.flops: int | None = None
         self.replays = 0
         self.decisions = 0
         self.watchers = 0
+        self._name, self._compare = name, compare
+        self._first: weakref.ref[Frame] | None = None
+        self._seen: dict[int, weakref.ref[Any]] = {}
         self._flips: list[torch.Tensor] = []
         self._times: list[tuple[Stamp, Stamp]] = []
         self._lock = threading.Lock()
@@ -71,53 +80,55 @@ class Figures:
         """Mean seconds of a replay, but for the first; None before the second. Waits for a device that is at work."""
         return sum(between(*times) for times in self._times) / len(self._times) if self._times else None
 
-    def begin(self, stack: ExitStack, run: Run, compare: bool) -> None:
-        """Called when the region's function starts, in forward or in a replay.
+    def around(self, running: Running) -> AbstractContextManager[Any]:
+        """Takes the figures of a forward or a replay of the region."""
+        if running.name == self._name and running.kind in ("forward", "replay"):
+            return self._forward(running.run) if running.kind == "forward" else self._replay(running.run)
+        return nullcontext()
 
-        Args:
-            stack: What it enters is left when the function ends.
-            run: The run it starts in.
-            compare: Whether its decisions are compared, because they are not carried.
-        """
-        if isinstance(run, Frame):
-            self._forward(stack, run, compare)
-            return
-        stack.enter_context(self.replay())
-        then = None if run.trace is None else run.trace.values.get(COMPARED)
-        if then is not None and type(run) is Replay:  # an audit's run is another kind, and compares for itself
-            stack.enter_context(Compare(run, *then.get(run.name), seen=self._decided))
-
-    def _forward(self, stack: ExitStack, frame: Frame, compare: bool) -> None:
+    @contextmanager
+    def _forward(self, frame: Frame) -> Generator[None]:
         with self._lock:
-            first = self.saved_bytes is None
+            around = self._first and self._first()
+            inner = around is not None and any(at.run is around for at in running()[:-1])
+            first = self.saved_bytes is None or inner
             if first:
-                self.saved_bytes = 0
-        if not first:
-            return
-        seen: dict[int, weakref.ref[Any]] = {}
-
-        def drop(tensor: torch.Tensor) -> None:
-            if tensor.layout is not torch.strided:
-                return
-            storage = tensor.untyped_storage()
-            known = seen.get(id(storage))
-            if known is None or known() is not storage:
-                seen[id(storage)] = weakref.ref(storage)
-                self.saved_bytes = (self.saved_bytes or 0) + storage.nbytes()
-
-        frame.watch(drop)
-        if compare and not frame.replaying and not capturing():
+                self.saved_bytes, self._first = 0, weakref.ref(frame)
+                self._seen.clear()
+        if first and self._compare and not frame.replaying and not capturing():
             picks = Picks()
             save_for_recompute(picks, key=COMPARED)
-            stack.enter_context(Compare(frame, picks))
+            with Compare(frame, picks):
+                yield
+        else:
+            yield
+
+    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+        """Counts the memory of a tensor."""
+        if self._first is None or self._first() is not frame or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        known = self._seen.get(id(storage))
+        if known is None or known() is not storage:
+            self._seen[id(storage)] = weakref.ref(storage)
+            self.saved_bytes = (self.saved_bytes or 0) + storage.nbytes()
+
+    @contextmanager
+    def _replay(self, run: Run) -> Generator[None]:
+        """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
+        then = None if run.trace is None else run.trace.values.get(COMPARED)
+        with self._timed(), nullcontext() if then is None else Compare(run, *then.get(run.name), seen=self._decided):
+            yield
 
     def _decided(self, flips: torch.Tensor, decisions: int) -> None:
         self._flips.append(flips)
         self.decisions += decisions
 
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.flops = (self.flops or 0) + flops(func, args, kwargs, out)
+
     @contextmanager
-    def replay(self) -> Generator[None]:
-        """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
+    def _timed(self) -> Generator[None]:
         if capturing():
             yield
             return
@@ -125,11 +136,9 @@ class Figures:
             self.replays += 1
             first = self.replays == 1
         if first:
-            with _Flops() as count:
-                try:
-                    yield
-                finally:
-                    self.flops = count.flops
+            self.flops = 0
+            with Operations(self._count):
+                yield
             return
         start = stamp()
         try:
@@ -138,30 +147,17 @@ class Figures:
             self._times.append((start, stamp()))
 
 
-class Watched(Protocol):
-    """What can be watched.
-
-    Attributes:
-        figures: Its figures while it is; else None.
-    """
-
-    figures: Figures | None
-
-
 @contextmanager
-def watching(watched: Iterable[Watched]) -> Generator[list[Figures]]:
-    """Watches some regions; who watches one that is watched already shares its figures."""
-    every = list(watched)
-    found: list[Figures] = []
-    for one in every:
-        if one.figures is None:
-            one.figures = Figures()
+def watching(watched: Sequence[Any]) -> Generator[list[Figures]]:
+    """Watches placed regions; who watches one that is watched already shares its figures."""
+    for one in watched:
+        one.figures = one.figures or Figures(one.name, compare=not one.choice.carry)
         one.figures.watchers += 1
-        found.append(one.figures)
+    found: list[Figures] = [one.figures for one in watched]
     try:
         yield found
     finally:
-        for one, figures in zip(every, found, strict=True):
+        for one, figures in zip(watched, found, strict=True):
             figures.watchers -= 1
             if not figures.watchers:
                 one.figures = None
@@ -182,20 +178,3 @@ def between(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-class _Flops(_compat.TorchDispatchMode):
-    """Counts the FLOPs of products."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.flops += flops(func, args, kwargs or {}, out)
-        return out

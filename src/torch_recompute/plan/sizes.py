@@ -8,10 +8,10 @@ holds for every call that is no larger in any dimension: less of everything is s
 call takes the first set that holds for it; one that is larger than all takes the plan's own choices, those of the
 largest size in a plan made for a budget, and if a promise was made a warning says once that it does not hold for this.
 
-`BySize` lies on the model, outermost, and notes the set on the thread while the model runs. What the plan has placed
-in the model asks whether the set is one of its own (`Placed.when`). A region takes the note along, and its replay finds
-what its forward found, whatever other calls of the model came in between, on this thread or another. A part of the
-model that is called by itself goes by the plan's own choices.
+`BySize` lies on the model, outermost, and notes the set on the thread, among its overrides, while the model runs. What
+the plan has placed in the model asks whether the set is one of its own (`Placed.when`). A region takes the note along,
+and its replay finds what its forward found, whatever other calls of the model came in between, on this thread or
+another. A part of the model that is called by itself goes by the plan's own choices.
 
 Rejected: the number of elements as the size. Eight rows of 512 and one of 4096 are the same number, and scores that are
 written out are eight times as large in the second. Choosing by the length of the call at each region: its inputs need
@@ -23,13 +23,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import _compat
-from ..values import thread
+from ..values import Overrides, thread
 from .placed import Placed
 from .plan import Choice, Plan, fits, shape_in_words
 
@@ -94,9 +94,30 @@ class When:
 
     def __call__(self) -> bool:
         """Looks at this thread."""
-        size = thread.size
-        number = size[1] if size is not None and size[0] is self._sizes else len(self._sizes.shapes)
+        at, number = thread.overrides, len(self._sizes.shapes)
+        while at is not None:
+            if isinstance(at, _Set) and at.sizes is self._sizes:
+                number = at.number
+                break
+            at = at.around
         return number in self._numbers
+
+
+class _Set(NamedTuple):
+    """The set of choices that a call of the model goes by. It leaves named calls to who decided about them before."""
+
+    sizes: Sizes
+    number: int
+    around: Overrides | None
+
+    def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is called in the place of a saved call."""
+        return None if self.around is None else self.around.saved_call(name, fn)
+
+    def region(self, name: str) -> None:
+        """Passes it on."""
+        if self.around is not None:
+            self.around.region(name)
 
 
 class BySize(Placed):
@@ -121,11 +142,12 @@ class BySize(Placed):
         number = self._sizes.number(shape)
         if number == len(self._sizes.shapes) and not self._sizes.silent and torch.is_grad_enabled():
             self._warn(shape)
-        around, thread.size = thread.size, (self._sizes, number)
+        around = thread.overrides
+        thread.overrides = _Set(self._sizes, number, around)
         try:
             return self.plain(*args, **kwargs)
         finally:
-            thread.size = around
+            thread.overrides = around
 
     def _warn(self, shape: Shape | None) -> None:
         if torch.compiler.is_compiling():

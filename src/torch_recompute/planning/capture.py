@@ -33,7 +33,7 @@ from ..plan.plan import Plan
 from ..plan.units import find_units
 from ..simulation.faking import Faker
 from ..simulation.pretending import Pretend
-from .ops import Log, Op
+from .ops import Op, logging
 from .trials import Call
 
 PRODUCTS = 6
@@ -161,7 +161,7 @@ class _Seen:
             leave = module.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
             self._stack.callback(enter.remove)
             self._stack.callback(leave.remove)
-        self._stack.enter_context(Log(self._ran))
+        self._stack.enter_context(logging(self._ran))
         return self
 
     def __exit__(self, *exception: object) -> None:

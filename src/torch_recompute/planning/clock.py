@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 from .. import _compat
-from .._frame import Frame
+from .._observer import Observer, Running, observing
 from ..plan.apply import apply
 from ..plan.cost import Costs, Graph, Kind, Option, Solution
 from ..plan.observe import Stamp, between, stamp
@@ -204,18 +205,19 @@ def _step(
     with torch.no_grad():
         early = now(device)
         loss(model(*_fresh(args), **_fresh(kwargs)))
+    replays = Replays(device)
     start = now(device)
-    value = loss(model(*_fresh(args), **_fresh(kwargs)))
+    with observing(replays):
+        value = loss(model(*_fresh(args), **_fresh(kwargs)))
     turn = now(device)
-    with Replays(device) as replays:
-        value.backward()
+    value.backward()
     end = now(device)
     model.zero_grad()
     return start - early, turn - start, end - turn, replays.seconds()
 
 
-class Replays:
-    """Takes the time of all replays of regions while it is entered; one inside another counts once.
+class Replays(Observer):
+    """Takes the time of all replays of the regions that it observes; one inside another counts once.
 
     Args:
         device: Where they run; on CUDA events are taken, so that a replay is not waited for.
@@ -226,20 +228,15 @@ class Replays:
         self._moments: list[tuple[Stamp, Stamp]] = []
         self._inside = False
 
-    def __enter__(self) -> Replays:
-        Frame.clock = self
-        return self
+    def around(self, running: Running) -> AbstractContextManager[Any]:
+        """Takes the time of a replay."""
+        return self._timed() if running.kind == "rebuild" and not self._inside else nullcontext()
 
-    def __exit__(self, *_: object) -> None:
-        Frame.clock = None
-
-    def __call__(self, replay: Callable[[], int]) -> int:
-        """Runs a replay."""
-        if self._inside:
-            return replay()
+    @contextmanager
+    def _timed(self) -> Generator[None]:
         self._inside, start = True, self._now()
         try:
-            return replay()
+            yield
         finally:
             self._inside = False
             self._moments.append((start, self._now()))

@@ -17,6 +17,7 @@ from .. import _compat
 from .._compat.fakes import device_of, is_operator, writes
 from .._compat.flops import flops
 from ..memory.ledger import storages
+from ..memory.operations import Operations
 
 
 @dataclass(frozen=True)
@@ -114,25 +115,12 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: 
     return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), counted)
 
 
-class Log(_compat.TorchDispatchMode):
-    """Shows the operations that run inside.
+def logging(seen: Callable[[Op, Any, Any], None]) -> Operations:
+    """The mode that shows the operations that run inside, each with its arguments and its result."""
 
-    Args:
-        seen: Called with each, its arguments and its result.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, seen: Callable[[Op, Any, Any], None]) -> None:
-        super().__init__()
-        self._seen = seen
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def ran(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         op = op_of(func, args, kwargs, out)
         if op is not None:
-            self._seen(op, (args, kwargs), out)
-        return out
+            seen(op, (args, kwargs), out)
+
+    return Operations(ran)

@@ -30,6 +30,7 @@ from torch import nn
 
 from .. import errors
 from .._loop import COMMON, Loop
+from ..memory.free import free_bytes
 from ..plan.apply import apply
 from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of, simplicity
 from ..plan.microbatches import kinds_for_all
@@ -43,7 +44,6 @@ from ..simulation.step import loss_of
 from .calibrate import calibrate
 from .capture import Captured, capture
 from .clock import Scale, clock, obstacle
-from .free import free_bytes
 from .grouping import groups
 from .guesses import Guess, guesses
 from .hosts import HostApart, limit_of, link_of, waited

@@ -33,7 +33,7 @@ from ..memory.ledger import storages
 from ..plan.anatomy import inside
 from ..plan.calls import kind_of
 from ..plan.cost import Graph, Node
-from .ops import Log, Op
+from .ops import Op, logging
 
 MOST = 8  # candidates, so that all their subsets can be looked at
 
@@ -141,7 +141,7 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_compat.see_through(pack), lambda tensor: tensor))
         stack.enter_context(calls)
-        stack.enter_context(Log(seen))
+        stack.enter_context(logging(seen))
         result = call()
     places = [index.get(id(storage), -1) for _, storage in storages([result])]
     found.output = max(places, default=-1)

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._loop import Loop
-from ..memory.blocks import Block
-from ..memory.ledger import Place
+from ..memory.ledger import Block, Place
 from ..memory.snapshot import write_snapshot
 
 

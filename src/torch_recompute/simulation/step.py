@@ -25,11 +25,9 @@ from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
 from .._loop import COMMON, Loop
 from .._tree import check_call
-from ..memory.blocks import Block, blocks_of
-from ..memory.ledger import ACTIVATIONS, Entry, Place, Sample, by_category
+from ..memory.ledger import ACTIVATIONS, Block, Entry, Place, Sample, blocks_of, by_category
 from ..memory.workspaces import kept_by_cublas
 from ..state import DEFAULT
-from .advising import advise
 from .faking import Faker
 from .places import Places
 from .pretending import Pretend
@@ -37,6 +35,7 @@ from .recording import Recording, Watch
 from .result import Moment, Simulation
 
 _WHAT = "simulate"
+_WORTH_ADVICE = 0.1
 
 
 def simulate_step(
@@ -347,7 +346,7 @@ class _Step:
             flops={phase: count * loop.accumulate for phase, count in books.flops.items()},
             rounding=self._rounding,
             assumed=(*self._faker.assumed, *self._pretend.assumed),
-            advice=advise(activations, peak.live_bytes, logits),
+            advice=_advise(activations, peak.live_bytes, logits),
             loop=loop,
         )
 
@@ -408,3 +407,28 @@ def _by_module(entries: list[tuple[Entry, int]]) -> dict[str, int]:
     for entry, nbytes in entries:
         sums[entry.place.module] = sums.get(entry.place.module, 0) + nbytes
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _advise(activations: list[tuple[Entry, int]], peak_bytes: int, logits: tuple[int, int] | None) -> str:
+    """What to say of the loss head's share of the peak, which no plan can free: the loss uses it at once; "" if small.
+
+    A loss over a large vocabulary keeps the logits, their copy in float32, the logarithm of their softmax, and in
+    backward their gradients alive at once, at the end of the forward. `logits`: the operation that made them, and how
+    wide they are.
+    """
+    if logits is None:
+        return ""
+    since, width = logits
+    wide = [
+        nbytes
+        for entry, nbytes in activations
+        if entry.place.event >= since and entry.place.shape and entry.place.shape[-1] == width
+    ]
+    share = sum(wide) / peak_bytes if peak_bytes else 0.0
+    if share < _WORTH_ADVICE:
+        return ""
+    return (
+        f"{share:.0%} of the peak are {len(wide)} tensors of the loss as wide as the logits ({width:,}), "
+        f"{sum(wide):,} bytes, which no recomputation of layers frees. Compute the head and the loss for some tokens "
+        "at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
+    )

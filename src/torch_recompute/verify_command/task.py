@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import errors
 from .._models import DTYPES, asked, filled, load
+from ..memory.free import free_bytes
 from ..plan import Plan, simulate
-from ..planning.free import free_bytes
 from ..simulation.step import any_loss
 from ..verifying import Verification
 

@@ -1,12 +1,12 @@
-"""Who made a tensor's memory: the operation, the module that was running, the line of the user's code.
+"""The dispatch mode that shows operations, and who made a tensor's memory: operation, module, region, line of code.
 
 Problem. After a forward the graph holds hundreds of storages, and a storage does not say where it comes from; autograd
 gives the name of a node, not of a module, and its anomaly mode a traceback of each operation.
 
-Idea. A dispatch mode sees every operation's result when it is made. A storage that was not among the operation's
-inputs and is not known yet is *born* there, and the moment of its birth has the answers at hand: the running module
-(a stack, kept by torch's global module hooks), the region (`values.thread`), and the Python frames. A weak reference
-to the storage's Python object carries them; as in `ledger.py`, it dies with the memory and keeps nothing alive.
+Idea. A dispatch mode sees every operation's result when it is made. A storage that was not among the operation's inputs
+and is not known yet is an allocation, and at that moment the answers are at hand: the running module (a stack, kept by
+torch's global module hooks), the region (`_observer.py`), and the Python frames. A weak reference to the storage's
+Python object carries them; as in `ledger.py`, it dies with the memory and keeps nothing alive.
 
 The line is that of the nearest frame outside torch, this library and the standard library, between the model and the
 operation: in a model made of torch's modules alone there is none, and the line in `torch/nn` is given instead.
@@ -15,7 +15,7 @@ Rejected: `torch.utils.module_tracker`, which also hooks the tensors that go thr
 graph; hooks on each module, which change the model while it is looked at and miss a module made on the way.
 
 Invariants. Nothing here refers to a tensor or a storage. Regions keep the modes that were active around them, and so
-this one, for as long as their graph lives: `run` empties it before it returns.
+these, for as long as their graph lives: `Allocations.run` empties itself before it returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._compat import TorchDispatchMode
-from .._saved_call import record_call
+from .._observer import observing, running
 from ..values import thread
 from .ledger import storages
 
@@ -45,7 +45,32 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = (os.path.join(_OURS, "demo"), os.path.join(_OURS, "bench"))  # users of the library that live inside it
 
 
-class Birth(weakref.ref[torch.UntypedStorage]):
+class Operations(TorchDispatchMode):
+    """Runs operations as they are, and shows each.
+
+    Args:
+        seen: Called with an operation, its positional and keyword arguments, and its result.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._seen(func, args, kwargs or {}, out)
+        return out
+
+
+class Allocation(weakref.ref[torch.UntypedStorage]):
     """A storage, by weak reference, and what is known of its making.
 
     Attributes:
@@ -71,7 +96,7 @@ class Birth(weakref.ref[torch.UntypedStorage]):
     result: bool
 
 
-class Watch(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Sees operations and modules while a model runs.
 
     Args:
@@ -83,17 +108,17 @@ class Watch(TorchDispatchMode):
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self._names = names
-        self._births: dict[int, Birth] = {}
+        self._births: dict[int, Allocation] = {}
         self._modules: list[nn.Module] = []
         self._running = False
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[int, Birth]]:
+    ) -> tuple[Any, dict[int, Allocation]]:
         """Calls `fn` and returns its result, and the storages born meanwhile by `id` of their Python object."""
         self._running = True
         try:
-            with self._hooks(), self:
+            with self._hooks(), observing(), self:
                 result = fn(*args, **kwargs)
             return result, self._births
         finally:
@@ -123,7 +148,7 @@ class Watch(TorchDispatchMode):
                 old = self._births.get(id(storage))
                 if id(storage) in known or (old is not None and old() is storage):
                     continue
-                birth = Birth(storage)
+                birth = Allocation(storage)
                 birth.op = str(getattr(func, "overloadpacket", func))
                 birth.shape = tuple(map(int, tensor.shape))
                 birth.dtype = str(tensor.dtype).removeprefix("torch.")
@@ -173,19 +198,24 @@ def leaves(value: object) -> Iterator[torch.Tensor]:
 
 def place_in_code() -> tuple[str, str]:
     """The line of the user's code that runs the present operation, and the region that it runs in; each may be ""."""
-    line = fallback = call = ""
-    region = "" if thread.run is None else thread.run.name
+    line = fallback = ""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code is not Watch.run.__code__:
+    while frame is not None and frame.f_code is not Allocations.run.__code__ and not line:
         kind = kind_of(frame.f_code.co_filename)
-        if kind == "user" and not line:
+        if kind == "user":
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         elif kind == "nn" and not fallback:
             fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if not region and frame.f_code is record_call.__code__ and not call:  # which takes its region off the thread
-            call, region = frame.f_locals["name"], frame.f_locals["run"].name
         frame = frame.f_back
-    return line or fallback, f"{region} / {call}" if call else region
+    return line or fallback, region_now()
+
+
+def region_now() -> str:
+    """Name of the region that runs, as far as it is observed; in a saved call as `layer / attention`; else ""."""
+    if thread.run is not None:
+        return thread.run.name
+    inside = running()
+    return f"{inside[-1].run.name} / {inside[-1].name}" if inside and inside[-1].kind == "saved call" else ""
 
 
 def kind_of(file: str) -> str:

@@ -1,0 +1,126 @@
+"""What the host, or a device, has free for this process: the budget that "fit" stands for.
+
+Of the host that is what the system calls available, which counts files in the cache that it would give up, and no more
+than what is left of any limit on the process's control groups: a container ends what goes beyond its own, however much
+the machine has. Linux says both in files; elsewhere psutil is asked. An accelerator is asked itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import errors
+from .ledger import storages
+
+# Of the device's memory: for workspaces of kernels, the context, and what fragmentation makes unusable.
+RESERVE = 0.05
+
+# Files of a control group: its limit, what it uses, and what of that is files that can be given up.
+GROUPS = {
+    "sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
+    "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """What of the host's memory is available to this process, and what there is in all, in bytes.
+
+    Args:
+        root: Where `proc` and `sys` are mounted, on Linux.
+
+    Raises:
+        ArgumentError: The system says nothing of its memory.
+    """
+    if sys.platform != "linux":
+        return _told_by_psutil()
+    told = _numbers(root / "proc/meminfo")
+    free, total = 1024 * told["MemAvailable:"], 1024 * told["MemTotal:"]
+    for folder, (limit, used, spare) in _groups(root):
+        most = (folder / limit).read_text().strip()
+        if most != "max" and int(most) < total:
+            total = int(most)
+            left = total - int((folder / used).read_text()) + _numbers(folder / "memory.stat").get(spare, 0)
+            free = max(0, min(free, left))
+    return free, total
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control groups of this process that can limit memory, outer ones first, with the names of their files."""
+    listed = root / "proc/self/cgroup"
+    lines = [line.split(":", maxsplit=2) for line in listed.read_text().splitlines()] if listed.exists() else []
+    for where, names in GROUPS.items():
+        kind = "memory" if where.endswith("memory") else ""
+        own = next((path for _, kinds, path in lines if kind in kinds.split(",")), "/")
+        inner = Path(own.lstrip("/"))
+        for place in (*reversed(inner.parents), inner) if inner.parts else (inner,):
+            folder = root / where / place
+            if all((folder / name).exists() for name in (*names[:2], "memory.stat")):
+                yield folder, names
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The first two columns of a file of the kernel."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+
+
+def _told_by_psutil() -> tuple[int, int]:
+    try:
+        import psutil
+    except ImportError:
+        raise errors.ArgumentError(
+            f"what memory of this machine is free is not known: its system ({sys.platform}) says it to psutil, which "
+            "is not installed. pip install psutil, or pass the budget in bytes."
+        ) from None
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
+
+
+def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None, batch: object = ()) -> int:
+    """Bytes that the peak of a step may reach: what is free, and what the step itself holds, less a reserve of 5 %.
+
+    In the middle of training the device holds gradients and the optimizer's state, which the peak of a step counts, and
+    the batch.
+
+    Args:
+        model: The model.
+        device: Where the step runs.
+        optimizer: The optimizer of the step, whose state is given back where it has one.
+        batch: A nest of the tensors of the call.
+
+    Raises:
+        ArgumentError: What is free is said neither by the device nor, for the CPU, by the system.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    state = [*optimizer.state.values()] if isinstance(optimizer, torch.optim.Optimizer) else []
+    own = storages([[*model.parameters(), *model.buffers(), *gradients], state, batch])
+    held = {id(storage): int(storage.nbytes()) for place, storage in own if _same(place, device)}
+    free, total = _memory(device)
+    return free + sum(held.values()) - round(RESERVE * total)
+
+
+def _same(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and device.index in (None, place.index)
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device that are free for this process, and all of them."""
+    if device.type == "cpu":
+        return host_memory()
+    module = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free, total = module.mem_get_info(device)
+        return free + module.memory_reserved(device) - module.memory_allocated(device), total
+    if hasattr(module, "recommended_max_memory"):  # MPS, whose memory is the host's, up to a share of it
+        total = module.recommended_max_memory()
+        return total - module.current_allocated_memory(), total
+    raise errors.ArgumentError(
+        f'budget="fit": what a device of type {device.type!r} has free is not known, since torch.{device.type} does '
+        "not say it.\n"
+        '  Pass the most bytes that the step may take, such as budget="24GiB".'
+    )
