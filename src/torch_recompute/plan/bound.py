@@ -1,44 +1,40 @@
-"""The certificate: seconds that no schedule of saving and recomputing can do without, whoever plans it.
+"""The lower bound: seconds that every schedule of saving and recomputing adds to the step, whoever plans it.
 
-Problem. "The best of our options" says nothing about the options. How far from the best that *any* planner could do,
-with regions cut as it likes and tensors recomputed as often as it likes?
+Problem. "The best of our options" says nothing about the options. How far is a plan from the best that *any* planner
+could find, with regions cut as it likes and tensors recomputed as often as it likes?
 
-Idea. At any moment after the last segment's forward and before the first backward, the loss and its backward among
-them, what is saved fits into the budget beside what else lives then. Whatever backward needs and is not saved is
-computed again at least once, from what is saved. So each schedule pays at least for the cheapest
-set of operations to run again, over the operations of the whole model, with so many bytes to save. With a price per
-byte in the place of the limit that is a minimum cut; segments of one kind share theirs, and meet only in
-whether the output of one must be there for the next, so the whole is a dynamic program over two states per segment.
-Any price gives a valid bound; the best price is found where two cuts balance, in a few steps, and the bound is then
-the optimum of the linear program of the whole model.
+Idea. At any moment after the last forward and before the first backward, the loss included, what is saved fits into the
+budget beside all else that is alive. Whatever backward needs and is not saved is computed again at least once, from
+what is saved. So every schedule pays at least for the cheapest set of operations to run again, over the operations of
+the whole model, with so many bytes to save. With a price per byte instead of the limit that is a minimum cut. Segments
+of one kind share theirs, and meet only in whether the output of one must be there for the next, so the whole is a
+dynamic program over two states per segment. Any price gives a valid bound; the best one is found where two cuts
+balance, in a few steps, and the bound is then the optimum of the linear program of the whole model.
 
-The turn is not the only moment. In the backward of segment j some operation reads and makes `backward_bytes` at once,
-whoever planned it, so what lies there of the segments before j, whose backwards are still to come, fits into what is
-left. Let A be what is run again because it is not there at the turn, and B what is run again of the segments before j
-because it is not there at that operation. Both are run again after the turn. A schedule pays for what is in either,
-so of the segments before j for at least a share s of A's price and 1 - s of B's, and of the others for A's. With a
-share fixed these are two bounds as above that know nothing of one another,
+A second moment. In the backward of segment j some operation reads and makes `backward_bytes` at once, under any plan,
+so what is kept of the segments before j, whose backwards are still to come, fits into what is left. Let A be what is
+run again because it is not there between forward and backward, and B what is run again of the segments before j because
+it is not there at that operation. A schedule pays for what is in either, so of the segments before j for at least a
+share s of A's price and 1 - s of B's, and of the others for A's. With a fixed share these are two independent bounds,
 
-    (the whole model, the seconds before j times s, room at the turn) + (1 - s) (the segments before j, room in j)
+    (whole model, seconds before j times s, room between forward and backward) + (1 - s) (segments before j, room in j)
 
 and any share is valid; some are tried, at the j where most has to go. Rejected: one set of saved results that fits into
-both rooms, which is more, but no bound: a schedule may keep a large result up to the turn, and make a small one of it
-in time for j.
+both rooms. That gives more, but is no bound: a schedule may keep a large result until backward begins, and make a small
+one of it in time for j.
 
-Where host memory may be used, what can leave the device within the time of a step counts as room, and no byte is
-worth more than the seconds in which one more leaves it; then only the turn is looked at.
+Where host memory may be used, what can leave the device within the time of a step counts as room, and no byte is worth
+more than the seconds in which one more leaves it; the second moment is not looked at then.
 
-It assumes that all of forward comes before all of backward, that what is saved is saved as it is, on the device, that
-the operations are those that were profiled, and that what else lives in the backward of a segment (parameters, the
-optimizer's state, the gradients of later segments) is there throughout. A segment without a graph counts nothing and
-gives its output for free.
+Assumed: all of forward comes before all of backward; what is saved is saved as it is, on the device; the operations are
+those that were profiled; what else is alive in the backward of a segment (parameters, the optimizer's state, gradients
+of later segments) is there throughout. A segment without a graph counts nothing and gives its output for free.
 
 The cut of a segment. Two yes-or-no questions per operation: is its result there in backward, and is it run again? "Run
 again" implies "there" for it and for all that it reads; "there" without "run again" costs its bytes, "run again" costs
 its seconds. Costs that are paid when one answer is yes and another no are the edges of a graph, and the cheapest
-answers are a minimum cut, found as a maximum flow (Dinic). Exact, in milliseconds for the tens of operations of a
-layer. Every demand can be met by saving, so no cut is infinite. A view (no bytes, one input) is no operation of its
-own: it is there when what it views is, and costs nothing.
+answers are a minimum cut, found as a maximum flow (Dinic), in milliseconds for the tens of operations of a layer. Every
+demand can be met by saving, so no cut is infinite. A view (no bytes, one input) is there when its base is, for free.
 """
 
 from __future__ import annotations
@@ -76,7 +72,7 @@ _NOTHING, _IMPOSSIBLE = Cut(0.0, 0), Cut(math.inf, 0)
 
 
 def bound(costs: Costs, budget: int) -> float:
-    """Seconds that every schedule adds to the step with no region, at the least; infinite if none fits.
+    """The fewest seconds that any schedule adds to the step without recomputation; infinite if none fits.
 
     Args:
         costs: The segments; those with a `Graph` are counted.
@@ -108,24 +104,21 @@ def _least(whole: Callable[..., Cut], room: int, highest: float = math.inf) -> f
         return max(0.0, free.seconds * (1 - ROUNDING))
     tight = whole(1.0, weight=0.0)
 
-    def at(price: float) -> float:
-        value = whole(price).value(price)
+    def bounded(price: float, cut: Cut) -> float:
+        value = cut.value(price)
         return value - price * room - ROUNDING * (value + price * room)
 
     if tight.bytes > room:
-        return math.inf if highest == math.inf else max(0.0, at(highest))
+        return math.inf if highest == math.inf else max(0.0, bounded(highest, whole(highest)))
     best = 0.0
     while True:
         # The price at which both cost the same. A cut that is cheaper at this price takes the place of one of them.
-        price = (tight.seconds - free.seconds) / (free.bytes - tight.bytes)
+        price = min((tight.seconds - free.seconds) / (free.bytes - tight.bytes), highest)
         if price <= 0:
             return best
-        if price > highest:
-            return max(best, at(highest))
         middle = whole(price)
-        value = middle.value(price)
-        best = max(best, value - price * room - ROUNDING * (value + price * room))
-        if value >= tight.value(price) * (1 - ROUNDING):
+        best = max(best, bounded(price, middle))
+        if price == highest or middle.value(price) >= tight.value(price) * (1 - ROUNDING):
             return best
         if middle.bytes <= room:
             tight = middle
@@ -171,7 +164,7 @@ def _cheapest(
             made[key] = Cut(cut.seconds * part, cut.bytes)
         return made[key]
 
-    # The cheapest for all that follows, by whether it needs what this place hands on to be there.
+    # The cheapest for all that follows, by whether it needs the output of this place to be there.
     free, demanded = _NOTHING, _IMPOSSIBLE
     for index in reversed(range(len(costs.segments) if stop is None else stop)):
         free, demanded = (
@@ -264,7 +257,7 @@ class _Flow:
         self._room: list[float] = []
 
     def edge(self, start: int, stop: int, room: float) -> None:
-        """An edge; its reverse stands beside it."""
+        """Adds an edge and its reverse."""
         self._edges[start].append(len(self._to))
         self._edges[stop].append(len(self._to) + 1)
         self._to += [stop, start]

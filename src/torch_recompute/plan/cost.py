@@ -1,26 +1,25 @@
-"""What a step costs, as plain data: the segments of a model, the ways to treat each, and what else lies in memory.
+"""What a training step costs, as plain data: a model's segments (layers), the options for each, and all other memory.
 
-Problem. A planner must know how many bytes are alive at every point of a step under every choice it may make. Summing
-what is saved is not enough: the peak is at the loss, or in the backward of some layer, and moves with the choices.
+Problem. A planner must know how many bytes are alive at every point of a step under every choice it may make. A sum of
+what is saved is not enough: the peak is at the loss or in the backward of some layer, and moves with the choices.
 
-Idea. A step runs its segments (layers) in order and their backwards in the opposite order. What a segment saves is
-alive from its forward to its backward, so at any moment of either the segments *before* it are what weighs, and nothing
-of those after it. With `S` for the bytes saved by the segments before segment `i`, and option `o` chosen for it:
+Idea. A step runs its segments in order and their backwards in the opposite order. What a segment saves is alive from
+its forward to its backward, so at any moment of either only the segments *before* it count. With `S` for the bytes
+saved by the segments before segment `i`, and option `o` chosen for it:
 
-    while its forward runs    S + segment.forward_bytes  + o.forward_bytes   <= budget
-    while its backward runs   S + segment.backward_bytes + o.backward_bytes  <= budget
-    at any point besides      S(point.after) + point.bytes                   <= budget
-    at the turn               S(all)         + costs.turn_bytes              <= budget
+    while its forward runs            S + segment.forward_bytes  + o.forward_bytes   <= budget
+    while its backward runs           S + segment.backward_bytes + o.backward_bytes  <= budget
+    at any other point                S(point.after) + point.bytes                   <= budget
+    between forward and backward      S(all)         + costs.turn_bytes              <= budget
 
-An option over several segments stands in the forward of its first and in the backward of its last; at a point between
-them all that it saves counts. The bytes of a segment are all that lives then and belongs to nobody's option:
-parameters, gradients made so far, optimizer state, what the rest of the model keeps. Those of an option count from the
-level before the segment's forward, in its backward too, so they contain what it saved itself. All bytes are exact, at
-no granularity.
+An option over several segments counts in the forward of its first and in the backward of its last; at a point between
+them all that it saves counts. The bytes of a segment are all that is alive then and belongs to no option: parameters,
+gradients so far, optimizer state, what the rest of the model keeps. Those of an option count from the level before the
+segment's forward, in its backward too, so they include what it saved itself. All bytes are exact.
 
 Everything here is data: it is compared, written to JSON, read back, and made by hand in tests. `peak` evaluates the
-four inequalities for one choice, and `check` refuses costs that cannot be: a wrong sign or a point behind the last
-segment would give a plan that looks right.
+four inequalities for one choice, and `check` refuses invalid costs: a wrong sign or a point behind the last segment
+would give a plan that looks right.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ class Option:
 
     Attributes:
         regions: The regions in it, each a path below the segment ("" for all of it) and the calls that are not repeated
-            (`Choice.keep`); none where nothing is recomputed. Several paths with spaces between are modules that are
-            recomputed together, as a norm and the attention it feeds.
+            (`Choice.keep`); none where nothing is recomputed. Several paths separated by spaces are modules that are
+            recomputed together, such as a norm and the attention it feeds.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
         backward_bytes: The most that lives in its backward beyond the level before its forward.
         seconds: What it adds to the step: its replay, and waiting for a store.
         flops: FLOPs of its replay.
-        span: How many segments in a row it takes, all of the same kind; 1 except where layers are grouped. A span
-            stands in the forward of its first segment and in the backward of its last.
-        store: Where its inputs lie (`Choice.store`).
+        span: How many segments in a row it covers, all of the same kind; 1 except where layers are grouped.
+        store: Where its inputs are kept (`Choice.store`).
         nested: Whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`).
         host_bytes: What it keeps in host memory from its forward to its backward.
     """
@@ -158,7 +156,7 @@ class Host:
     """Host memory that a step may use.
 
     Attributes:
-        bytes: The most that may lie there; None for no limit.
+        bytes: The most that may be used; None for no limit.
         to_host: Bytes per second that leave the device.
     """
 
@@ -174,7 +172,7 @@ class Costs:
         kinds: By name.
         segments: In the order of their forwards.
         points: In any order.
-        step_seconds: Of the step with no region.
+        step_seconds: Of the step without recomputation.
         turn_bytes: What lives when forward ends and backward begins, besides what the segments saved.
         host: What may be kept in host memory; None where nothing may.
     """

@@ -23,14 +23,14 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
 
         plan = solve(profile(model, batch), budget="24GiB")
 
-    What it predicts follows from the profile; `make_plan` also simulates the step with the plan, and hands out only
+    What it predicts follows from the profile; `make_plan` also simulates the step with the plan, and returns only
     what then fits.
 
     Args:
         profile: What the step costs.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
-            of the step with no region.
+            or text as "24GiB"; or a fraction above 0 and below 1 of the way from the least feasible peak to that of
+            the step without recomputation.
         solver: "auto", or "highs".
 
     Raises:
@@ -52,7 +52,7 @@ def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable
     Args:
         budget: See `read_budget`.
         least: Says the smallest peak of any plan; asked only for a share.
-        most: The peak with no region.
+        most: The peak without recomputation.
         free: Says what the device has for this step; None if there is no device at hand.
 
     Raises:

@@ -48,11 +48,11 @@ class Profile:
         model: The name of the model's class.
         device: What the seconds are of.
         costs: The segments, their options, and what else lives.
-        plain_peak_bytes: The peak of the step with no region.
+        plain_peak_bytes: The peak of the step without recomputation.
         modules: What the segments are, in words, by path.
         carries: The paths of segments whose regions carry decisions (routing).
         left_out: Modules that are not planned, and why.
-        advice: What else would lower the peak of the step with no region, in words; "" where nothing is to be said.
+        advice: What else would lower `plain_peak_bytes`, in words; "" for nothing.
         timing: Where the seconds are from, in words.
         loop: The training loop that the bytes are of; None where the profile does not say.
     """

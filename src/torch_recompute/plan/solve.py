@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 SOLVERS = ("auto", "highs")
-FORMER = ("labels", "blocks")  # names of version 0.1; both mean "auto"
+FORMER = ("labels", "blocks")  # other names that meant solvers once; both mean "auto"
 WIDTH = 512  # choices for the end of a model that are kept at each place
 PRICES = 64  # directions in which the distance to the convex hull is looked at
 MOST = 64  # problems that modules which are called several times may give

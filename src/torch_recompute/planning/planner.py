@@ -57,6 +57,7 @@ ROUNDS = 8
 TRIED = 20  # choices per kind of segment
 
 Loss = Callable[[Any], torch.Tensor] | None
+Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and costs that reproduce that step
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None
 
 
@@ -144,26 +145,13 @@ class Planner:
         """The plan for a budget, checked by its own simulation."""
         free = partial(free_bytes, self._model, self.plain.device, self._step["optimizer"], self._call)
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
-        best = (self._without, self.plain) if self.plain.peak_bytes <= wanted else None
-        costs, known = self.costs, None
-        for _ in range(0 if best else ROUNDS):
-            try:
-                solution = choose(costs, wanted, solver)
-            except errors.BudgetError:
-                break
-            if solution.options == known:
-                break
-            known = solution.options
-            simulation = self._simulated(self._plan_of(solution))
-            fits = simulation.peak_bytes <= wanted
-            if fits and (best is None or solution.seconds < best[0].seconds):
-                best = solution, simulation
-            if fits and simulation.peak_bytes == solution.peak_bytes:
-                break
-            costs = self._calibrated(simulation, solution.options, costs.step_seconds)
-        solution, simulation = best or self.least
+        best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
+        for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
+            if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
+                best = found
+        solution, simulation, costs = best or self.least
         fits = simulation.peak_bytes <= wanted
-        profile, scale = self._clocked((solution, simulation)) if fits else (self._priced, None)
+        profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
         if scale is not None:
             costs, solution = scale(costs), scale.solution(solution)
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
@@ -179,19 +167,33 @@ class Planner:
         return [*(self._plan_of(solution) for solution in found[:-1:step]), Plan()]
 
     @cached_property
-    def least(self) -> tuple[Solution, Simulation]:
+    def least(self) -> Checked:
         """The choice with the smallest peak, by its simulation."""
-        costs, best = self.costs, (self._without, self.plain)
-        for _ in range(ROUNDS):
-            solution = smallest(costs)
-            simulation = self._simulated(self._plan_of(solution))
-            if simulation.peak_bytes >= best[1].peak_bytes:
+        best = self._without, self.plain, self.costs
+        for found in self._checked(smallest):
+            if found[1].peak_bytes >= best[1].peak_bytes:
                 break
-            best = solution, simulation
-            if simulation.peak_bytes == solution.peak_bytes:
-                break
-            costs = self._calibrated(simulation, solution.options, costs.step_seconds)
+            best = found
         return best
+
+    def _checked(self, solve: Callable[[Costs], Solution]) -> Iterator[Checked]:
+        """Solutions, each from costs that were taken from the simulation before it; the last is exact or as before."""
+        costs, known = self.costs, None
+        for _ in range(ROUNDS):
+            try:
+                solution = solve(costs)
+            except errors.BudgetError:
+                return
+            if solution.options == known:
+                return
+            known = solution.options
+            simulation = self._simulated(self._plan_of(solution))
+            exact = simulation.peak_bytes == solution.peak_bytes
+            if not exact:
+                costs = self._calibrated(simulation, known, costs.step_seconds)
+            yield solution, simulation, costs
+            if exact:
+                return
 
     @cached_property
     def _without(self) -> Solution:
@@ -224,7 +226,7 @@ class Planner:
             composed=self._composed,
         )
 
-    def _clocked(self, chosen: tuple[Solution, Simulation] | None) -> tuple[Profile, Scale | None]:
+    def _clocked(self, chosen: Checked | None) -> tuple[Profile, Scale | None]:
         """The profile in seconds of whole steps: the one of a choice, or without one that with the smallest peak.
 
         With a choice the step with no region is not run, since its peak may be above what was asked for.
@@ -236,7 +238,7 @@ class Planner:
             return replace(self._priced, timing=f"{self._timing}, not scaled to a whole step: {scale}"), None
         return replace(self._priced, costs=scale(self.costs), timing=f"{self._timing}, {scale}"), scale
 
-    def _scale(self, chosen: tuple[Solution, Simulation] | None) -> Scale | str:
+    def _scale(self, chosen: Checked | None) -> Scale | str:
         """The scale of prices by steps that are run here; or why none is, in words."""
         device, (args, kwargs) = self.plain.device, self._call
         why = obstacle(self._model, args, kwargs or {}, device)
@@ -247,7 +249,7 @@ class Planner:
             room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
             return str(error)
-        solution, simulation = chosen or self.least
+        solution, simulation, _ = chosen or self.least
         if simulation.peak_bytes > room:
             return "there is no memory for one"
         plan = self._plan_of(solution)
