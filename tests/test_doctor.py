@@ -22,11 +22,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, _observer, apply, cli, doctor, make_plan, recompute
-from torch_recompute.doctor import observing
-from torch_recompute.doctor.checks.fragmentation import Fragmentation
-from torch_recompute.doctor.checks.replay_share import ReplayShare
-from torch_recompute.doctor.observing import Allocator, Seen
-from torch_recompute.doctor.regions import Accounts
+from torch_recompute.checking import watch
+from torch_recompute.checking.checks import CHECKS, look_for
+from torch_recompute.checking.regions import Accounts
+from torch_recompute.checking.watch import AllocatorStats, Observations
 from torch_recompute.simulation import simulate_step
 from zoo import mean_loss
 
@@ -476,7 +475,7 @@ def test_watching_breaks_no_graph(part: str) -> None:
         train(model, 3)
     report = watching.report()
     assert not report.findings
-    seen = watching._observer.seen
+    seen = watching._watcher.observations
     assert seen.steps == seen.backwards == 3
     assert set(seen.gradients.values()) == {3}
 
@@ -510,31 +509,31 @@ def test_a_plan_with_host_memory_is_within_its_budget() -> None:
 # --- checks on evidence that cannot be had here ---------------------------------------------------------------------
 
 GIB = 2**30
-BOOKS = Allocator("cuda:0", 40 * GIB, 70 * GIB, 3, 80 * GIB)
+STATS = AllocatorStats("cuda:0", 40 * GIB, 70 * GIB, 3, 80 * GIB)
 
 
 @pytest.mark.parametrize(
     ("books", "found"),
     [
-        (BOOKS, True),
-        (replace(BOOKS, allocated_bytes=65 * GIB), False),
-        (replace(BOOKS, retries=0, reserved_bytes=60 * GIB), False),
-        (replace(BOOKS, retries=0), True),
+        (STATS, True),
+        (replace(STATS, allocated_bytes=65 * GIB), False),
+        (replace(STATS, retries=0, reserved_bytes=60 * GIB), False),
+        (replace(STATS, retries=0), True),
     ],
     ids=["pieces", "full", "room enough", "nearly full"],
 )
-def test_fragmentation(books: Allocator, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragmentation(books: AllocatorStats, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Much that is reserved and not allocated is found where memory is short, and only there."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    evidence = doctor.Evidence("Model", seen=Seen(allocator=books))
-    findings = list(Fragmentation().look(evidence))
+    evidence = doctor.Evidence("Model", observed=Observations(allocator=books))
+    findings = look_for(CHECKS, evidence).findings
     assert [f.figures["reserved_bytes"] for f in findings] == [books.reserved_bytes] * found
     for finding in findings:
         assert "30,720.00 MiB lay unused in pieces" in finding.seen
         assert finding.write.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert all("is on already" in finding.write for finding in Fragmentation().look(evidence))
+    assert all("is on already" in finding.write for finding in look_for(CHECKS, evidence).findings)
 
 
 def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,7 +543,7 @@ def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatc
         train(model, 1)
         assert "whose allocator it is about" in dict(watching.report().not_looked_for)["fragmentation"]
         stats = {"allocated_bytes.all.peak": 40 * GIB, "reserved_bytes.all.peak": 70 * GIB, "num_alloc_retries": 3}
-        monkeypatch.setattr(observing, "_cuda_device", lambda model: torch.device("cuda", 0))
+        monkeypatch.setattr(watch, "_cuda_device", lambda model: torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
         (found,) = watching.report().findings
@@ -555,12 +554,12 @@ def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("seconds", "found"), [(0.1, False), (0.2, True)])
 def test_replay_seconds(seconds: float, found: bool) -> None:
     """Of a watched training it is seconds that are compared, and the heaviest unit is named."""
-    seen = Seen(
+    observed = Observations(
         steps=4,
         seconds=1.0,
         replay_seconds={"layers.0": seconds * 0.4, "layers.1": seconds * 0.4, "head": seconds * 0.2},
     )
-    findings = list(ReplayShare().look(doctor.Evidence("Model", seen=seen)))
+    findings = look_for(CHECKS, doctor.Evidence("Model", observed=observed)).findings
     assert [finding.where for finding in findings] == ["layers.*"] * found
     assert (
         not found or "replays take 20% of the step (200.0 of 1,000.0 ms), 80% of that in layers.*" in findings[0].seen

@@ -34,8 +34,7 @@ def test_what_is_loaded_at_once() -> None:
         "planning",
         "simulation",
         "memory",
-        "auditing",
-        "verifying",
+        "checking",
         "doctor",
         "report",
     }

@@ -29,7 +29,8 @@ from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
 if TYPE_CHECKING:
-    from .auditing import Audit, audit
+    from .checking.audit import Audit, audit
+    from .checking.verify import Verification, verify
     from .memory import Measurement, SavedActivations, measure, saved_activations
     from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
     from .plan.config import RecomputeConfig
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
     from .plan.stages import StagePlan, StagePlans, Stages
     from .planning import make_plan, profile
     from .simulation import Simulation
-    from .verifying import Verification, verify
 else:  # imported when they are first asked for
     __getattr__, __dir__ = lazily(
         globals(),
         {
-            "auditing": ("Audit", "audit"),
+            "checking.audit": ("Audit", "audit"),
             "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
             "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
             "plan.config": ("RecomputeConfig",),
@@ -54,7 +54,7 @@ else:  # imported when they are first asked for
             "plan.stages": ("StagePlan", "StagePlans", "Stages"),
             "planning": ("make_plan", "profile"),
             "simulation": ("Simulation",),
-            "verifying": ("Verification", "verify"),
+            "checking.verify": ("Verification", "verify"),
         },
     )
 

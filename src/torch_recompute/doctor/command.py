@@ -13,10 +13,10 @@ from typing import Any, cast
 from .._face import FAILED, OK, Face, add_options
 from .._models import OPTIMIZERS, add_loop_options, add_model_options, autocasting
 from .._plan_file import read_plan
+from ..checking.doctor import examine
 from ..plan.budget import read_budget
 from ..plan_command.task import Task
 from ..planning.prices import DEVICES
-from .examining import examine
 
 
 def add_command(commands: Any) -> None:

@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from .._face import new_console
+from ..checking.checks import Report
 from ..plan_command.task import Task
-from .finding import Report
 
 
 def show(task: Task, report: Report) -> None:
@@ -25,11 +25,6 @@ def show(task: Task, report: Report) -> None:
             ("write  ", finding.write, "green"),
         ):
             console.print(Padding(Text.assemble((word, "bold"), (text, style)), (0, 0, 0, 4), expand=False))
-    count = len(report.findings)
-    found = "nothing found" if not count else f"{count} finding{'' if count == 1 else 's'}"
-    console.print(f"\n{found}; {len(report.looked_for)} kinds looked for", style="bold")
-    reasons: dict[str, list[str]] = {}
-    for kind, why in report.not_looked_for:
-        reasons.setdefault(why, []).append(kind)
-    for why, kinds in reasons.items():
-        console.print(f"not looked for, because {why}: {', '.join(kinds)}", style="dim", markup=False)
+    console.print(f"\n{report.summary()}", style="bold")
+    for reason in report.reasons():
+        console.print(reason, style="dim", markup=False)

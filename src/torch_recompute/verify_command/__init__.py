@@ -20,7 +20,7 @@ from typing import Any, cast
 from .._face import FAILED, OK, Face, add_options, document
 from .._models import add_model_options
 from .._plan_file import read_plan
-from ..verifying import Verification, verify
+from ..checking.verify import Verification, verify
 from .task import Task
 
 __all__ = ["add_command", "command", "to_json"]

@@ -12,10 +12,10 @@ from torch import nn
 
 from .. import errors
 from .._models import DTYPES, asked, filled, load
+from ..checking.verify import Verification
 from ..memory.free import free_bytes
 from ..plan import Plan, simulate
 from ..simulation.step import any_loss
-from ..verifying import Verification
 
 
 def _does_not_run(model: str, error: BaseException) -> str:

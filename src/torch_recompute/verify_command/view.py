@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._face import new_console
-from ..verifying import Verification
+from ..checking.verify import Verification
 
 
 def show(found: Verification) -> None:

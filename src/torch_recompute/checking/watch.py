@@ -1,10 +1,11 @@
 """Watches real steps of a model: hooks on its modules and parameters, and counters that are there anyway.
 
-What is written down is plain data (`Seen`). Modules are counted by whether they are called in forward or in backward,
-which shows work that is done a third time whoever checkpoints it. Buffers are copied when a forward ends and compared
-when the backward has ended: what a backward has changed was changed by a replay, for a backward has no other reason to.
-Parameters are counted when autograd hands them a gradient, and the regions of a plan are watched. Only the first steps
-are looked at so closely; afterwards one hook is left, that takes the time, by the clock that replays are timed with.
+What is written down is plain data (`Observations`). Modules are counted by whether they are called in forward or in
+backward, which shows work that is done a third time, whichever library checkpoints it. Buffers are copied when a
+forward ends and compared when the backward has ended: what a backward has changed was changed by a replay, for a
+backward has no other reason to. Parameters are counted when autograd gives them a gradient, and replays of a plan's
+regions are timed. Only the first steps are looked at so closely; afterwards one hook is left that takes the time, by
+the clock that replays are timed with.
 
 In what `torch.compile` compiles, a hook is compiled as well: there each returns at once, for what it would look up
 breaks the graph. So modules inside are not counted; the one that `torch.compile` returned and all parameters are.
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,12 +36,13 @@ from ..plan.placed import placed_on
 if TYPE_CHECKING:
     from ..distributed import Reentrant
 
-CLOSELY = 3  # steps that are looked at with all hooks
+CLOSELY = 3
+"""How many steps are looked at with all hooks."""
 
 
 @dataclass(frozen=True)
-class Allocator:
-    """The books of the CUDA allocator.
+class AllocatorStats:
+    """What the CUDA allocator counted.
 
     Attributes:
         device: The device.
@@ -58,8 +60,8 @@ class Allocator:
 
 
 @dataclass
-class Seen:
-    """What was seen of a model's steps.
+class Observations:
+    """What was observed of a model's steps.
 
     Attributes:
         steps: Calls of the model, with gradients.
@@ -71,9 +73,9 @@ class Seen:
         changed_buffers: Buffers that a backward has changed, and in how many.
         reentrant: Checkpoints that call backward inside backward.
         without_grad: Modules with trainable parameters that ran without grad although the model ran with it.
-        gradients: How often each trainable parameter was handed a gradient, by name.
+        gradients: How often each trainable parameter was given a gradient, by name.
         owners: The path of the module of each trainable parameter, by name.
-        trained_plainly: Parameters that are handed a gradient when torch's reentrant checkpoints are plain calls; None
+        trained_plainly: Parameters that are given a gradient when torch's reentrant checkpoints are plain calls; None
             where that was not tried.
         parallel: Whether `DistributedDataParallel` is around the model or in it.
         fallbacks: What `torch.compile` did not compile meanwhile, and how often.
@@ -94,7 +96,7 @@ class Seen:
     trained_plainly: frozenset[str] | None = None
     parallel: bool = False
     fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])
-    allocator: Allocator | None = None
+    allocator: AllocatorStats | None = None
 
     @property
     def untrained(self) -> list[str]:
@@ -102,11 +104,7 @@ class Seen:
         return [n for n, owner in self.owners.items() if not self.gradients[n] and owner in self.without_grad]
 
 
-class _Handle(Protocol):
-    def remove(self) -> None: ...
-
-
-class Observer:
+class StepWatcher:
     """Watches a model's steps from now until `end`.
 
     Args:
@@ -116,7 +114,8 @@ class Observer:
 
     def __init__(self, model: nn.Module, closely: int = CLOSELY) -> None:
         self._model = model
-        self._seen = Seen(parallel=any(isinstance(module, DistributedDataParallel) for module in model.modules()))
+        parallel = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        self._found = Observations(parallel=parallel)
         self._closely = closely
         self._grad, self._task = False, -1
         self._stamps: list[Stamp] = []  # of the first steps, and of the last one
@@ -127,11 +126,11 @@ class Observer:
         self._peaks: dict[int, allocator.Peak] = {}
         self._ended = False
         allocator.begin(self._peaks)
-        self._root: list[_Handle] = [
+        self._root = [
             model.register_forward_pre_hook(self._begins, prepend=True),
             model.register_forward_hook(self._has_run),
         ]
-        self._close: list[_Handle] = []
+        self._close: list[Any] = []
         regions = [placed for m in model.modules() for placed in placed_on(m) if isinstance(placed, Region)]
         self._watching = ExitStack()
         figures = self._watching.enter_context(watching(regions))
@@ -141,39 +140,38 @@ class Observer:
             self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
             for name in trainable:
                 full = f"{path}.{name}".removeprefix(".")
-                self._seen.owners[full] = path
-                parameter = getattr(module, name)
-                self._close.append(parameter.register_post_accumulate_grad_hook(self._given(full)))
+                self._found.owners[full] = path
+                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(self._given(full)))
 
     @property
-    def seen(self) -> Seen:
-        """What has been seen so far."""
-        seen, stamps = self._seen, self._stamps
+    def observations(self) -> Observations:
+        """What has been observed so far."""
+        found, stamps = self._found, self._stamps
         first = 1 if len(stamps) > 2 else 0  # the first step warms caches
-        steps = seen.steps - 1 - first
-        seen.seconds = between(stamps[first], stamps[-1]) / steps if steps > 0 else 0.0
+        steps = found.steps - 1 - first
+        found.seconds = between(stamps[first], stamps[-1]) / steps if steps > 0 else 0.0
         seconds = {path: figures.seconds for path, figures in self._figures}
-        seen.replay_seconds = {path: each for path, each in seconds.items() if each is not None}
-        seen.without_grad, seen.reentrant = tuple(self._without_grad), tuple(self._reentrant)
+        found.replay_seconds = {path: each for path, each in seconds.items() if each is not None}
+        found.without_grad, found.reentrant = tuple(self._without_grad), tuple(self._reentrant)
         more = {what: count - self._before.get(what, 0) for what, count in fallbacks().items()}
-        seen.fallbacks = {what: count for what, count in more.items() if count > 0}
+        found.fallbacks = {what: count for what, count in more.items() if count > 0}
         if not self._ended:
-            seen.allocator = _allocator(self._model)
-        return seen
+            found.allocator = _allocator_stats(self._model)
+        return found
 
-    def end(self) -> Seen:
+    def end(self) -> Observations:
         """Takes all hooks away; calling it again does nothing."""
-        seen = self.seen
+        found = self.observations
         if not self._ended:
             self._ended = True
             allocator.end(self._peaks)
-            self._loosen()
+            self._end_close_look()
             for handle in self._root:
                 handle.remove()
             self._buffers.clear()
-        return seen
+        return found
 
-    def _loosen(self) -> None:
+    def _end_close_look(self) -> None:
         self._watching.close()
         for handle in self._close:
             handle.remove()
@@ -189,9 +187,9 @@ class Observer:
             return
         del self._stamps[2:]
         self._stamps.append(stamp())
-        if self._seen.steps >= self._closely:
-            self._loosen()
-        self._seen.steps += 1
+        if self._found.steps >= self._closely:
+            self._end_close_look()
+        self._found.steps += 1
 
     def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._grad or not self._close or _compat.in_backward():
@@ -213,22 +211,22 @@ class Observer:
             _compat.after_backward(self._backward_over)
 
     def _backward_over(self) -> None:
-        self._seen.backwards += 1
+        self._found.backwards += 1
         for name, buffer in self._model.named_buffers():
             then = self._buffers.get(name)
             if then is not None and (then.shape != buffer.shape or not torch.equal(then, buffer.detach())):
-                self._seen.changed_buffers[name] += 1
+                self._found.changed_buffers[name] += 1
 
     def _counter(self, path: str, trainable: bool) -> Any:
-        seen = self._seen
+        found = self._found
 
         def count(_module: nn.Module, _args: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             if _compat.in_backward():
-                seen.calls_in_backward[path] += 1
+                found.calls_in_backward[path] += 1
                 return
-            seen.calls[path] += 1
+            found.calls[path] += 1
             if trainable and self._grad and not torch.is_grad_enabled():
                 self._without_grad[path] = None
 
@@ -236,7 +234,7 @@ class Observer:
 
     def _given(self, name: str) -> Any:
         def given(_parameter: torch.Tensor) -> None:
-            self._seen.gradients[name] += 1
+            self._found.gradients[name] += 1
 
         return given
 
@@ -245,13 +243,13 @@ def _cuda_device(model: nn.Module) -> torch.device | None:
     return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
 
 
-def _allocator(model: nn.Module) -> Allocator | None:
-    """The CUDA allocator's books for the device that a model is on."""
+def _allocator_stats(model: nn.Module) -> AllocatorStats | None:
+    """What the CUDA allocator of the device that a model is on has counted."""
     device = _cuda_device(model)
     if device is None:
         return None
     stats = torch.cuda.memory_stats(device)
-    return Allocator(
+    return AllocatorStats(
         str(device),
         int(stats.get("allocated_bytes.all.peak", 0)),
         int(stats.get("reserved_bytes.all.peak", 0)),

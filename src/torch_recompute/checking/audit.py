@@ -1,0 +1,679 @@
+"""`audit`: each region runs twice, and what differs, what waits for the device and what changes outside of it is named.
+
+Problem. A replay must do what the forward did. Where it does not, the gradients may be silently wrong: a router sends a
+token to another expert, a counter counts twice, NumPy draws other numbers. `check="values"` finds a tensor that came
+out differently; it does not say where it came from, and it costs a training step.
+
+Idea. Run the model forward once, under a recorder of operations (`recorder.py`). Then run each region's function again
+as a replay would, under the state that the engine recorded, but to its end, the last region first as backward would,
+and compare the two lists: the first operation with another result is where to look. What the second run has changed
+outside of itself, seen by the operations that wrote or in Python objects, is what a replay would change a second time.
+With `perturb=` there is a third run, over slightly other inputs, and the choices of experts that come out differently
+are counted. A region inside another runs again on its own and within that one, as in a backward.
+
+Rejected: two forwards of the whole model, which would find the same faults but blame dropout too; a backward with
+`check="values"`, which stops early and compares saved tensors only.
+
+Invariants. Nothing runs backward. Buffers, attributes, generators and tensors that operations wrote to are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import _compat, errors
+from .._frame import Frame
+from .._reach import Reach, rebuild
+from .._replay import Replay
+from .._saved_call import SavedCall
+from .._slots import Packed, Stop, unpack
+from .._text import table
+from .._tree import check_call, each_once
+from ..memory.ledger import storages
+from ..memory.operations import leaves
+from ..memory.saved import short_line
+from ..plan import Choice, Plan, apply
+from ..state import TensorState
+from ..values import Trace, thread
+from .evidence import ModelCall, SideEffects, sample_of
+from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun, Written
+
+_WORDS = {
+    "differs": "differs in the second run",
+    "flips": "decided otherwise",
+    "mutates": "changed by each run",
+    "syncs": "waits for the device",
+    "fails": "cannot be run again",
+}
+_KINDS = tuple(_WORDS)
+_INDEX = re.compile(r"(?<![^./\s'])\d+(?![^.\s'])")  # a part of a module's path that is a number
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+class AuditRow(NamedTuple):
+    """One finding.
+
+    Attributes:
+        kind: "differs", "flips" (a decision came out otherwise), "mutates", "syncs" or "fails".
+        region: The region's name.
+        op: The operation, as `aten.topk`; for a sync, what was called, as `item()`; "" where it is not one operation.
+        module: Path of the module that ran it.
+        line: `file:line` of the code that ran it.
+        detail: What was found, in words.
+        advice: What to write.
+        times: How often it happened in one run of the region.
+    """
+
+    kind: str
+    region: str
+    op: str
+    module: str
+    line: str
+    detail: str
+    advice: str
+    times: int = 1
+
+
+class Audit(NamedTuple):
+    """What an audit found; made by `audit`. True if it found nothing; `print` shows a text.
+
+    Rows that differ only in the numbers within their paths, as the layers of a stack do, are shown as one, with a `*`
+    where the numbers were; `rows` has them all.
+
+    Attributes:
+        rows: The findings; what is fine is not listed.
+        regions: The names of the regions that ran twice, one per call, in order of their calls.
+        perturb: How much noise the inputs got in a third run, relative to themselves; 0 where there was none.
+    """
+
+    rows: tuple[AuditRow, ...]
+    regions: tuple[str, ...]
+    perturb: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.rows
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        rows = [row._asdict() for row in self.rows]
+        return json.dumps({"ok": self.ok, "regions": self.regions, "perturb": self.perturb, "rows": rows})
+
+    def __str__(self) -> str:
+        count = len(self.regions)
+        noise = f", and again with inputs off by {self.perturb:g}" if self.perturb else ""
+        title = f"audit of {count} region{'' if count == 1 else 's'}, each run twice{noise}: "
+        if self.ok:
+            return title + "nothing to report"
+        groups: dict[AuditRow, list[AuditRow]] = {}
+        for row in self.rows:
+            starred = {name: _INDEX.sub("*", getattr(row, name)) for name in ("region", "module", "advice")}
+            groups.setdefault(row._replace(**starred, detail="", times=1), []).append(row)
+        counts = {kind: sum(row.kind == kind for row in self.rows) for kind in _KINDS}
+        found = [f"{number} x {_WORDS[kind]}" for kind, number in counts.items() if number]
+        heads = [_head(alike if len(rows) > 1 else rows[0], len(rows)) for alike, rows in groups.items()]
+        lines = [title + ", ".join(found)]
+        for head, rows in zip(table(heads, right=0), groups.values(), strict=True):
+            first = "" if len({row.detail for row in rows}) == 1 else "the first: "
+            lines += ["", head, *_wrapped(first + rows[0].detail), *_wrapped(f"Write: {rows[0].advice}")]
+        return "\n".join(lines)
+
+
+def _head(row: AuditRow, count: int) -> tuple[str, ...]:
+    times, module = f"{count} x" if count > 1 else "", f"in {row.module}" if row.module else ""
+    return row.kind, times, row.op, module, f"region {row.region}", short_line(row.line)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+
+
+# --- the audit --------------------------------------------------------------------------------------------------------
+
+
+def audit(
+    model: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    modules: Sequence[str] = (),
+    perturb: float = 0.0,
+) -> Audit:
+    """Runs each region of a model twice and names what differs, what syncs, what mutates.
+
+        found = audit(model, (batch,))
+        print(found)
+        assert found, found
+
+    The model is called once, with grad, on its arguments as they are; then every region's function is run again under
+    its recorded state, as a replay would, but to its end. No backward runs. Buffers, attributes, generators and tensors
+    that operations wrote to are put back; gradients are not touched. Every operation is looked at: a small
+    model takes about thirty times its forward.
+
+    Found are operations whose results are not the same (the first of each region), choices of experts that come out
+    otherwise, waits for the device, and what each run changes outside of itself. Not looked into are tensors of
+    subclasses (`DTensor`), what runs on other threads, and what compiled code does inside.
+
+    Args:
+        model: A module with a plan, or any callable that calls regions.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        modules: Paths of modules, or globs over paths such as "layers.*": these are made regions for the time of the
+            audit. For a model that has none yet.
+        perturb: Run each region a third time with its floating inputs off by this much, relative to themselves (0.002
+            is half a step of bfloat16), and report the choices of experts that come out otherwise.
+
+    Returns:
+        The rows. True if there are none.
+
+    Raises:
+        ArgumentError: `model` cannot be called, `args` is no tuple, `kwargs` no dict; nothing is called `modules`, or
+            the model calls no region; `perturb` is no number from 0 to 1.
+    """
+    check_call("audit", model, args, kwargs)
+    if not isinstance(perturb, (int, float)) or isinstance(perturb, bool) or not 0 <= perturb <= 1:
+        raise errors.ArgumentError(
+            f"audit(perturb=...) is how much to change the inputs of each region relative to themselves, a number from "
+            f"0 to 1, but got {errors.say(perturb)}\n"
+            "  Write perturb=0.002, half a step of bfloat16."
+        )
+    with _placed(model, modules):
+        found = _audit(ModelCall(model, args, kwargs or {}), model, args, kwargs or {}, float(perturb))
+    if not found.regions:
+        raise errors.ArgumentError(
+            f"audit: {getattr(model, '__name__', type(model).__name__)} called no region that backward would replay, "
+            "so there is nothing to run twice.\n"
+            '  Name the modules to look at, audit(model, (x,), modules=["layers.*"]), or place regions first: '
+            "recompute(fn), apply(model, plan). A region whose inputs and parameters require no grad is never replayed."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _placed(model: Any, patterns: Sequence[str]) -> Generator[None]:
+    """Makes regions of the modules of these names for the time being."""
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise errors.ArgumentError(
+            f"audit(modules=...) takes a list of paths or globs, but got {errors.say(patterns)}\n"
+            '  Write audit(model, (x,), modules=["layers.*"]); paths are those of model.named_modules().'
+        )
+    if not patterns:
+        yield
+        return
+    if not isinstance(model, nn.Module):
+        raise errors.ArgumentError(
+            "audit(model, modules=...) finds modules by their paths in a torch.nn.Module, but got "
+            f"{errors.say(model)}\n"
+            "  Pass the module, or a function that calls regions, without modules=."
+        )
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    called = [path for path, module in model.named_modules() if not isinstance(module, containers)]
+    paths: dict[str, None] = {}
+    for pattern in patterns:
+        matching = fnmatch.filter(called, pattern)
+        if not matching:
+            raise errors.ArgumentError(
+                f"audit(modules=[{pattern!r}]): {type(model).__name__} has no module of this path that is called.\n"
+                "  Paths are those of model.named_modules(); a glob matches whole paths, dots included; a ModuleList "
+                "is never called."
+            )
+        paths.update(dict.fromkeys(matching))
+    handle = apply(model, Plan(tuple(Choice((path,)) for path in paths), "audit"))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _audit(
+    call: ModelCall, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], perturb: float
+) -> Audit:
+    recorder = Recorder(call.names)
+
+    def run() -> Audit:  # all of it in one run of the recorder: the modes around second runs are those of the forward
+        result = model(*args, **kwargs)  # alive to the end: its graph is what backward would replay
+        firsts = [first for first in recorder.runs.values() if first.frame.replays]
+        rows = _Rows(call.modules)
+        for first in reversed(firsts):
+
+            def around(fn: Any, first: RegionRun = first) -> SideEffects:
+                return SideEffects(call.modules, [fn], first.scopes.values())
+
+            rows.add(first, run_again(recorder, first, around))
+            if perturb:
+                third = run_again(recorder, first, around, perturb)
+                for op, moved in _flips(first.ops, third.ops):
+                    rows.put(_row("flips", op, f"with inputs slightly off {moved}", _CARRY))
+        del result
+        regions = tuple(first.frame.name for first in firsts)
+        return Audit(rows.sorted(regions), regions, perturb)
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), NamedSyncs(recorder):
+            torch.clear_autocast_cache()
+            found, _ = recorder.run(run, (), {})
+            torch.clear_autocast_cache()
+        return found
+    finally:
+        call.go_back(*recorder.kept.values())
+        recorder.end()
+
+
+# --- a region's function once more ------------------------------------------------------------------------------------
+
+
+class _Again(Replay):
+    """A replay that fills no slot and goes to the end.
+
+    It counts what autograd saves, hands out what saved calls and `replay(fn)` have stored, and ends (`stopped`) where
+    the engine has dropped what it would hand out, because no replay gets that far.
+    """
+
+    __slots__ = ("stopped",)
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame, (), None)
+        self.stopped = False
+
+    def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Runs the function under hooks that only count; calls whose results are not kept are repeated."""
+        unread = list(_unread(self.trace))
+        for record in unread:
+            record.read = True
+        _compat.push_hooks(self.pack, unpack)
+        try:
+            fn(*args, **kwargs)
+        except Stop as stop:
+            if stop.args[0] is not self:
+                raise
+            self.stopped = True
+        finally:
+            _compat.pop_hooks()
+            for record in unread:
+                record.read = False
+
+    def event(self) -> None:
+        """Goes on."""
+
+    @_compat.see_through
+    def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
+        """Counts the tensor."""
+        self.filled += 1
+        return tensor.detach()
+
+    def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
+        """Ends where the output has been dropped."""
+        if not record.finished or record.dropped:
+            raise Stop(self)
+
+    def next_child(self) -> Trace | None:
+        """The trace of the next nested region; ends where outputs of saved calls in it have been dropped."""
+        child = super().next_child()
+        if child is not None and child.spare and _has_dropped(child):
+            raise Stop(self)
+        return child
+
+
+def _unread(trace: Trace | None) -> Iterator[SavedCall]:
+    """The calls of a run and of those in it whose results have no values in a replay."""
+    if trace is not None:
+        yield from (one for one in trace.records if isinstance(one, SavedCall) and one.unread and not one.read)
+        for _, child in trace.children:
+            yield from _unread(child)
+
+
+def _has_dropped(trace: Trace) -> bool:
+    return any(record.dropped for record in trace.records if isinstance(record, SavedCall)) or any(
+        child is not None and _has_dropped(child) for _, child in trace.children
+    )
+
+
+class SecondRun(RegionRun):
+    """A second run of a region.
+
+    Attributes:
+        inputs_differ: Whether the engine could not give it the inputs of the first run.
+        error: What it raised.
+        changed: What the engine would say instead of replaying, because something has been changed in place.
+        rewritten: Memory that it has changed and that was not put back by the engine, by `id` of the storage.
+        places: What else it has changed: attributes, closure variables, globals.
+        generators: The generators that it has advanced and that were not put back by the engine.
+        ended_early: Whether it stopped where the engine has dropped what comes next.
+        names: What the function calls tensors that it reaches, by `id` of the storage.
+    """
+
+    def __init__(self, first: RegionRun) -> None:
+        super().__init__(first.frame, line=first.line)
+        self.inputs_differ = self.ended_early = False
+        self.error: Exception | None = None
+        self.changed: errors.ChangedError | None = None
+        self.rewritten: list[int] = []
+        self.places: list[str] = []
+        self.generators: list[str] = []
+        self.names: dict[int, str] = {}
+
+
+def run_again(
+    recorder: Recorder, first: RegionRun, around: Callable[[Any], SideEffects], noise: float = 0.0
+) -> SecondRun:
+    """Runs a region's function again and says what came of it; what it has changed is put back.
+
+    With noise, the floating inputs are written over for the time of the run, in their own memory: a copy would not be
+    an input of the region any more.
+    """
+    frame, second = first.frame, SecondRun(first)
+    with recorder.deaf():
+        try:
+            frame._world.check(frame.name)  # pyright: ignore[reportPrivateUsage]
+            frame.inputs.check(frame.name)
+        except errors.ChangedError as error:
+            second.changed = error
+        try:
+            args, kwargs, cells, _ = frame.inputs.open()
+        except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
+            second.inputs_differ, second.error = True, error
+            return second
+        given = list(leaves([*args, kwargs]))
+        samples = zip(first.inputs, map(sample_of, given), strict=False)
+        differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
+        second.inputs_differ = second.changed is not None or differ
+        before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
+        fn = rebuild(frame._template, cells)  # pyright: ignore[reportPrivateUsage]
+        reached = Reach(fn).mutable(True)
+        second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
+        effects = around(fn)
+        run, contexts = _Again(frame), frame._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
+
+        def go() -> None:
+            with recorder.listening_to(_Again.go.__code__, second), contexts:
+                run.go(fn, args, kwargs)
+
+        grad, outer = torch.is_grad_enabled(), thread.run
+        _compat.set_grad_enabled(True)
+        thread.run = run
+        try:
+            with _disturbed([*given, *cells], noise):
+                frame._world.run(frame.name, go)  # pyright: ignore[reportPrivateUsage]
+        except Exception as error:
+            second.error = error.with_traceback(None)
+        finally:
+            thread.run = outer
+            _compat.set_grad_enabled(grad)
+        second.ended_early = run.stopped
+        second.places, second.generators = effects.changed_places(), effects.advanced_generators()
+        effects.restore()
+        restored = frame.restored
+        for key, one in second.written.items():
+            if key not in before and not one.is_among(restored):
+                before[key] = one, one.before
+        for key, (one, content) in before.items():
+            if not one.same(content):
+                second.rewritten.append(key)
+                one.storage.copy_(content)
+    return second
+
+
+@contextlib.contextmanager
+def _disturbed(tensors: Sequence[torch.Tensor], noise: float) -> Generator[None]:
+    """Noise on the floating tensors, in place, for the time being."""
+    chosen = [
+        tensor
+        for tensor in tensors
+        if noise
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and _compat.is_plain(tensor)
+        and _compat.parameter_of(tensor) is None
+    ]
+    state = TensorState(*chosen)
+    before = state.capture()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in chosen:
+            data = each_once(tensor.data)
+            factor = 1 + noise * torch.randn(data.shape, generator=random)
+            data.copy_(data * factor.to(data.device, torch.float64 if data.dtype is torch.float64 else torch.float32))
+    try:
+        yield
+    finally:
+        state.restore(before)
+
+
+# --- the two runs compared --------------------------------------------------------------------------------------------
+
+
+class Divergence(NamedTuple):
+    """The first place where two runs differ: the operation, "value", "shape" or "operation", and how, in words."""
+
+    op: RecordedOp
+    what: str
+    detail: str
+
+
+def first_divergence(then: Sequence[RecordedOp], now: Sequence[RecordedOp], shorter: bool) -> Divergence | None:
+    """The first place where a second run is not as the first was.
+
+    Where a function asks `doing_recompute()` or has saved a value for its replay, the second run may be `shorter`: it
+    leaves out operations of the first. Then what it does must be there in the first, in this order.
+    """
+    place = 0
+    for op in now:
+        start = place
+        while shorter and place < len(then) and not (op.is_like(then[place]) and op.metas == then[place].metas):
+            place += 1
+        if place == len(then):
+            place = start
+        if place == len(then):
+            return Divergence(op, "operation", "the first run had ended before it")
+        found = _compare(then[place], op)
+        if found is not None:
+            return found
+        place += 1
+    if place < len(then) and not shorter:
+        return Divergence(then[place], "operation", "the second run ended before it")
+    return None
+
+
+def _compare(then: RecordedOp, now: RecordedOp) -> Divergence | None:
+    if not then.is_like(now):
+        where = f" at {now.near.rpartition('/')[2]}" if now.near != then.near else ""
+        return Divergence(then, "operation", f"in its place the second run did {now.op}{where}")
+    if then.metas != now.metas:
+        words = f"returned {_say(now.metas)} in the second run, {_say(then.metas)} in the first"
+        return Divergence(then, "shape" if any(type(meta) is tuple for meta in then.metas) else "value", words)
+    moved = "" if then.chosen is None or now.chosen is None else then.chosen.moved(now.chosen)
+    if moved:
+        return Divergence(then, "value", f"its indices differ: {moved}")
+    for index, (a, b) in enumerate(zip(then.samples, now.samples, strict=False)):
+        if not a.same(b):
+            which = (
+                f"output {index} of {len(then.samples)} differs " if len(then.samples) > 1 else "its output differs "
+            )
+            return Divergence(then, "value", which + a.difference(b))
+    return None
+
+
+def _say(metas: Sequence[Any]) -> str:
+    return ", ".join(
+        f"{str(meta[1]).removeprefix('torch.')}{list(meta[0])}" if type(meta) is tuple else repr(meta) for meta in metas
+    )
+
+
+def _flips(then: Sequence[RecordedOp], now: Sequence[RecordedOp]) -> Iterator[tuple[RecordedOp, str]]:
+    """The choices that came out otherwise: each with how many tokens moved, in words."""
+    later = [op for op in now if op.chosen is not None]
+    for op in then:
+        match = next((other for other in later if op.is_like(other)), None) if op.chosen is not None else None
+        if match is not None and op.chosen is not None and match.chosen is not None:
+            later.remove(match)
+            moved = op.chosen.moved(match.chosen)
+            if moved:
+                yield op, moved
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+_CARRY = (
+    "have the choice carried to the replay: carry=True in the plan's Choice, or replay(fn) around it "
+    "(indices = replay(lambda s: s.topk(2).indices)(scores))"
+)
+_SYNC = (
+    "replay(fn) around what is read from the device, or carry=True in the plan's Choice: the replay then takes the "
+    "value of the forward and does not wait; best is to read it before the region and pass it in"
+)
+_GENERATORS = {"random": ("Python's random", "PythonRng()"), "numpy": ("NumPy's global generator", "NumpyRng()")}
+_ARGUMENT = "x = x.mul(2) in place of x.mul_(2), or a clone of it: a replay needs the argument as it was"
+_TENSOR = (
+    "recompute(fn, state=[TensorState(tensor)]), from torch_recompute.state, or the update in no_recompute(fn), or "
+    "under `if not doing_recompute():`"
+)
+_BUFFER = (
+    "the update outside of the region or in no_recompute(fn), or the module in training mode: buffers of modules in "
+    "training mode are put back"
+)
+_ATTRIBUTE = "the update outside of the region or in no_recompute(fn), or under `if not doing_recompute():`"
+_FAILS = "a function that can be called again with the same arguments, or no_recompute(fn) around the part that cannot"
+_CHANGED = "the change after backward, or on a clone: a replay needs the tensor as it was in the forward"
+_RANDOM = (
+    "recompute(fn, state=[GeneratorRng(generator)]), from torch_recompute.state, for a generator that the region "
+    "cannot see in its function's arguments, closure or globals"
+)
+_BRANCH = (
+    "replay(fn) around what decides the branch, or pass it to the region as an argument; a global or attribute that it "
+    "depends on must not change before backward"
+)
+_SHAPE = "replay(fn) around what decides the shape, or pass it to the region as an argument"
+_VALUE = (
+    "replay(fn) or no_recompute(fn) around it where the operation is not deterministic "
+    "(torch.use_deterministic_algorithms(True) finds out); where it depends on a global or attribute, pass that to "
+    "the region as an argument"
+)
+
+
+class _Rows:
+    """The rows found so far.
+
+    A region whose inputs are not those of the first run, because they were changed or are rebuilt by a region that was
+    found to differ, is not compared: every one of its operations would differ, and the fault is elsewhere. What a
+    region inside another was found to do is not said again of the outer one.
+    """
+
+    def __init__(self, modules: Iterable[tuple[nn.Module, str]]) -> None:
+        self._rows: dict[tuple[str, ...], AuditRow] = {}
+        self._names: dict[int, tuple[str, str]] = {}
+        for module, path in modules:
+            for kind, tensors in (("buffer", module.named_buffers), ("parameter", module.named_parameters)):
+                for name, tensor in tensors(recurse=False):
+                    for _, storage in storages(tensor):
+                        self._names.setdefault(id(storage), (kind, f"{path}.{name}".removeprefix(".")))
+
+    def sorted(self, regions: Sequence[str]) -> tuple[AuditRow, ...]:
+        """The rows, region by region, kind by kind."""
+        order = {name: i for i, name in reversed(list(enumerate(regions)))}
+        rows = self._rows.values()
+        return tuple(sorted(rows, key=lambda row: (order.get(row.region, len(order)), _KINDS.index(row.kind))))
+
+    def put(self, row: AuditRow, inner: Iterable[str] = ()) -> None:
+        """Adds a row, unless it is known, of this region or of one of those `inner` to it."""
+        said = row.detail if row.kind == "mutates" else ""
+        keys = [(row.kind, region, row.op, row.module, row.line, said) for region in (row.region, *inner)]
+        if not any(key in self._rows for key in keys):
+            self._rows[keys[0]] = row
+
+    def add(self, first: RegionRun, second: SecondRun) -> None:
+        """What a second run shows."""
+        name, error = first.frame.name, second.error
+        before = len(self._rows)
+        inner = {op.region for op in first.ops} - {name}
+
+        def whole(kind: str, detail: str, advice: str) -> None:
+            self.put(AuditRow(kind, name, "", "", "", detail, advice), inner)
+
+        for key, written in {**second.written, **first.written}.items():
+            if (written.argument and not written.is_among(first.frame.restored)) or key in second.rewritten:
+                label, advice = self._label(written, second)
+                self.put(_row("mutates", written.op, f"{label} is changed in place", advice))
+        for place in second.places:
+            whole("mutates", f"{place} is changed", _ATTRIBUTE)
+        for generator in second.generators:
+            what = _GENERATORS.get(generator, ("PyTorch's default generator",))[0]
+            whole("mutates", f"{what} is advanced", _for_generators([generator]))
+        if second.changed is not None and len(self._rows) == before:
+            whole("mutates", str(second.changed).partition("\n")[0], _CHANGED)
+        if not second.inputs_differ:
+            self._compare(first, second)
+        self._syncs(first, second)
+        known = isinstance(error, errors.MismatchError) and len(self._rows) > before
+        if error is not None and not known and not second.inputs_differ:
+            whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", _FAILS)
+
+    def _label(self, written: Written, second: SecondRun) -> tuple[str, str]:
+        key = id(written.storage)
+        if key in self._names:
+            kind, name = self._names[key]
+            return f"{kind} '{name}'", _BUFFER if kind == "buffer" else _TENSOR
+        if written.argument:
+            return written.argument, _ARGUMENT
+        return second.names.get(key, "a tensor from outside of the region"), _TENSOR
+
+    def _compare(self, first: RegionRun, second: SecondRun) -> None:
+        trace = first.frame.trace
+        asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
+        shorter = second.error is not None or second.ended_early or asks or (trace is not None and bool(trace.values))
+        found = first_divergence(first.ops, second.ops, shorter)
+        writing = [written.op for key, written in first.written.items() if key in second.rewritten]
+        if found is not None and found.op not in writing:  # else its output is what it should not write to
+            self.put(_row("differs", found.op, found.detail, _against(found, second)))
+        for op, moved in _flips(first.ops, second.ops):
+            if found is None or op is not found.op:
+                self.put(_row("flips", op, moved, _CARRY))
+
+    def _syncs(self, first: RegionRun, second: SecondRun) -> None:
+        modules = {(sync.what, sync.line): sync.module for sync in first.syncs}  # the second run is called by none
+        for sync, times in Counter(second.syncs if second.ops else first.syncs).items():
+            detail = f"the replay waits for the device {'once' if times == 1 else f'{times} times'}"
+            module = modules.get((sync.what, sync.line), sync.module)
+            self.put(AuditRow("syncs", sync.region, sync.what, module, sync.line, detail, _SYNC, times))
+
+
+_ASKING = frozenset({"doing_recompute", "is_recomputing", "get_recompute_data"})
+
+
+def _row(kind: str, op: RecordedOp, detail: str, advice: str) -> AuditRow:
+    return AuditRow(kind, op.region, op.op, op.module, op.line, detail, advice)
+
+
+def _for_generators(names: Sequence[str]) -> str:
+    states = [_GENERATORS[name][1] for name in names if name in _GENERATORS]
+    if states:
+        return f"recompute(fn, state=[{', '.join(states)}]), from torch_recompute.state"
+    return "preserve_rng_state=True, which is the default"
+
+
+def _against(found: Divergence, second: SecondRun) -> str:
+    """What to write where two runs differ."""
+    if second.generators:
+        return _for_generators(second.generators)
+    if found.op.chosen is not None:
+        return _CARRY
+    if second.places:
+        return f"{_ATTRIBUTE}; {second.places[0]} is not in the second run what it was in the first"
+    if found.op.random:
+        return _RANDOM
+    return {"operation": _BRANCH, "shape": _SHAPE}.get(found.what, _VALUE)

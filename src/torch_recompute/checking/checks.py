@@ -1,0 +1,820 @@
+"""Every kind of finding of the doctor, in one table, over evidence that is gathered once.
+
+A check is one kind of finding and up to three functions: one reads a simulated step, one observed steps, one an audit.
+Where none of the evidence that it reads can be had (a model on meta cannot be run, a plain model has no regions to
+audit) it is not asked, and the report says so. What is expensive is gathered once, for all.
+
+A finding says where, what was seen with its figures, how it was confirmed, and the line to write. Names of several
+parts that are alike, as the layers of a stack, are one finding, with `*` where the numbers were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from .. import errors
+from .._compat.compiling import NO_CUDA_GRAPH
+from ..plan.plan import Plan
+from ..simulation import Simulation
+from .audit import Audit, AuditRow
+from .regions import Account, Accounts, starred
+from .watch import Observations
+
+SCHEMA_VERSION = 1
+_WIDTH = 112
+
+UNUSED = 0.2  # of what the allocator reserved: more than this in pieces is fragmentation
+FULL = 0.8  # of the device: memory is short
+FILLED = 0.8  # of the budget: what lasts the whole step fills it
+LOWERED = 0.1  # of the plain peak: regions that lower it by less have met something else
+OF_LOSS = 0.4  # of the peak: tensors that the loss made
+HELD = 0.02  # of the peak: what it falls by if the loop lets go of the output
+PINNED = 0.5  # of what a region drops: what others hold
+FUSED = 0.9  # of a region's FLOPs: fused attention
+WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be worth its third run
+REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
+NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
+
+T = TypeVar("T")
+
+
+# --- what the doctor returns ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: What sort of thing, a word of `KINDS`; each has a heading on the page about the doctor.
+        where: The region, module, parameter or device; numbers in paths as `*` where several are alike.
+        seen: What was seen, with its figures.
+        confirmed: How it was made sure of: what was run, simulated or counted.
+        write: What to write.
+        figures: The figures as numbers, by name; bytes as integers, seconds and shares as floats.
+    """
+
+    kind: str
+    where: str
+    seen: str
+    confirmed: str
+    write: str
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}  {self.where}".rstrip()]
+        for text in (self.seen, f"Confirmed: {self.confirmed}", f"Write: {self.write}"):
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an examination found. True if it found nothing; `print` shows a text.
+
+    Attributes:
+        model: The name of the model's class.
+        findings: What is wrong, in the order of `looked_for`.
+        looked_for: The kinds that were looked for.
+        not_looked_for: The kinds that were not, each with the reason.
+    """
+
+    model: str
+    findings: tuple[Finding, ...]
+    looked_for: tuple[str, ...]
+    not_looked_for: tuple[tuple[str, str], ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_json(self) -> str:
+        """All of it as JSON text, with `schema_version`."""
+        data = {
+            "schema_version": SCHEMA_VERSION,
+            "command": "doctor",
+            "model": self.model,
+            "ok": self.ok,
+            "findings": [asdict(finding) for finding in self.findings],
+            "looked_for": self.looked_for,
+            "not_looked_for": dict(self.not_looked_for),
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.summary()}"]
+        for finding in self.findings:
+            lines += ["", str(finding)]
+        reasons = self.reasons()
+        lines += [""] if reasons else []
+        for reason in reasons:
+            lines += textwrap.wrap(reason, _WIDTH + 4)
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """How many findings, in words."""
+        count = len(self.findings)
+        found = "nothing found" if not count else f"{count} finding{'' if count == 1 else 's'}"
+        return f"{found}; {len(self.looked_for)} kinds looked for"
+
+    def reasons(self) -> list[str]:
+        """What was not looked for and why, a line for each reason."""
+        kinds = _grouped(self.not_looked_for, lambda pair: pair[1])
+        return [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
+
+
+# --- evidence ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Steps on fake tensors.
+
+    Attributes:
+        step: The step as it is to be: with the plan, and with the regions in the model's own code.
+        plain: The step without the plan.
+        regions: What each region of `step` drops and runs again.
+        gradient_bytes: Of the gradients of all trainable parameters.
+        planned: The step with a part of the plan.
+        released: `step` in a loop that holds no output.
+    """
+
+    step: Simulation
+    plain: Simulation
+    regions: Accounts
+    gradient_bytes: int
+    planned: Callable[[Plan], Simulation]
+    released: Callable[[], Simulation]
+
+    @property
+    def accounts(self) -> list[Account]:
+        """Those of the regions that were called."""
+        return [account for account in self.regions.by_name.values() if account.calls]
+
+    @property
+    def outermost(self) -> list[Account]:
+        """Those of the regions that are in no other, and with which all that is dropped is booked."""
+        return [account for account in self.accounts if not account.inside]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a model.
+
+    Attributes:
+        name: The name of the model's class.
+        plan: The plan that is, or is to be, in the model.
+        budget: Bytes that the step may take.
+        simulated: Simulated steps.
+        observed: Real steps, observed.
+        audited: Each region run twice.
+        best: The plan that the planner makes for a number of bytes.
+        missing: Why there is none of the above, by its name.
+    """
+
+    name: str = ""
+    plan: Plan | None = None
+    budget: int | None = None
+    simulated: Simulated | None = None
+    observed: Observations | None = None
+    audited: Audit | None = None
+    best: Callable[[int], Plan] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def without(self, name: str) -> Simulation | None:
+        """The step without the plan's regions of a name (numbers as `*`); None where they are not the plan's."""
+        if self.plan is None or self.simulated is None:
+            return None
+        rest = tuple(one for one in self.plan.choices if starred(one.paths[0]) != name)
+        return None if len(rest) == len(self.plan.choices) else self.simulated.planned(Plan(rest))
+
+    def compared(self, name: str) -> str:
+        """How the plan's regions of a name were made sure of: what is kept with them and without; "" for others."""
+        plain = self.without(name)
+        if plain is None or self.simulated is None:
+            return ""
+        kept = self.simulated.step.saved_bytes
+        return f"; a step keeps {_mib(kept)} for backward with it and {_mib(plain.saved_bytes)} without"
+
+
+_Found = tuple[str, str, str, str, dict[str, Any]]
+
+
+def _found(where: str, seen: str, confirmed: str, write: str, **figures: Any) -> _Found:
+    return where, seen, confirmed, write, figures
+
+
+@dataclass(frozen=True)
+class Check:
+    """Looks for one kind of thing.
+
+    Attributes:
+        kind: The word for it.
+        simulated: What a simulated step shows of it.
+        observed: What real steps show.
+        audited: What the rows of an audit show.
+        unless: Why it cannot be looked for in some evidence; "" where it can.
+    """
+
+    kind: str
+    simulated: Callable[[Evidence, Simulated], Iterable[_Found]] | None = None
+    observed: Callable[[Evidence, Observations], Iterable[_Found]] | None = None
+    audited: Callable[[list[AuditRow]], Iterable[_Found]] | None = None
+    unless: Callable[[Evidence], str] | None = None
+
+    def why_not(self, evidence: Evidence) -> str:
+        """Why this cannot be looked for; "" where it can."""
+        needs = [name for name in ("simulated", "observed", "audited") if getattr(self, name) is not None]
+        if all(getattr(evidence, need) is None for need in needs):
+            return "; ".join(dict.fromkeys(evidence.missing.get(need, f"there is no {need} step") for need in needs))
+        return self.unless(evidence) if self.unless is not None else ""
+
+    def look(self, evidence: Evidence) -> Iterator[Finding]:
+        """What there is to find."""
+        if self.simulated is not None and evidence.simulated is not None:
+            yield from (Finding(self.kind, *found) for found in self.simulated(evidence, evidence.simulated))
+        if self.observed is not None and evidence.observed is not None:
+            yield from (Finding(self.kind, *found) for found in self.observed(evidence, evidence.observed))
+        if self.audited is not None and evidence.audited is not None:
+            yield from (Finding(self.kind, *found) for found in self.audited(list(evidence.audited.rows)))
+
+
+def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
+    """What some checks find in some evidence."""
+    why_not = {check: check.why_not(evidence) for check in checks}
+    looked = [check for check, why in why_not.items() if not why]
+    findings = tuple(finding for check in looked for finding in check.look(evidence))
+    missing = tuple((check.kind, why) for check, why in why_not.items() if why)
+    return Report(evidence.name, findings, tuple(check.kind for check in looked), missing)
+
+
+# --- wrong results ----------------------------------------------------------------------------------------------------
+
+
+def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Parameters that are not trained, because a reentrant checkpoint is given inputs that need no gradient.
+
+    Such a checkpoint makes a node in the graph only if one of its *inputs* needs a gradient. Behind a frozen embedding,
+    as with LoRA, or on the first stage of a pipeline none does: the parameters in it get no gradient.
+    """
+    plainly = observed.trained_plainly
+    if not observed.backwards and plainly is None:
+        return  # no gradient has been due yet
+    untrained = [name for name in observed.untrained if plainly is None or name in plainly]
+    for where, names in _grouped(untrained, lambda name: starred(observed.owners[name])).items():
+        confirmed = f"{observed.steps} real step{'s' if observed.steps > 1 else ''}, in which gradients were counted"
+        if plainly is not None:
+            confirmed += "; with plain calls in the place of torch's reentrant checkpoints they are handed one"
+        yield _found(
+            where,
+            f"{len(names)} trainable parameter{'' if len(names) == 1 else 's'} ({names[0]}) got no gradient: the "
+            "module ran without grad, as inside a reentrant checkpoint none of whose inputs needs a gradient.",
+            f"{confirmed}.",
+            "torch_recompute.checkpoint in the place of the reentrant one, or use_reentrant=False.",
+            parameters=len(names),
+        )
+
+
+_TWICE = "each region was run twice, as a replay runs it, with every operation written down."
+
+
+def _audit_groups(rows: list[AuditRow], *kinds: str) -> Iterator[tuple[str, str, list[AuditRow]]]:
+    """The rows of some kinds, those alike but for numbers together: where they are, what they say, and all of them."""
+    key: Callable[[AuditRow], tuple[str, ...]] = lambda row: (  # noqa: E731
+        *(row.kind, starred(row.region), starred(row.module)),
+        *(row.op, row.line),
+    )
+    for group in _grouped([row for row in rows if row.kind in kinds], key).values():
+        first = group[0]
+        place = " at ".join(filter(None, [first.op, first.line.rpartition("/")[2]]))
+        yield starred(first.module or first.region), place, group
+
+
+def _not_deterministic(rows: list[AuditRow]) -> Iterator[_Found]:
+    """Operations with other results in the second run, decisions made differently, regions that cannot run again."""
+    for where, place, group in _audit_groups(rows, "differs", "flips", "fails"):
+        seen = ": ".join(filter(None, [place, group[0].detail]))
+        yield _found(where, f"{seen}.", _TWICE, group[0].advice, regions=len(group))
+
+
+def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Buffers that are updated by the forward and again by a replay: statistics, counters, the maxima of FP8 recipes.
+
+    Regions of this library put the buffers of their modules back; a checkpoint of another library does not.
+    """
+    changed = observed.changed_buffers
+    for where, names in _grouped(changed, starred).items():
+        yield _found(
+            where,
+            f"{len(names)} buffer{'' if len(names) == 1 else 's'} ({names[0]}): changed by the forward, and "
+            f"again in {_times(max(changed[name] for name in names))} of {observed.backwards} backwards.",
+            "real steps: the buffers were compared when a backward had ended with what its forward left.",
+            "torch_recompute.checkpoint in the place of torch.utils.checkpoint.checkpoint (the same "
+            "arguments), or a plan: their replays put buffers back.",
+            buffers=len(names),
+        )
+
+
+def _changed_twice(rows: list[AuditRow]) -> Iterator[_Found]:
+    """What a second run of a region changes: attributes and tensors that no module owns are put back by nobody."""
+    for where, place, group in _audit_groups(rows, "mutates"):
+        seen = ": ".join(filter(None, [place, group[0].detail]))
+        confirmed = "each region was run twice, and what was changed outside it was compared."
+        yield _found(where, f"{seen}.", confirmed, group[0].advice, regions=len(group))
+
+
+def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Checkpoints that run a backward inside backward.
+
+    DDP counts the gradients of each parameter to know when to reduce them, and ends with "marked as ready twice";
+    `torch.autograd.grad` refuses them.
+    """
+    around = "is around this model" if observed.parallel else "is not around this model, which trains without it"
+    groups = _grouped(observed.reentrant, lambda one: (one.function, starred(one.path), one.library))
+    for (function, path, library), checkpoints in groups.items():
+        calls = sum(one.calls for one in checkpoints)
+        yield _found(
+            path or function,
+            f"{function} is checkpointed {_times(calls)} by {library}, reentrant: each call runs a backward inside "
+            "backward and marks its parameters as ready anew, which DistributedDataParallel refuses. That "
+            f"{around}.",
+            "the graph of a real step was walked, and these nodes are in it.",
+            "torch_recompute.recompute(fn)(*args), or torch_recompute.checkpoint, or use_reentrant=False.",
+            calls=calls,
+            under_ddp=float(observed.parallel),
+        )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _over_budget(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """A step that does not fit into the budget, and the nearest plan that does."""
+    step, budget = simulated.step, evidence.budget
+    if budget is None or step.peak_bytes <= budget:
+        return
+    where = f" of {step.peak.module}" if step.peak.module else ""
+    kinds = ", ".join(f"{name} {_mib(count)}" for name, count in step.by_category.items() if count)
+    yield _found(
+        evidence.name,
+        f"the peak is {_mib(step.peak_bytes)}, {_mib(step.peak_bytes - budget)} more than the budget, in "
+        f"{step.peak.phase}{where}: {kinds}.",
+        f"one simulated step, counted: {step.loop}.",
+        _plan_within(evidence, budget),
+        peak_bytes=step.peak_bytes,
+        budget_bytes=budget,
+    )
+
+
+def _plan_within(evidence: Evidence, budget: int) -> str:
+    word = _as_budget(budget)
+    if evidence.best is None:
+        return f'apply(model, make_plan(model, batch, budget="{word}")).'
+    try:
+        plan = evidence.best(budget)
+    except errors.BudgetError as error:
+        return (
+            f"a smaller batch, or an optimizer with less state, or shard the model: no plan takes less than "
+            f"{_mib(error.smallest)}."
+        )
+    except errors.ArgumentError as error:
+        return f"recompute(fn) around its largest parts: the planner cannot plan it ({str(error).splitlines()[0]})"
+    promise = plan.prediction
+    assert promise is not None
+    return (
+        f'apply(model, make_plan(..., budget="{word}")): {len(plan)} regions, a peak of '
+        f"{_mib(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
+    )
+
+
+def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Memory that the allocator holds and cannot give out: fragmentation rather than capacity.
+
+    The allocator keeps what is freed, in pieces. Where sizes change from step to step the pieces fit nothing any more,
+    and an allocation fails although enough is unused. No recomputation helps: what is missing is not bytes.
+    """
+    stats = observed.allocator
+    if stats is None:
+        return
+    unused = stats.reserved_bytes - stats.allocated_bytes
+    limit = stats.total_bytes if evidence.budget is None else min(evidence.budget, stats.total_bytes)
+    short = stats.retries > 0 or stats.reserved_bytes >= FULL * limit
+    if unused < UNUSED * stats.reserved_bytes or not short:
+        return
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    write = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, before the program starts."
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        write = (
+            "batches of a few fixed lengths: expandable_segments is on already, and sizes that recur leave no holes."
+        )
+    yield _found(
+        stats.device,
+        f"{_mib(stats.allocated_bytes)} were allocated at most and {_mib(stats.reserved_bytes)} reserved, of "
+        f"{_mib(stats.total_bytes)}: {_mib(unused)} lay unused in pieces. The allocator had to give memory back and "
+        f"ask again {_times(stats.retries)}.",
+        "torch.cuda.memory_stats, the peaks of the steps that were watched.",
+        write,
+        allocated_bytes=stats.allocated_bytes,
+        reserved_bytes=stats.reserved_bytes,
+        retries=stats.retries,
+    )
+
+
+def _no_cuda(evidence: Evidence) -> str:
+    no_cuda = evidence.observed is not None and evidence.observed.allocator is None
+    return "the model is not on a CUDA device, whose allocator it is about" if no_cuda else ""
+
+
+def _loss_head(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """A peak in tensors as wide as the logits, where regions lower it by little or the budget is exceeded."""
+    step, plain = simulated.step, simulated.plain
+    over = evidence.budget is not None and step.peak_bytes > evidence.budget
+    little = bool(evidence.plan) and step.peak_bytes > (1 - LOWERED) * plain.peak_bytes
+    loss = step.peak_by_module.get("", 0)  # what no module made
+    if not step.advice or loss < OF_LOSS * step.peak_bytes or not (over or little):
+        return
+    yield _found(
+        evidence.name,
+        f"the peak is {_mib(step.peak_bytes)}, and {_mib(plain.peak_bytes)} without the plan. "
+        + step.advice.partition(" Compute ")[0],
+        "two simulated steps, with the plan and without, and the tensors alive at the peak.",
+        "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token.",
+        peak_bytes=step.peak_bytes,
+        plain_peak_bytes=plain.peak_bytes,
+    )
+
+
+def _output_held(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """An output that the training loop holds through backward, when backward needs the loss alone."""
+    step = simulated.step
+    if step.loop.output_bytes < HELD * step.peak_bytes:
+        return
+    released = simulated.released()
+    if step.peak_bytes - released.peak_bytes < HELD * step.peak_bytes:
+        return
+    yield _found(
+        "the training loop",
+        f"`out` of `out = model(...)` keeps {_mib(step.loop.output_bytes)} alive through backward, the optimizer's "
+        f"step and the next forward, where the loss alone is needed: the peak is {_mib(step.peak_bytes)}, and "
+        f"{_mib(released.peak_bytes)} if the output is let go of.",
+        "two simulated steps, with the output held and without.",
+        "loss = model(**batch).loss; loss.backward(), or `del out` before backward; and plan with "
+        "hold_output=False. The Trainers of Hugging Face and Lightning let go of it by themselves: say "
+        "hold_output=False there, too.",
+        held_bytes=step.loop.output_bytes,
+        peak_bytes=step.peak_bytes,
+        released_peak_bytes=released.peak_bytes,
+    )
+
+
+def _no_output(evidence: Evidence) -> str:
+    held = evidence.simulated is None or evidence.simulated.step.loop.hold_output
+    return "" if held else "the training loop holds no output (hold_output=False)"
+
+
+def _optimizer_state(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """What no recomputation frees fills the budget, or the peak is in the optimizer's step."""
+    step, budget, gradients = simulated.step, evidence.budget, simulated.gradient_bytes
+    kept = {name: step.live_by_category[name] for name in ("parameters", "buffers", "optimizer")}
+    lasting = sum(kept.values()) + gradients
+    in_step = step.peak.phase == "optimizer" and bool(simulated.accounts)
+    fills = budget is not None and lasting > FILLED * budget
+    if not fills and not (in_step and (budget is None or step.peak_bytes > budget)):
+        return
+    of = f" of a budget of {_mib(budget)}" if budget is not None else f" of a peak of {_mib(step.peak_bytes)}"
+    where = " The peak is in the optimizer's step, where no activation is alive." if in_step else ""
+    yield _found(
+        evidence.name,
+        f"parameters and buffers {_mib(kept['parameters'] + kept['buffers'])}, gradients {_mib(gradients)}, "
+        f"optimizer state {_mib(kept['optimizer'])}: {_mib(lasting)}{of}. No recomputation frees any of it.{where}",
+        "one simulated step, with every storage counted by what it is for.",
+        "fully_shard(model), an optimizer with less state (8-bit, or factored as Adafactor), or gradients that are "
+        "released in backward (register_post_accumulate_grad_hook).",
+        lasting_bytes=lasting,
+        optimizer_bytes=kept["optimizer"],
+        peak_bytes=step.peak_bytes,
+    )
+
+
+def _saves_nothing(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """Regions with nothing to drop, and choices whose modules were not called.
+
+    The label that matched a module whose norm is fused into the next layer, the identity in the place of an activation,
+    the tower that runs in eval mode or without grad.
+    """
+    for account in simulated.outermost:
+        if not account.dropped_bytes:
+            yield _found(
+                account.name,
+                f"{_regions(account.calls)} dropped 0 bytes: all that autograd saves in there are inputs and "
+                "parameters, which are alive anyway.",
+                "one simulated step, in which each tensor that autograd saved in a region was counted"
+                f"{evidence.compared(account.name)}.",
+                f"a plan without {account.name}, or a region that reaches further, to where its result is consumed.",
+                regions=account.calls,
+                dropped_bytes=0,
+            )
+    called = {path for account in simulated.accounts for path in account.paths}
+    choices = () if evidence.plan is None else evidence.plan.choices
+    idle = [choice.paths[0] for choice in choices if not called & set(choice.paths)]
+    for name, paths in _grouped(idle, starred).items():
+        yield _found(
+            name,
+            f"{_regions(len(paths))} of the plan never ran: {paths[0]} was not called with gradients.",
+            "one simulated step, in which the calls of every region were counted.",
+            f"a plan without {name}; or call the module: a model in eval mode may take another way.",
+            regions=len(paths),
+        )
+
+
+def _is_pinned(account: Account) -> bool:
+    """Whether most of what a region drops stays alive all the same."""
+    return account.dropped_bytes > 0 and account.pinned_bytes >= PINNED * account.dropped_bytes
+
+
+def _is_fused_attention(account: Account) -> bool:
+    """Whether a region holds a fused attention and little else."""
+    return account.attention_flops > 0 and account.attention_flops >= FUSED * account.forward_flops
+
+
+def _output_pins(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """Regions most of whose bytes are held elsewhere: what they drop is their own result, saved by the next operation.
+
+    So it is with fused attention, softmax, and every activation function that is differentiated by its result. Systems
+    that list "core attention" among what is recomputed free next to nothing there.
+    """
+    for account in simulated.outermost:
+        if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
+            continue  # what is worse than this has a kind of its own
+        yield _found(
+            account.name,
+            f"{_regions(account.calls)} dropped {_mib(account.dropped_bytes)}, of which "
+            f"{_mib(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
+            f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+            "a region that reaches through the consumer, the consumer being a saved call: "
+            "recompute(lambda x: no_recompute(consumer)(fn(x)))(x); or none here.",
+            regions=account.calls,
+            dropped_bytes=account.dropped_bytes,
+            pinned_bytes=account.pinned_bytes,
+            freed_bytes=account.freed_bytes,
+        )
+
+
+def _made_worse(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """Regions that keep more than they free: an input that nothing kept before.
+
+    Operations that are differentiated by their result (softmax, sigmoid, tanh, exp) let go of their input. A region
+    around one keeps the input for its replay, while the result is kept by its consumer.
+    """
+    for account in simulated.outermost:
+        plain = evidence.without(account.name) if account.freed_bytes < 0 else None
+        if account.freed_bytes >= 0 or (plain is not None and plain.saved_bytes >= simulated.step.saved_bytes):
+            continue
+        yield _found(
+            account.name,
+            f"{_regions(account.calls)} keep {_mib(account.held_bytes)} of inputs that nothing else keeps, and free "
+            f"{_mib(account.dropped_bytes - account.pinned_bytes)}: {_mib(-account.freed_bytes)} more than the plain "
+            "call.",
+            f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+            f"a plan without {account.name}: the result of such an operation is all that its backward needs.",
+            regions=account.calls,
+            held_bytes=account.held_bytes,
+            freed_bytes=account.freed_bytes,
+        )
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def _is_nested(account: Account) -> bool:
+    return bool(account.inside) and account.replay_ops > account.forward_ops
+
+
+def _recomputed_twice(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """Regions whose operations are replayed more than once, and attention that is run again for little.
+
+    An inner region runs in the forward, in the replay of the outer one, and in its own. That may be meant, where it
+    lowers the peak. A fused attention keeps no scores and makes them again in its backward; a region around it alone
+    runs the whole kernel once more and frees little.
+    """
+    step = simulated.step
+    for account in simulated.accounts:
+        around = account.inside or "the model"
+        if _is_nested(account):
+            outer = evidence.without(account.name)
+            confirmed = "one simulated step, in which operations were counted by the region they ran in"
+            if outer is not None:
+                if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
+                    continue  # it pays: in the replay of the outer one, less is alive at once
+                confirmed += f"; the peak is {_mib(step.peak_bytes)} with it and {_mib(outer.peak_bytes)} without"
+            yield _found(
+                account.name,
+                f"{_regions(account.calls)} lie in {around}, which is a region as well: "
+                f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
+                f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
+                f"{confirmed}.",
+                f"one of the two: a plan without {account.name}, or one without {around}.",
+                regions=account.calls,
+                forward_ops=account.forward_ops,
+                replay_ops=account.replay_ops,
+            )
+        elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
+            yield _found(
+                account.name,
+                f"{_regions(account.calls)} hold a fused attention, whose backward makes the scores again by itself; "
+                f"its forward is run once more ({_gflop(account.replay_flops)}) to free {_mib(account.freed_bytes)}, "
+                f"since its result is held by {', '.join(account.pinned_by)}.",
+                "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
+                "what.",
+                f'no region on {account.name}; in a region around the whole layer, keep it: keep=("@attention",).',
+                regions=account.calls,
+                replay_flops=account.replay_flops,
+                freed_bytes=account.freed_bytes,
+            )
+
+
+def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """A checkpoint of another library inside a region, or around one, by the calls of the modules in it."""
+    if evidence.simulated is not None and any(map(_is_nested, evidence.simulated.accounts)):
+        return
+    calls, again = observed.calls, observed.calls_in_backward
+    third = _grouped([path for path, count in again.items() if calls[path] and count >= 2 * calls[path]], starred)
+    for name, paths in third.items():
+        if any(other != name and name.startswith(f"{other}.") for other in third):
+            continue
+        path = paths[0]
+        yield _found(
+            name,
+            f"{path or 'the model'} was called {_times(calls[path])} in forward and {_times(again[path])} in "
+            "backward: two recomputations lie one in the other.",
+            f"{observed.steps} real steps, in which each module's calls were counted.",
+            "recompute in one place only: turn the model's own checkpointing off where a plan is in it "
+            "(model.gradient_checkpointing_disable()), or leave the module out of the plan.",
+            calls_in_forward=calls[path],
+            calls_in_backward=again[path],
+        )
+
+
+def _is_near_its_bound(evidence: Evidence) -> bool:
+    """Whether the plan's own bound says that no schedule is much better: it pays what the budget costs."""
+    gap = None if evidence.plan is None else evidence.plan.gap
+    return gap is not None and gap <= NEAR
+
+
+def _replayed_flops(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+    """Replays that take much of the step's FLOPs, and the unit that is replayed most."""
+    flops = simulated.regions.flops
+    total, replay = sum(flops.values()), flops["replay"]
+    if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence):
+        return
+    most = max(simulated.regions.by_name.values(), key=lambda account: account.replay_flops)
+    name = most.name or "the model"
+    yield _found(
+        most.name,
+        f"replays are {replay / total:.0%} of the step's FLOPs ({_gflop(replay)} of {_gflop(total)}), "
+        f"{most.replay_flops / replay:.0%} of them in {name}.",
+        "one simulated step, in which FLOPs of products and attention were counted by phase and region.",
+        _less_replay(evidence, simulated, replay, name),
+        share=replay / total,
+        replay_flops=replay,
+        step_flops=total,
+    )
+
+
+def _less_replay(evidence: Evidence, simulated: Simulated, replay: float, name: str) -> str:
+    """A plan with the same peak that replays less, where there is one."""
+    keep = f'keep=("@product",) for {name}, which replays no products, for more memory'
+    if evidence.best is None:
+        return f"{keep}."
+    budget = simulated.step.peak_bytes if evidence.budget is None else evidence.budget
+    try:
+        better = evidence.best(budget)
+    except errors.ArgumentError:  # no budget that the planner can meet, or nothing that it could plan
+        return f"{keep}."
+    flops = better.predicted_replay_flops or 0
+    if flops >= replay:
+        return f"{keep}; at this peak no plan replays fewer FLOPs."
+    word = _as_budget(budget)
+    return f'make_plan(..., budget="{word}"): with the same memory it replays {_gflop(flops)}; or {keep}.'
+
+
+def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Replays that take much of the seconds of real steps."""
+    if evidence.simulated is not None or _is_near_its_bound(evidence):
+        return
+    paths = _grouped(observed.replay_seconds, starred)
+    units = {name: sum(observed.replay_seconds[path] for path in of) for name, of in paths.items()}
+    total, step = sum(units.values()), observed.seconds
+    if not step or total <= REPLAYED * step:
+        return
+    most = max(units, key=lambda name: units[name])
+    yield _found(
+        most,
+        f"replays take {total / step:.0%} of the step ({1000 * total:,.1f} of {1000 * step:,.1f} "
+        f"ms), {units[most] / total:.0%} of that in {most or 'the model'}.",
+        f"{observed.steps} real steps, in which each replay and each step were timed.",
+        'make_plan(..., budget=...) with what the device has: it replays what costs least; or keep=("@product",) '
+        f"for {most or 'the model'}.",
+        share=total / step,
+        replay_seconds=total,
+        step_seconds=step,
+    )
+
+
+def _host_syncs(rows: list[AuditRow]) -> Iterator[_Found]:
+    """Calls that make the host wait for the device, in replays."""
+    for where, place, group in _audit_groups(rows, "syncs"):
+        count = sum(row.times for row in group)
+        seen = f"{place}: the host waits for the device {count} times in the replays of one step."
+        yield _found(where, seen, _TWICE, group[0].advice, waits=count)
+
+
+def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """What `torch.compile` and its CUDA graphs left to eager execution."""
+    for reason, count in observed.fallbacks.items():
+        what, write = (
+            "the compiled graph was cut in two",
+            "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to see "
+            "where it is.",
+        )
+        if reason == NO_CUDA_GRAPH:
+            what, write = (
+                "what was compiled ran without a CUDA graph",
+                "TORCH_LOGS=cudagraphs before the command: torch then says why, and at which line. What regions need "
+                "in CUDA graphs is in docs/cuda-graphs.md.",
+            )
+        yield _found(
+            evidence.name,
+            f"{reason}: {_times(count)}. There {what}, and no choice of what to save reaches across.",
+            "the compiler's own counters, before and after the steps.",
+            write,
+            count=count,
+        )
+
+
+# In the order in which findings are shown: what gives wrong results first, then memory, then time.
+CHECKS = (
+    Check("frozen_input", observed=_frozen_input),
+    Check("not_deterministic", audited=_not_deterministic),
+    Check("updated_twice", observed=_buffers_updated_twice, audited=_changed_twice),
+    Check("reentrant", observed=_reentrant),
+    Check("over_budget", simulated=_over_budget, unless=lambda e: "no budget was given" if e.budget is None else ""),
+    Check("fragmentation", observed=_fragmentation, unless=_no_cuda),
+    Check("loss_head", simulated=_loss_head),
+    Check("output_held", simulated=_output_held, unless=_no_output),
+    Check("optimizer_state", simulated=_optimizer_state),
+    Check("saves_nothing", simulated=_saves_nothing),
+    Check("output_pins", simulated=_output_pins),
+    Check("made_worse", simulated=_made_worse),
+    Check("double_recompute", simulated=_recomputed_twice, observed=_called_twice),
+    Check("replay_share", simulated=_replayed_flops, observed=_replayed_seconds),
+    Check("host_syncs", audited=_host_syncs),
+    Check("fallbacks", observed=_fallbacks),
+)
+KINDS = tuple(check.kind for check in CHECKS)
+
+
+# --- words and figures ------------------------------------------------------------------------------------------------
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _mib(count: float) -> str:
+    """Bytes in MiB, or exactly where they are few."""
+    return f"{count / 2**20:,.2f} MiB" if abs(count) >= 2**20 else f"{int(count):,} bytes"
+
+
+def _as_budget(count: int) -> str:
+    """Bytes as a budget is written."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= 10 * unit:
+            return f"{count * 100 // unit / 100:.2f}{name}"
+    return str(count)
+
+
+def _regions(count: int) -> str:
+    return "1 region" if count == 1 else f"{count} regions"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _gflop(count: float) -> str:
+    return f"{count / 1e9:,.3g} GFLOP"

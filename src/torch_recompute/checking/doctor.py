@@ -1,0 +1,328 @@
+"""The doctor: why a model is still out of memory, slow, or wrong, although something is recomputed.
+
+Problem. Recomputation that does not help fails in silence. A label matched a module that saves nothing; a fused
+attention's result is held by the next layer; a checkpoint of another library updates a counter twice, or trains
+nothing behind a frozen embedding; the memory is there and lies in pieces. Each has been reported many times, and each
+looks the same from outside: it was turned on, and nothing got better.
+
+Idea. `examine` gathers two sorts of evidence, once, for all checks (`checks.py`). A step is simulated, with the plan
+and without: exact bytes and FLOPs by region, of a model of any size. And where the model has weights, one step is run
+and observed, and each region is run twice by an audit: gradients, buffers, graph nodes, waits. Neither replaces the
+other: a simulation knows no values, a run on a small batch no peak. `watch` reads what a training that runs anyway
+shows: the allocator's counts, the seconds of replays, buffers, gradients, graph nodes, calls of modules, fallbacks.
+
+Rejected: rules over names and versions ("you use flash attention, so ..."). They are right until the next release, and
+then say something wrong with confidence. Everything here is counted, compared or run.
+
+Invariants. `examine` leaves the model, its gradients, buffers and all generators as they were; `watch` changes no step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from .. import errors
+from .._loop import COMMON, Loop
+from .._observer import observing
+from .._tree import check_call
+from ..memory.free import free_bytes
+from ..plan.apply import apply
+from ..plan.exhausted import planned_models
+from ..plan.plan import Plan
+from ..plan.planned import bytes_of
+from ..planning.hosts import stores_for
+from ..planning.planner import Loss, MakeOptimizer, Planner
+from ..planning.prices import where
+from ..simulation import Simulation, simulate_step
+from ..simulation.step import loss_of
+from .audit import Audit, audit
+from .checks import CHECKS, Evidence, Report, Simulated, look_for
+from .evidence import ModelCall, tensors_in
+from .regions import Accounts
+from .watch import CLOSELY, Observations, StepWatcher
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def examine(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    budget: int | float | str | None = None,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    run: bool | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> Report:
+    """Looks for what keeps recomputation from helping: why it is still out of memory, slow, or wrong.
+
+        report = doctor.examine(model, (batch,), plan=plan, budget="24GiB", optimizer=torch.optim.AdamW)
+        print(report)
+        assert report, report
+
+    A step is simulated, with the plan and without. If the model has weights and the batch values, one step is also run
+    (forward, loss, backward, no optimizer) and each region is run twice by `audit`; gradients, buffers and generators
+    are put back, and so is a plan that was not in the model.
+
+    Args:
+        model: The model. Regions in its own code, and a plan that is in it already, are looked at as well.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        plan: The plan that is to be looked at, for a model that has none in it.
+        budget: The most bytes alive at any time of the step; see `make_plan`.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: What seconds are of, and where the simulated step is to run; see `profile`.
+        run: Whether to run steps: by default where nothing of the model and the batch lies on meta.
+        hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two. Where
+            nothing else is said, the loop is that of the plan.
+        accumulate: How many forwards and backwards come before the optimizer's step.
+        set_to_none: Whether gradients are gone when forward begins.
+
+    Returns:
+        The findings. True if there are none.
+
+    Raises:
+        ArgumentError: An argument is not of its kind; the plan does not fit the model; `run=True` for a model on meta.
+    """
+    check_call("doctor.examine", model, args, kwargs, a_module=True)
+    if plan is not None and not isinstance(plan, Plan):
+        raise errors.ArgumentError(errors.not_applicable(model, plan))
+    loop = Loop(hold_output, accumulate, set_to_none)
+    if loop == COMMON and plan is not None:
+        loop = plan.loop
+    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))])
+    if run and on_meta:
+        raise errors.ArgumentError(
+            f"run=True, but a part of {type(model).__name__} or of its batch lies on the meta device, where "
+            "nothing can be run.\n"
+            "  Leave run out: then a step is simulated, and the report says what was not looked for."
+        )
+    running = not on_meta and run is not False
+    work = _Examination(model, args, kwargs or {}, plan, loss, optimizer, device, loop)
+    simulated = work.simulate(required=not running)
+    if running:
+        observed, audited = work.run(simulated)
+    else:
+        observed = audited = None
+        why = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
+        work.missing.update(observed=why, audited=why)
+    limit = None if budget is None else work.bytes_of(budget, simulated)
+    best, missing = work.best, work.missing
+    return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, best, missing))
+
+
+class _Examination:
+    """One model, one batch; `missing` says why some evidence could not be had."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plan: Plan | None,
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        device: torch.device | str | None,
+        loop: Loop,
+    ) -> None:
+        self._model, self._args, self._kwargs, self._plan, self._loop = model, args, kwargs, plan, loop
+        self._loss: Callable[[Any], torch.Tensor] = loss or loss_of
+        self._optimizer, self._device = optimizer, device
+        self._known: Planner | None = None
+        self.missing: dict[str, str] = {}
+
+    def simulate(self, *, required: bool) -> Simulated | None:
+        """The simulated steps; None where the model cannot be simulated and that is not `required`."""
+        accounts = Accounts()
+
+        def closing(output: Any) -> torch.Tensor:
+            value = self._loss(output)
+            accounts.close(value)
+            return value
+
+        own = self._plan or Plan()
+        alone = replace(self._loop, accumulate=1, set_to_none=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a real step says the same, and means it
+                plain = self._step(Plan())
+                with observing(accounts):
+                    step = self._step(own, closing, accounts.watch, alone)
+                if self._loop.keeps_gradients:  # regions are booked in a step of one forward
+                    step = self._step(own)
+        except errors.RecomputeError as error:
+            if required:
+                raise
+            self.missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
+            return None
+        gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+        released = partial(self._step, own, loop=replace(self._loop, hold_output=False))
+        return Simulated(step, plain, accounts, gradients, self._step, released)
+
+    def _step(self, plan: Plan, loss: Any = None, watch: Any = None, loop: Loop | None = None) -> Simulation:
+        stores = stores_for(plan, self._model, self._device)
+        prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
+        return simulate_step(
+            self._model,
+            self._args,
+            self._kwargs,
+            prepare=prepare,
+            watch=watch,
+            loss=loss or self._loss,
+            optimizer=self._optimizer,
+            loop=loop or self._loop,
+            **where(self._device, self._model).step,
+        )
+
+    def _planner(self) -> Planner:
+        if self._known is None:
+            how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
+            self._known = Planner(self._model, self._args, self._kwargs, loop=self._loop, **how)
+        return self._known
+
+    def best(self, budget: int) -> Plan:
+        """The plan that the planner makes for a number of bytes."""
+        return self._planner().plan(budget)
+
+    def bytes_of(self, budget: int | float | str, simulated: Simulated | None) -> int:
+        """What a budget comes to."""
+        plain, free = 0, None
+        if simulated is not None:
+            plain, call = simulated.plain.peak_bytes, (self._args, self._kwargs)
+            free = partial(free_bytes, self._model, simulated.step.device, self._optimizer, call)
+        return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, plain, free)
+
+    def run(self, simulated: Simulated | None) -> tuple[Observations, Audit | None]:
+        """One real step, observed, and an audit of the model's regions."""
+        applied = None if self._plan is None else apply(self._model, self._plan)
+        call = ModelCall(self._model, self._args, self._kwargs)
+        try:
+            watcher = StepWatcher(self._model)
+            try:
+                call.step(self._loss, needs_grad=False)  # without, nothing is trained: a finding and no failure
+            finally:
+                observed = watcher.end()
+                call.go_back()
+            if observed.untrained:
+                try:
+                    with _plain_checkpoints():
+                        again = call.step(self._loss, needs_grad=False).gradients
+                finally:
+                    call.go_back()
+                observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in again)
+            if simulated is None or simulated.accounts:
+                try:
+                    return observed, audit(self._model, self._args, self._kwargs)
+                except errors.ArgumentError as error:
+                    self.missing["audited"] = f"the audit says: {str(error).splitlines()[0]}"
+            else:
+                self.missing["audited"] = "the model calls no region"
+            return observed, None
+        finally:
+            if applied is not None:
+                applied.remove()
+
+
+class _Plain:
+    """Stands for torch's reentrant checkpoint, and is the plain call."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+        """Calls the function."""
+        return function(*args)
+
+
+@contextlib.contextmanager
+def _plain_checkpoints() -> Generator[None]:
+    """Torch's reentrant checkpoints are plain calls for the time being."""
+    there: Any = torch.utils.checkpoint
+    before = there.CheckpointFunction
+    there.CheckpointFunction = _Plain
+    try:
+        yield
+    finally:
+        there.CheckpointFunction = before
+
+
+class Watching:
+    """A model that is being watched; made by `watch`. Also a context manager, which removes it at the end."""
+
+    def __init__(self, model: nn.Module, closely: int) -> None:
+        self._model = model
+        self._watcher = StepWatcher(model, closely)
+
+    def report(self) -> Report:
+        """What the steps so far have shown. The watching goes on."""
+        name, observed = type(self._model).__name__, self._watcher.observations
+        if not observed.steps:
+            raise errors.ArgumentError(
+                f"doctor.watch has seen no step of {name} yet: it was not called with gradients since.\n"
+                "  Ask for the report after a step: loss(model(batch)).backward(); watching.report(). Watch the model "
+                "that the training calls, with its wrappers; a compiled one as torch.compile(model) returns it, for "
+                "model.compile() calls no hook."
+            )
+        why = "doctor.examine(model, batch) looks for it"
+        plan = planned_models.get(self._model)
+        return look_for(CHECKS, Evidence(name, plan, observed=observed, missing={"simulated": why, "audited": why}))
+
+    def remove(self) -> None:
+        """Takes every hook away; `report` goes on to work. Calling it again does nothing."""
+        self._watcher.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
+    """Watches the steps of a model that is being trained.
+
+        with doctor.watch(model) as watching:
+            for batch in batches:
+                train(batch)
+        print(watching.report())
+
+    The first steps are looked at closely: a hook on each module and parameter, and a copy of the buffers. After those
+    one hook takes the time, and the allocator and the compiler count by themselves. Bytes by region need a simulation;
+    `examine` does that.
+
+    Args:
+        model: The model as the training calls it, with its wrappers.
+        closely: How many steps to look at closely.
+
+    Returns:
+        A handle: `.report()` at any time, `.remove()` at the end.
+
+    Raises:
+        ArgumentError: `model` is no module, or `closely` no number of at least 1.
+    """
+    if not isinstance(model, nn.Module):
+        raise errors.ArgumentError(
+            "doctor.watch(model) needs a torch.nn.Module, whose steps it can see by hooks, but got "
+            f"{errors.say(model)}\n"
+            "  Pass the model that the training calls, with its wrappers."
+        )
+    if type(closely) is not int or closely < 1:
+        raise errors.ArgumentError(
+            f"closely={closely!r} is not a number of steps.\n"
+            "  Write a whole number of at least 1, or leave it out: three steps are enough."
+        )
+    return Watching(model, closely)

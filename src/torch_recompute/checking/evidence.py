@@ -1,0 +1,528 @@
+"""Evidence about a call of a model: a step that can be repeated, what it leaves, and how two steps differ.
+
+Problem. `verify`, `audit` and the doctor all run a model, compare what two runs did, and leave the model as it was.
+
+Idea. A `ModelCall` remembers everything that one call of a model can change: buffers, generators, and what Python code
+changes on the side (`SideEffects`: attributes, closures, globals, containers and plain objects in them). `step` runs
+forward, loss and backward on copies of the arguments and returns what they left; `go_back` makes everything as it was.
+`differences` compares two steps tensor by tensor.
+
+Two tensors are the same if all their bits are. If they are not, their distance is the largest difference of two
+elements, relative to the largest element. Some models have noise: two plain steps differ. A tensor may then differ by
+`NOISE` times its noise; a sum in another order changes a tensor in one pair of runs and by luck not in another, so
+where there is noise at all, every tensor is allowed at least the noise that is usual in this step.
+
+Invariants. No user code is called to look at side effects: containers are copied by their base types, objects looked
+at through `__dict__`. Rebinding a name to something equal is no change: a module that keeps its last result keeps the
+same one. Tensors are compared by what they hold.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from .. import _compat, _tree
+from .._compat.storages import set_versions, versions_of
+from .._reach import Reach
+from ..memory.ledger import storages
+from ..memory.saved import module_names
+from ..state import DEFAULT, NumpyRng, PythonRng
+
+NOISE = 4.0
+"""How many times the noise of the plain step is allowed: two runs tell little of how large noise can be."""
+KINDS = ("outputs", "gradients", "buffers", "generators")
+SAMPLE = 4096
+"""How many values of a large tensor are kept to say how far two are apart."""
+DEPTH = 4
+"""How deep to look into objects that modules hold."""
+
+
+# --- two tensors ------------------------------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """What is kept of a tensor: a digest of all its bits, and all values or evenly spaced ones.
+
+    Attributes:
+        digest: A fingerprint of all bits; it stays on the tensor's device until it is compared.
+        values: The values, flat.
+        size: How many values the tensor has.
+    """
+
+    digest: torch.Tensor
+    values: torch.Tensor
+    size: int
+
+    def same(self, other: Sample) -> bool:
+        """Whether all bits are the same."""
+        return self.size == other.size and torch.equal(self.digest, other.digest)
+
+    def difference(self, other: Sample) -> str:
+        """How far another sample is from this one, in words."""
+        then, now = self.values, other.values
+        some = "" if self.size == then.numel() else f" (of {then.numel():,} looked at)"
+        if then.shape != now.shape:
+            return f"{other.size:,} values instead of {self.size:,}"
+        if not (then.is_floating_point() or then.is_complex()):
+            return f"{int((then != now).sum()):,} of {then.numel():,} entries differ{some}"
+        wide = torch.complex128 if then.is_complex() else torch.float64
+        difference = (then.to(wide) - now.to(wide)).abs()
+        finite = difference[difference.isfinite()]
+        if finite.numel() == 0:
+            return f"not a number, or infinite, where the other is not{some}"
+        values = then.to(wide).abs()
+        values = values[values.isfinite()]
+        largest = float(values.max()) if values.numel() else 0.0
+        return f"by up to {float(finite.max()):.2g}, in values of up to {largest:.2g}{some}"
+
+
+def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> Sample | None:
+    """A sample of a tensor; None of one that holds no values, or is of a subclass."""
+    if tensor.device.type == "meta" or tensor.numel() == 0 or not _compat.is_plain(tensor):
+        return None
+    flat = _flat(tensor)
+    return Sample(_tree.digest(tensor), flat[:: -(-flat.numel() // most)].clone(), flat.numel())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg()
+    if flat.layout is not torch.strided:
+        flat = flat.values() if flat.is_nested else flat.to_dense()
+    return flat.reshape(-1)
+
+
+def distance(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    """The largest difference relative to the largest element; infinite where it is no number, or one is missing."""
+    if mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return math.inf
+    a, b = _flat(mine), _flat(theirs)
+    if torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+        return 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    relative = ((a - b).abs().max() / a.abs().max()).item()
+    return relative if math.isfinite(relative) else math.inf
+
+
+# --- two steps --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two steps leave, compared.
+
+    Attributes:
+        kind: "outputs", "gradients", "buffers", "generators", "attributes", "routing", or "error" for a step that
+            raised.
+        name: What it is, in words.
+        distance: The largest difference of two elements, relative to the largest element; 0.0 for the same bits, and
+            infinite where that cannot be said.
+        allowed: What the noise of the plain step explains.
+        detail: How it differs, in words; empty if it does not.
+    """
+
+    kind: str
+    name: str
+    distance: float = 0.0
+    allowed: float = 0.0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.detail}" if self.detail else f"{self.name}: the same"
+
+
+@dataclass
+class StepResult:
+    """What a step leaves, by name; gradients in the order in which backward made them, side effects if kept."""
+
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    generators: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    side_effects: SideEffects | None = None
+
+
+class Noise:
+    """How far two plain steps are apart, by the name of each tensor that differs."""
+
+    def __init__(self, first: StepResult, second: StepResult) -> None:
+        pairs = (pair for kind in KINDS for pair in _pairs(first, second, kind))
+        self.distances = {name: found for name, a, b in pairs if (found := distance(a, b))}
+        finite = [found for found in self.distances.values() if math.isfinite(found)]
+        self._usual = statistics.median(finite) if finite else 0.0
+
+    @property
+    def largest(self) -> float:
+        """Of all tensors."""
+        return max(self.distances.values(), default=0.0)
+
+    def allowed(self, name: str) -> float:
+        """How far a tensor may be from the plain step's."""
+        return NOISE * max(self.distances.get(name, 0.0), self._usual)
+
+
+def differences(plain: StepResult, other: StepResult, noise: Noise) -> Iterator[Difference]:
+    """The tensors that differ by more than the noise."""
+    for kind in KINDS:
+        for name, mine, theirs in _pairs(plain, other, kind):
+            found, allowed = distance(mine, theirs), noise.allowed(name)
+            if found > allowed:
+                yield Difference(kind, name, found, allowed, _in_words(mine, theirs, allowed))
+
+
+def _in_words(mine: torch.Tensor | None, theirs: torch.Tensor | None, allowed: float) -> str:
+    if mine is None:
+        return "is there with regions only"
+    if theirs is None:
+        return "is missing with regions"
+    if mine.dtype != theirs.dtype:
+        return f"is {theirs.dtype} with regions, and {mine.dtype} without"
+    a, b = (Sample(one, one, one.numel()) for one in (_flat(mine), _flat(theirs)))
+    noisy = f"; noise of the plain step would explain {allowed:.2g} of the largest value" if allowed else ""
+    return f"differs {a.difference(b)}{noisy}"
+
+
+def _pairs(
+    first: StepResult, second: StepResult, kind: str
+) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+    mine: Mapping[str, torch.Tensor] = getattr(first, kind)
+    theirs: Mapping[str, torch.Tensor] = getattr(second, kind)
+    for name in [*mine, *(name for name in theirs if name not in mine)]:
+        yield name, mine.get(name), theirs.get(name)
+
+
+class ModelCall:
+    """A model and one call of it, and all that the call can change as it is now.
+
+    Args:
+        model: The model, or any callable.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self._args, self._kwargs = model, args, kwargs
+        values = [*args, *kwargs.values()]
+        self._reach = reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
+        self.names = module_names(model, reach)
+        self.modules = [(module, self.names.get(id(module), "")) for module in reach.modules]
+        self._leaves = self._trainable()
+        self._namespaces = [(held, dict(held)) for held in reach.buffers()]
+        buffers = [buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None]
+        stored = {id(s): s for buffer in buffers for _, s in storages(buffer)}
+        self._contents = [(storage, storage.clone()) for storage in stored.values() if storage.device.type != "meta"]
+        self._versions = versions_of(buffers)
+        generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._start = self.side_effects()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs."""
+        tensors = [*self._leaves.values(), *tensors_in((self._args, self._kwargs))]
+        return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+    def side_effects(self) -> SideEffects:
+        """What lies around the model now."""
+        return SideEffects(self.modules, [self.model])
+
+    def step(self, loss: Callable[[Any], Any], *, keep: bool = False, needs_grad: bool = True) -> StepResult:
+        """Runs forward, loss and backward on copies of the arguments; gradients are put back at once.
+
+        Args:
+            loss: From the output to a scalar.
+            keep: Whether to keep the side effects, so that another step's can be compared.
+            needs_grad: Whether a loss that needs no gradient is an error.
+        """
+        before = {name: leaf.grad for name, leaf in self._leaves.items()}
+        handles: list[Any] = []
+        order: dict[str, None] = {}
+
+        def noting(name: str) -> Callable[[torch.Tensor], None]:
+            return lambda _: order.setdefault(name)
+
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                args, kwargs, inputs = self._copies()
+                leaves = {**self._leaves, **inputs}
+                for name, leaf in leaves.items():
+                    leaf.grad = None
+                    if leaf.is_leaf and leaf.requires_grad:
+                        handles.append(leaf.register_post_accumulate_grad_hook(noting(name)))
+                output = self.model(*args, **kwargs)
+                value = loss(output)
+                found = tensors_in(output)
+                names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
+                left = StepResult({name: one.detach() for name, one in zip(names, found, strict=False)})
+                left.outputs["the loss"] = value.detach()
+                del output, found
+                if needs_grad or value.requires_grad:
+                    value.backward()
+            for name in [*order, *(name for name in leaves if name not in order)]:
+                gradient = leaves[name].grad
+                if gradient is not None:
+                    left.gradients[f"the gradient of {name}"] = gradient
+            left.buffers = {
+                f"buffer {name}": buffer.detach().clone()
+                for module, path in self.modules
+                for name, buffer in module.named_buffers(path, recurse=False)
+            }
+            states = [generator.get_state() for generator, _ in self._generators]
+            left.generators = {f"generator {number} of the model": state for number, state in enumerate(states)}
+            left.side_effects = self.side_effects() if keep else None
+            return left
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name, leaf in self._leaves.items():
+                leaf.grad = before[name]
+
+    def go_back(self, *written: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
+        """Makes everything as it was when this was made; storages `written` to get the content beside them."""
+        with torch.no_grad():
+            for held, before in self._namespaces:
+                held.clear()
+                held.update(before)
+            for storage, content in [*self._contents, *written]:
+                storage.copy_(content)
+            set_versions(self._versions)
+        self._start.restore()
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def _trainable(self) -> dict[str, torch.Tensor]:
+        """All that gets a gradient, by name; of tensors that are in two places the first name counts."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for module, path in self.modules:
+            for name, parameter in module.named_parameters(path, recurse=False):
+                found.setdefault(id(parameter), (name, parameter))
+        for seen in self._reach.parameters(cells=True):
+            if seen.tensor.is_leaf:
+                found.setdefault(id(seen.tensor), (seen.label(), seen.tensor))
+        return {name: tensor for name, tensor in found.values() if tensor.requires_grad}
+
+    def _copies(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+        """The call with copies of its tensors, and those of them that get a gradient."""
+        leaves, spec = _compat.tree_flatten((self._args, self._kwargs))
+        inputs: dict[str, torch.Tensor] = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
+                leaves[number] = copy = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                if copy.requires_grad:
+                    inputs[f"argument {number}"] = copy
+        args, kwargs = _compat.tree_unflatten(leaves, spec)
+        return args, kwargs, inputs
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a nest of containers."""
+    return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# --- side effects -----------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A namespace or container: what to call a change in it, and what was there, by name.
+
+    Attributes:
+        label: What to call a change; `{key}` is the name that changed.
+        container: A dict, list, set or closure cell.
+        then: What was in it, of the names that count.
+        counts: Which names count; None for all.
+    """
+
+    label: str
+    container: Any
+    then: dict[Any, Any]
+    counts: Callable[[Any], bool] | None = None
+
+    def now(self) -> dict[Any, Any]:
+        found = _contents(self.container)
+        return found if self.counts is None else {key: value for key, value in found.items() if self.counts(key)}
+
+    def restore(self) -> None:
+        container, then, now = self.container, self.then, self.now()
+        if now.keys() == then.keys() and all(now[key] is then[key] for key in now):
+            return
+        if isinstance(container, types.CellType):
+            if then:
+                container.cell_contents = then[""]
+            else:
+                del container.cell_contents
+        elif isinstance(container, dict):
+            for key in now if self.counts is None else now.keys() - then.keys():
+                dict.__delitem__(cast("dict[Any, Any]", container), key)
+            dict.update(cast("dict[Any, Any]", container), then)
+        elif isinstance(container, list):
+            container[:] = then.values()
+        elif isinstance(container, set):
+            set.clear(container)
+            set.update(container, then.values())
+
+
+class SideEffects:
+    """What Python code can change outside of its arguments, as it is now.
+
+    That is attributes of modules, closures, globals, and the global generators (Python's, NumPy's, PyTorch's).
+
+    Args:
+        modules: The modules, with what to call each.
+        functions: Functions whose closures count.
+        scopes: Code and globals of functions that run.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[nn.Module, str]] = (),
+        functions: Iterable[Any] = (),
+        scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
+    ) -> None:
+        self._states = [(name, restore, capture()) for name, capture, restore in _generators()]
+        self._places: list[_Place] = []
+        self._seen: dict[int, Any] = {}
+        for module, name in modules:
+            self._seen[id(module)] = module
+            where = f"of {name} ({type(module).__name__})" if name else f"of {type(module).__name__}"
+            self._namespace(f"attribute '{{key}}' {where}", vars(module), lambda key: key not in _OF_EVERY_MODULE)
+        for function in functions:
+            self._function(function)
+        for code, scope in scopes:
+            names = {name for name in code.co_names if name in scope and not isinstance(scope[name], _FIXED)}
+            self._namespace("global '{key}'", scope, names.__contains__)
+
+    def changed_places(self) -> list[str]:
+        """What is not as it was, of attributes, closures and globals: a label each."""
+        found: dict[str, None] = {}
+        for place in self._places:
+            then, now = place.then, place.now()
+            for key in [*then, *(key for key in now if key not in then)]:
+                if key not in then or key not in now or not _same(then[key], now[key], DEPTH):
+                    found[place.label.format(key=key)] = None
+        return list(found)
+
+    def advanced_generators(self) -> list[str]:
+        """The global generators that are not in the state they were in."""
+        present = {name: capture() for name, capture, _ in _generators()}
+        return [name for name, _, then in self._states if not _same_state(then, present[name])]
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for place in self._places:
+            place.restore()
+        for _, put, then in self._states:
+            put(then)
+
+    def _namespace(self, label: str, container: dict[str, Any], counts: Callable[[Any], bool]) -> None:
+        place = _Place(label, container, {key: value for key, value in container.items() if counts(key)}, counts)
+        self._places.append(place)
+        for key, value in place.then.items():
+            self._look(label.format(key=key), value, 1)
+
+    def _function(self, function: Any) -> None:
+        if id(function) in self._seen:
+            return
+        self._seen[id(function)] = function
+        if isinstance(function, types.MethodType):
+            self._look("the object of a bound method", function.__self__, 0)
+            self._function(function.__func__)
+        elif isinstance(function, types.FunctionType):
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                self._hold(f"closure variable '{name}'", cell, 0)
+        elif hasattr(function, "func"):
+            self._function(function.func)
+        elif not isinstance(function, nn.Module):
+            self._look("the region's function", function, 0)
+
+    def _look(self, label: str, value: Any, depth: int) -> None:
+        if depth > DEPTH or id(value) in self._seen or isinstance(value, (*_PLAIN, torch.Tensor, nn.Module)):
+            return
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            self._function(value)
+        elif isinstance(value, (list, dict, set, tuple)) or _is_plain_object(value):
+            self._seen[id(value)] = value
+            self._hold(label, value if isinstance(value, (list, dict, set, tuple)) else vars(value), depth)
+
+    def _hold(self, label: str, container: Any, depth: int) -> None:
+        then = _contents(container)
+        if not isinstance(container, tuple):
+            self._places.append(_Place(label.replace("{", "{{").replace("}", "}}"), container, then))
+        for inner in then.values():
+            self._look(label, inner, depth + 1)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_FIXED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, nn.Module)
+
+
+def _contents(container: Any) -> dict[Any, Any]:
+    """What is in a container, by key or place."""
+    if isinstance(container, types.CellType):
+        try:
+            return {"": container.cell_contents}
+        except ValueError:
+            return {}
+    if isinstance(container, dict):
+        return dict(dict.items(cast("dict[Any, Any]", container)))
+    if isinstance(container, set):
+        return {id(value): value for value in set.__iter__(cast("set[Any]", container))}
+    kind: Any = list if isinstance(container, list) else tuple
+    return dict(enumerate(kind.__iter__(container)))
+
+
+def _is_plain_object(value: Any) -> bool:
+    """An object of the user's, or of a library that is neither torch nor Python's own."""
+    top = type(value).__module__.partition(".")[0]
+    known = top in ("torch", "torch_recompute", "builtins", "numpy") or top in sys.stdlib_module_names
+    return not known and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _same(then: Any, now: Any, depth: int) -> bool:
+    """Whether two values are equal; True also where nothing can be said."""
+    if then is now or depth == 0:
+        return True
+    if type(then) is not type(now):
+        return False
+    if isinstance(then, _PLAIN):
+        return then == now or (then != then and now != now)
+    if isinstance(then, torch.Tensor):
+        if (then.shape, then.dtype, then.device) != (now.shape, now.dtype, now.device):
+            return False
+        a, b = sample_of(then), sample_of(now)
+        return a is None or b is None or a.same(b)
+    if isinstance(then, set):
+        return then == now
+    if isinstance(then, (list, tuple, dict)):
+        a, b = _contents(then), _contents(now)
+    elif _is_plain_object(then):
+        a, b = vars(then), vars(now)
+    else:
+        return True
+    return a.keys() == b.keys() and all(_same(a[key], b[key], depth - 1) for key in a)
+
+
+def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    yield "random", random.getstate, PythonRng().restore
+    if "numpy.random" in sys.modules:
+        yield "numpy", NumpyRng().capture, NumpyRng().restore
+    for ambient in DEFAULT:
+        yield type(ambient).__name__, ambient.capture, ambient.restore
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return _compat.same_bytes(a, b)
+    if isinstance(a, tuple):
+        return all(_same_state(x, y) for x, y in zip(cast("tuple[Any, ...]", a), b, strict=True))
+    return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)

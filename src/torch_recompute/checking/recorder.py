@@ -1,0 +1,429 @@
+"""Writes down what the regions of a model do: their operations, their waits for the device, the memory they write to.
+
+A dispatch mode sees every operation, those inside torch's own functions too. The engine says which regions
+it belongs to (`_observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not
+repeated and not written down; neither is the engine's own work.
+
+An operation whose result is a number, or whose shape depends on values, waits for the device; torch marks both with
+tags. A function mode adds the name under which the code called it (`item()`), and the calls that wait for an
+accelerator but run no operation on a CPU (`.cpu()`, `.tolist()`): an audit on a CPU says what a GPU will do.
+
+Of each result a sample is kept (`evidence.py`); the results themselves would need the memory that recomputation saves.
+Of a choice of experts (`topk`, `argmax`) all indices are kept. Memory that an operation leaves as it was
+(`torch.empty`) is zeroed, so that it cannot differ from run to run.
+
+Invariants. Nothing here holds a tensor of the model's run, but for storages that were there before and are written to:
+these are kept with a copy, to be put back. Regions keep the modes that were active around them: `end` empties both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import _compat, _tree
+from .._compat.fakes import traced
+from .._frame import Frame
+from .._observer import running
+from .._replay import Replay
+from .._saved_call import call_again, record_call
+from ..memory.ledger import storages
+from ..memory.operations import Allocation, Allocations, kind_of, leaves
+from .evidence import Sample, sample_of
+
+_ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ENGINE = frozenset(
+    f"{_ROOT}{name}.py"
+    for name in (
+        *("_saved_call", "_tree", "_inputs", "_slots", "_frame", "_replay", "_late", "_discard", "_mismatch"),
+        *("_reach", "stores", "values", "state"),
+    )
+)
+_ENDS = (record_call.__code__, call_again.__code__, Allocations.run.__code__)
+_VALUES = f"{_ROOT}values.py"
+_CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
+_SORTS = frozenset({"aten.sort", "aten.argsort"})
+_UNDEFINED = frozenset(
+    {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided"}
+)
+_STATISTICS = frozenset({"aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm"})
+_INDEXING = frozenset({"aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"})
+_WAITS: dict[Any, str] = {
+    torch.Tensor.item: "item()",
+    torch.Tensor.tolist: "tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.cpu: ".cpu()",
+    torch.Tensor.nonzero: "nonzero()",
+    torch.Tensor.__bool__: "bool(tensor)",
+    torch.Tensor.__int__: "int(tensor)",
+    torch.Tensor.__float__: "float(tensor)",
+    torch.Tensor.__index__: "a tensor as an index of Python",
+}
+
+
+class Indices(NamedTuple):
+    """What a choice picked.
+
+    Attributes:
+        values: Those of one token in the last dimension.
+        ordered: Whether their order is the choice, as in a sort, and not which they are.
+    """
+
+    values: torch.Tensor
+    ordered: bool
+
+    def moved(self, other: Indices) -> str:
+        """How many tokens of how many another choice sends elsewhere, in words; "" for none."""
+        if self.values.shape != other.values.shape or self.values.numel() == 0:
+            return ""
+        then, now = (one.values if one.ordered else one.values.sort(-1)[0] for one in (self, other))
+        differ = (then != now).any(-1)
+        what = "rows come in another order" if self.ordered else "tokens go elsewhere"
+        return f"{int(differ.sum()):,} of {differ.numel():,} {what}" if differ.any() else ""
+
+
+class RecordedOp:
+    """One operation of a run.
+
+    Attributes:
+        op: Its name, as `aten.topk`.
+        module: Path of the module that ran it.
+        line: `file:line` of the code that ran it.
+        near: The same, if it lies inside the region; else "".
+        region: The innermost region it ran in.
+        metas: Shape and type of each tensor it returned; numbers as they are.
+        samples: Those of its results; none of a view, which shows memory that has been looked at.
+        chosen: The indices, where it is a choice.
+        random: Whether it draws random numbers.
+    """
+
+    __slots__ = ("chosen", "line", "metas", "module", "near", "op", "random", "region", "samples")
+
+    def __init__(self, op: str, module: str, line: str = "", near: str = "", region: str = "") -> None:
+        self.op, self.module, self.line, self.near, self.region = op, module, line, near, region
+        self.metas: list[Any] = []
+        self.samples: list[Sample] = []
+        self.chosen: Indices | None = None
+        self.random = False
+
+    def is_like(self, other: RecordedOp) -> bool:
+        """Whether the other is the same operation at the same place."""
+        return self.op == other.op and self.near == other.near
+
+
+class Written(NamedTuple):
+    """Memory that a region did not make and writes to, what it held before, and the first operation that wrote."""
+
+    storage: torch.UntypedStorage
+    before: torch.UntypedStorage
+    op: RecordedOp
+    argument: str
+
+    def same(self, content: torch.UntypedStorage) -> bool:
+        """Whether the memory holds this."""
+        return self.storage.nbytes() == content.nbytes() and torch.equal(_bytes(self.storage), _bytes(content))
+
+    def is_among(self, identities: Container[int]) -> bool:
+        """Whether its identity, as `_compat.storage_id` gives it, is one of these."""
+        return _compat.storage_id(_bytes(self.storage)) in identities
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class DeviceSync(NamedTuple):
+    """A call that waits for the device."""
+
+    what: str
+    module: str
+    line: str
+    region: str
+
+
+class RegionRun:
+    """One run of one region.
+
+    Attributes:
+        frame: The region's call.
+        start: How many storages had been made before it.
+        ops: Its operations, in order.
+        syncs: Its waits for the device.
+        written: The memory outside of it that it wrote to, by `id` of the storage.
+        scopes: The user's functions that ran in it: code and globals.
+        inputs: Samples of the tensors it was called with.
+        arguments: What to call the memory of those, by `id` of the storage, while it runs.
+        line: The line that called it.
+    """
+
+    def __init__(self, frame: Frame, start: int = 0, line: str = "") -> None:
+        self.frame, self.start, self.line = frame, start, line
+        self.ops: list[RecordedOp] = []
+        self.syncs: list[DeviceSync] = []
+        self.written: dict[int, Written] = {}
+        self.scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+        self.inputs: list[Sample | None] = []
+        self.arguments: dict[int, str] = {}
+
+
+class _Place(NamedTuple):
+    line: str
+    near: str
+    region: str
+    runs: list[RegionRun]
+
+
+class Recorder(Allocations):
+    """Sees operations, modules and regions while a model runs.
+
+    Args:
+        names: What to call a module, by its `id`.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__(names)
+        self.runs: dict[int, RegionRun] = {}
+        self.kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.calling = ""  # the call that runs, as the code writes it
+        self.waited = 0  # how many operations that wait were seen
+        self._made: dict[int, tuple[Allocation, int]] = {}
+        self._count = 0
+        self._again: tuple[CodeType, RegionRun] | None = None
+        self._listening = True
+
+    def end(self) -> None:
+        """Lets go of everything: regions hold this mode, and the runs hold regions."""
+        self.runs, self.kept, self._made, self._again = {}, {}, {}, None
+
+    @contextlib.contextmanager
+    def deaf(self) -> Generator[None]:
+        """Nothing is written down meanwhile."""
+        before, self._listening = self._listening, False
+        try:
+            yield
+        finally:
+            self._listening = before
+
+    @contextlib.contextmanager
+    def listening_to(self, code: CodeType, run: RegionRun) -> Generator[None]:
+        """Everything that runs below a call of `code` is written down in `run`."""
+        before, self._listening, self._again = self._listening, True, (code, run)
+        run.start = self._count
+        try:
+            yield
+        finally:
+            self._listening, self._again = before, None
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not (self._running and self._listening) or traced():
+            return func(*args, **kwargs)
+        name = str(getattr(func, "overloadpacket", func))
+        with _no_function_modes():
+            place = self._place()
+            op = RecordedOp(name, self._module()) if place is None else RecordedOp(name, self._module(), *place[:3])
+            written = [*_compat.written_by(func, args, kwargs), *(args[3:5] if name in _STATISTICS else ())]
+            self._before_writing(written, op, () if place is None else place.runs)
+        out = func(*args, **kwargs)
+        with _no_function_modes():
+            if name in _UNDEFINED:
+                out.zero_()
+            self._look(func, (args, kwargs), out)
+            self._number(out)
+            if place is not None and place.runs and name != "aten.detach":
+                _describe(op, func, args, kwargs, out, written)
+                what = _sync_of(name, func, args, kwargs, out)
+                for run in place.runs:
+                    run.ops.append(op)
+                    if what:
+                        run.syncs.append(DeviceSync(self.calling or what, op.module, op.line, op.region))
+                self.waited += bool(what)
+        return out
+
+    def wait(self, what: str) -> None:
+        """Notes a call that waits for the device and ran no operation that was seen to."""
+        place = self._place() if self._running and self._listening else None
+        if place is not None:
+            for run in place.runs:
+                run.syncs.append(DeviceSync(what, self._module(), place.line, place.region))
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def _number(self, out: Any) -> None:
+        """Counts the storages that were made, in order."""
+        for tensor in leaves(out):
+            for _, storage in storages(tensor):
+                birth = self._births.get(id(storage))
+                if birth is not None and self._made.get(id(storage), (None,))[0] is not birth:
+                    self._count += 1
+                    self._made[id(storage)] = birth, self._count
+
+    def _before_writing(self, tensors: list[Any], op: RecordedOp, runs: Iterable[RegionRun]) -> None:
+        for tensor in leaves(tensors):
+            for _, storage in storages(tensor):
+                key = id(storage)
+                birth, made = self._made.get(key, (None, 0))
+                if birth is None or birth() is not storage:
+                    made = 0  # it was there before
+                if storage.nbytes() == 0 or storage.device.type == "meta":
+                    continue
+                if made == 0 and key not in self.kept:
+                    self.kept[key] = storage, storage.clone()
+                for run in runs:
+                    if made <= run.start and key not in run.written:
+                        run.written[key] = Written(storage, storage.clone(), op, run.arguments.get(key, ""))
+
+    def _module(self) -> str:
+        return self.name(self._modules[-1]) if self._modules else ""
+
+    # --- places ---------------------------------------------------------------------------------------------------
+
+    def _place(self) -> _Place | None:
+        """Where the present operation runs; None for the engine's own, and for what no replay repeats."""
+        line = fallback = region = ""
+        near: str | None = None
+        runs: list[RegionRun] = []
+        decided = False
+        frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        scopes: list[tuple[CodeType, dict[str, Any]]] = []
+        again = self._again
+        forwards = [at for at in running() if at.kind == "forward"]
+        while frame is not None:
+            code = frame.f_code
+            if forwards and code is Frame.forward.__code__:
+                decided, near = True, line or fallback if near is None else near
+                at = forwards.pop()
+                region = region or at.name
+                if again is None:
+                    runs.append(self._run_of(at.run, at.args, at.kwargs))
+            elif again is not None and code is again[0]:
+                near = line or fallback if near is None else near
+                runs.append(again[1])
+                region = region or again[1].frame.name
+                line = line or fallback or again[1].line
+                break
+            elif code is Replay.go.__code__:
+                return None
+            elif code in _ENDS or (code.co_name == "choose" and code.co_filename == _VALUES):
+                break
+            else:
+                kind = kind_of(code.co_filename)
+                if kind == "library":
+                    if not decided and code.co_filename in _ENGINE:
+                        return None
+                else:
+                    decided = decided or kind == "user"
+                    if not runs:
+                        scopes.append((code, frame.f_globals))
+                    if kind == "user" and not line:
+                        line = f"{code.co_filename}:{frame.f_lineno}"
+                    elif kind == "nn" and not fallback:
+                        fallback = f"{code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        for run in runs:
+            run.line = run.line or line
+            for code, scope in scopes:
+                run.scopes[id(code)] = code, scope
+        return _Place(line or fallback, near or "", region, runs)
+
+    def _run_of(self, frame: Frame, args: Any, kwargs: Any) -> RegionRun:
+        run = self.runs.get(id(frame))
+        if run is None:
+            run = self.runs[id(frame)] = RegionRun(frame, self._count)
+            run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
+            call = _tree.Call(args, kwargs)
+            for index in call.tensors:
+                for _, storage in storages(call.leaves[index]):
+                    run.arguments.setdefault(id(storage), call.label(index))
+        return run
+
+
+class NamedSyncs(TorchFunctionMode):
+    """Gives a recorder the names under which the code calls what waits for the device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = _WAITS.get(func)
+        if what is None:
+            return func(*args, **(kwargs or {}))
+        recorder = self._recorder
+        before, recorder.calling = recorder.calling, what
+        count = recorder.waited
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            recorder.calling = before
+        if recorder.waited == count:
+            recorder.wait(what)
+        return result
+
+
+def _sync_of(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> str:
+    """What an operation that waits for the device is to be called; "" for one that does not."""
+    tags = getattr(func, "tags", ())
+    if name in _INDEXING:
+        return "a mask as an index" if any(t.dtype in (torch.bool, torch.uint8) for t in leaves(args[1])) else ""
+    if name == "aten.repeat_interleave" and kwargs.get("output_size") is not None:
+        return ""
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return name
+    if name in ("aten._to_copy", "aten.copy_") and out.device.type == "cpu":
+        source = args[1] if name == "aten.copy_" else args[0]
+        return "a copy to the host" if source.device.type != "cpu" else ""
+    return ""
+
+
+def _describe(op: RecordedOp, func: Any, args: Any, kwargs: Any, out: Any, written: list[Any]) -> None:
+    """Notes what an operation returned."""
+    results = list(leaves(out))
+    op.metas = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
+    if isinstance(out, (bool, int, float)):
+        op.metas.append(out)
+    op.random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    inputs = {id(storage) for _, storage in storages((args, kwargs))}
+    shown = results if type(out) is list else results[:1]
+    if op.op in _CHOICES and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        shown = results
+        op.chosen = Indices(_by_token(op.op, results[_CHOICES[op.op]].detach(), args, kwargs), op.op in _SORTS)
+    if not list(leaves(written)):  # else it is the memory of an input, but with other contents
+        shown = [tensor for tensor in shown if not {id(storage) for _, storage in storages(tensor)} & inputs]
+    op.samples = [sample for sample in map(sample_of, shown) if sample is not None]
+
+
+def _by_token(name: str, indices: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The indices with those of one token in the last dimension."""
+    if name in ("aten.argmax", "aten.argmin"):
+        return indices.clone().unsqueeze(-1)
+    place = 2 if name == "aten.topk" else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+    if isinstance(dim, bool) or dim is None:
+        dim = kwargs.get("dim", -1)
+    return indices.clone().movedim(dim, -1) if indices.dim() else indices.clone().unsqueeze(0)
+
+
+@contextlib.contextmanager
+def _no_function_modes() -> Generator[None]:
+    """The user's function modes do not see what the recorder does."""
+    modes = _compat.function_modes()
+    _compat.set_function_modes(())
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _compat.set_function_modes(modes)

@@ -1,0 +1,301 @@
+"""`verify`: a plan changes nothing. A step without it and a step with it, and everything that they leave compared.
+
+Problem. A plan saves memory and must change nothing else. Whether that holds for this model, with its router, its
+cache and its counters, is known only by running it; and where it does not hold, a user needs the region, not a loss
+curve that is off after a day.
+
+Idea. The plain step runs twice, from the same weights, random states, buffers and attributes: what differs then is the
+model's own noise, which is nothing on a CPU and some bits on a GPU whose sums come in any order. Then the step with the
+plan runs, from the same state. Of the gradients, the first one that differs is the closest to the cause, because
+a wrong gradient goes on into all that come after it in the backward. Which region it is, is tried and not guessed: a
+step with each of the likely ones alone.
+
+Rejected: the audit's recorder around both steps, which would name the operation too. A dispatch mode chooses other
+kernels for attention, so it compares another step than the one that trains. What is found here, `audit` explains.
+
+Invariants. The model is left as it was: weights, gradients, buffers, attributes, random states, no plan. No optimizer
+runs. Two sets of gradients are held at a time, and a third while it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from .._tree import check_call
+from ..plan import Choice, Plan, apply
+from ..plan.report import Report
+from ..simulation.step import any_loss
+from .evidence import KINDS, Difference, ModelCall, Noise, differences
+
+TRIALS = 8
+"""How many regions are tried alone."""
+SHOWN = 8
+_WORDS = {"generators": "random generators"}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found; true if nothing differs. `print` shows a text.
+
+    Attributes:
+        model: Its class.
+        device: Where the steps ran.
+        regions: How many regions the plan has.
+        counts: How many things of each kind were compared.
+        noise: The largest distance between two plain steps; 0.0 if they are the same to the bit.
+        differences: What differs, the first to look at first.
+        likely: The regions that it comes from, the most likely first.
+        tried: Whether each of `likely` was tried, and differs when it is the only region.
+    """
+
+    model: str
+    device: str
+    regions: int
+    counts: Mapping[str, int]
+    noise: float
+    differences: tuple[Difference, ...] = ()
+    likely: tuple[str, ...] = ()
+    tried: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def first(self) -> Difference | None:
+        """What differs first: an output, else the gradient that backward made before all others that differ."""
+        return self.differences[0] if self.differences else None
+
+    def as_data(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "model": self.model,
+            "device": self.device,
+            "regions": self.regions,
+            "passed": self.ok,
+            "counts": dict(self.counts),
+            "noise": self.noise,
+            "differences": [vars(row) for row in self.differences],
+            "likely": list(self.likely),
+            "tried": self.tried,
+        }
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        return json.dumps(self.as_data())
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{count} {_WORDS.get(kind, kind)}" for kind, count in self.counts.items() if count)
+        noise = f"two plain steps differ by {self.noise:.2g}" if self.noise else "two plain steps are the same"
+        regions = "1 region" if self.regions == 1 else f"{self.regions} regions"
+        head = f"{self.model} on {self.device}, {regions}, against the plain step ({noise}): "
+        if self.ok:
+            within = " within its noise" if self.noise else " to the last bit"
+            return _wrapped(f"{head}the same{within}: {counted}", "")
+        lines = [_wrapped(f"{head}{len(self.differences)} of {sum(self.counts.values())} differ ({counted})", "")]
+        lines += [_wrapped(str(row), "  ") for row in self.differences[:SHOWN]]
+        if len(self.differences) > SHOWN:
+            lines.append(f"  and {len(self.differences) - SHOWN} more")
+        if self.likely:
+            names = ", ".join(self.likely[:SHOWN]) + (" ..." if len(self.likely) > SHOWN else "")
+            how = "the step differs with this region alone" if self.tried else "by where the first difference is"
+            lines += [_wrapped(f"Likely: {names} ({how}).", "")]
+            lines += ["Write, to see the operation: with the plan applied, print(audit(model, args))"]
+        return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    lines = textwrap.wrap(text, 110 - len(indent), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(indent + "  " * bool(number) + line for number, line in enumerate(lines))
+
+
+def verify(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    plan: Plan,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Verification:
+    """Compares a step with a plan to the plain step: outputs, gradients, buffers, random states, attributes, routing.
+
+        found = verify(model, (batch,), plan=plan)
+        assert found, found
+
+    The model runs as it is, in the mode that it is in, three times: twice without the plan, which shows how far two
+    plain steps are apart (on a CPU they are the same to the bit), and once with it. If anything differs by more than
+    that, up to eight regions are tried alone. Each step starts from the same weights, random states, buffers and
+    attributes, which are put back at the end, as are gradients; no optimizer runs. The gradients of two steps are held
+    at a time.
+
+    Args:
+        model: The model, without a plan in it.
+        args: The positional arguments of the call. Tensors are copied; those that require grad are compared, too.
+        kwargs: Its keyword arguments.
+        plan: The plan.
+        loss: From the model's output to a scalar; by default the output's `.loss`, else the mean of its first floating
+            tensor. It is the same for both steps.
+
+    Returns:
+        What differs, the first to look at first, and the regions that it is likely to come from. True if nothing does.
+
+    Raises:
+        ArgumentError: An argument is not of its kind, or the plan does not fit the model.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+        raise errors.ArgumentError(errors.not_applicable(model, plan))
+    check_call("verify", model, args, kwargs)
+    apply(model, plan).remove()
+    comparison = _Comparison(ModelCall(model, args, kwargs or {}), loss or any_loss)
+    found, flipped = comparison.with_plan(model, plan)
+    likely, tried = (), False
+    if found and found[0].kind != "error":  # what raised has said where
+        likely, tried = comparison.likely_regions(model, plan, found, flipped)
+    return comparison.result(type(model).__name__, len(plan.all_choices), found, likely, tried)
+
+
+def compare_calls(
+    tested: Callable[..., Any],
+    plain: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Verification:
+    """Compares the step of a callable with that of another one, as `verify` does with a plan.
+
+    Args:
+        tested: A module or function, with regions.
+        plain: The same without; another object with the same names of parameters, or one that shares them.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        loss: From the output to a scalar.
+
+    Returns:
+        What differs.
+
+    Raises:
+        ArgumentError: An argument is not of its kind.
+    """
+    for one in (tested, plain):
+        check_call("assert_same_gradients", one, args, kwargs)
+    comparison = _Comparison(ModelCall(plain, args, kwargs or {}), loss or any_loss)
+    found = comparison.with_call(ModelCall(tested, args, kwargs or {}))
+    return comparison.result(getattr(tested, "__name__", type(tested).__name__), 0, found)
+
+
+class _Comparison:
+    """The plain step, its noise, and other steps compared with it."""
+
+    def __init__(self, call: ModelCall, loss: Callable[[Any], torch.Tensor]) -> None:
+        self._call, self._loss = call, loss
+        try:
+            self._plain = call.step(loss, keep=True)
+            call.go_back()
+            self.noise = Noise(self._plain, call.step(loss))
+            self._noisy = self._side_effects()
+        finally:
+            call.go_back()
+        self.counts = {kind: len(getattr(self._plain, kind)) for kind in KINDS}
+
+    def _side_effects(self) -> tuple[list[str], list[str]]:
+        """The global generators and the attributes that are now not as the plain step left them."""
+        kept = self._plain.side_effects
+        assert kept is not None
+        return kept.advanced_generators(), kept.changed_places()
+
+    def with_plan(self, model: nn.Module, plan: Plan) -> tuple[list[Difference], list[Choice]]:
+        """What differs with a plan, and the choices whose replays decided otherwise."""
+        reports: list[Report] = []
+        handle = apply(model, plan)
+        watched = ExitStack()
+        watched.enter_context(handle.watch())
+
+        def take_out() -> None:
+            watched.close()
+            reports.append(handle.report())
+            handle.remove()
+
+        found = self.with_call(self._call, take_out)
+        (report,) = reports
+        flipped = [row for row in report.rows if row.flips]
+        self.counts["routing"] = max(self.counts.get("routing", 0), report.decisions)
+        for row in flipped:
+            detail = (
+                f"differs: {row.flips:,} of {row.decisions:,} decisions came out otherwise in the replay. "
+                "Write Choice(..., carry=True) to make them once"
+            )
+            name = f"the routing in {row.choice.paths[0] or 'the model'}"
+            found.append(Difference("routing", name, row.flips / row.decisions, detail=detail))
+        return found, [row.choice for row in flipped]
+
+    def with_call(self, call: ModelCall, after: Callable[[], object] = bool) -> list[Difference]:
+        """What differs in a step; `after` is called when it is over, and before attributes are looked at."""
+        try:
+            try:
+                left = call.step(self._loss)
+            finally:
+                after()
+            generators, attributes = self._side_effects()
+        except Exception as error:  # the plain step has run, so it is the regions' doing
+            detail = f"raises {type(error).__name__}: {error}"
+            return [Difference("error", "the step with regions", math.inf, detail=detail)]
+        finally:
+            call.go_back()
+        found = list(differences(self._plain, left, self.noise))
+        for name in generators:
+            if name not in self._noisy[0]:
+                detail = "is left in another state than by the plain step"
+                found.append(Difference("generators", f"the random state {name}", math.inf, detail=detail))
+        if call is self._call:  # another model has other attributes
+            new = [name for name in attributes if name not in self._noisy[1]]
+            detail = "is not as the plain step leaves it"
+            found += [Difference("attributes", name, math.inf, detail=detail) for name in new]
+        return found
+
+    def likely_regions(
+        self, model: nn.Module, plan: Plan, found: Sequence[Difference], flipped: Sequence[Choice]
+    ) -> tuple[tuple[str, ...], bool]:
+        """The regions that differences come from, the most likely first, and whether each differs when tried alone.
+
+        A wrong replay makes wrong the gradients of its own region and of everything before it, nothing after it. So
+        the first wrong gradient of the backward belongs to the region, or is close before it. Regions are put in that
+        order, after those whose decisions were seen to flip, and the first ones are tried.
+        """
+        gradients = [row.name.removeprefix("the gradient of ") for row in found if row.kind == "gradients"]
+
+        def place(choice: Choice) -> tuple[bool, int]:
+            modules = [path.partition("@")[0] for path in choice.paths]
+            inside = (
+                index
+                for index, name in enumerate(gradients)
+                if any(not module or name.startswith(f"{module}.") for module in modules)
+            )
+            return choice not in flipped, next(inside, len(gradients))
+
+        ordered = sorted(plan.all_choices, key=place)
+        alone = [one for one in ordered[:TRIALS] if self.with_plan(model, Plan((one,), "one region of a plan"))[0]]
+        chosen = alone or [one for one in ordered if place(one) < (True, len(gradients))] or ordered
+        ends = [(one.paths[0] or "the model", one.paths[-1] or "the model") for one in chosen]
+        return tuple(" to ".join(dict.fromkeys(pair)) for pair in ends), bool(alone)
+
+    def result(
+        self, model: str, regions: int, found: list[Difference], likely: tuple[str, ...] = (), tried: bool = False
+    ) -> Verification:
+        """All of it."""
+        device, noise = str(self._call.device), self.noise.largest
+        return Verification(model, device, regions, self.counts, noise, tuple(found), likely, tried)
