@@ -55,7 +55,6 @@ ROOMS = (
     ("__init__",),
     ("_progress", "_models", "_plan_file"),
     ("_face",),
-    ("_ranks",),
     ("bench", "demo", "show", "plan_command", "verify_command"),
     ("doctor",),
     ("report",),

@@ -16,8 +16,7 @@ from typing import Any
 from .. import errors
 from .._face import OK, Face, document
 from .._models import DTYPES, batch_for, check_sizes, load
-from .._ranks.layout import Layout
-from .._ranks.planning import PipelinePlanner, RankPlan, step_seconds
+from ..planning.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from .writing import write
 
 SCHEMA_VERSION = 1
@@ -85,7 +84,7 @@ def command(args: argparse.Namespace, layout: Layout, face: Face) -> int:
         tokens = int(batch["input_ids"].shape[1])
     device = args.device or "h100"
     with face.at_work(f"profiling {args.model} on {layout}"):
-        planner = PipelinePlanner(model, args.model, layout, tokens, args.optimizer, device)
+        planner = LayoutPlanner(model, args.model, layout, tokens, args.optimizer, device)
     with face.at_work("planning"):
         plans = planner.plans(args.budget)
     if args.out is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._face import new_console
-from .._ranks.layout import Layout
-from .._ranks.planning import RankPlan, step_seconds
 from .._text import table
+from ..planning.layout import Layout, RankPlan, step_seconds
 
 GIB, MIB = 2**30, 2**20
 TITLES = (
