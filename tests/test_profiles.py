@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torch_recompute import ArgumentError, Plan, Profile, solve
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment, peak
+from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, peak
 
 MIB = 2**20
 
@@ -108,6 +108,29 @@ def test_ways_that_not_all_have_are_left_out() -> None:
     kind = without.costs.kinds["0"]
     without = replace(without, costs=replace(without.costs, kinds={"0": replace(kind, graph=None)}))
     assert made().merge(without).costs.kinds["0"].graph is None
+
+
+def test_host_memory_and_groups_are_merged() -> None:
+    """Options that differ in where inputs are kept or in nesting are several; host memory has the smaller limit."""
+
+    def offloading(limit: int | None, count: int) -> Profile:
+        one = made()
+        (whole,) = [option for option in one.costs.kinds["0"].options if option.regions == (("", ()),)]
+        options = (
+            replace(whole, saved_bytes=0, store="host", host_bytes=count),
+            replace(whole, span=2, nested=True),
+            replace(whole, span=2),
+        )
+        kinds = {"0": replace(one.costs.kinds["0"], options=(*one.costs.kinds["0"].options, *options))}
+        return replace(one, costs=replace(one.costs, kinds=kinds, host=Host(limit, 1e9)))
+
+    one = offloading(None, 7).merge(offloading(100, 9))
+    assert one.costs.host == Host(100, 1e9)
+    assert [(o.store, o.host_bytes, o.span, o.nested) for o in one.costs.kinds["0"].options[3:]] == [
+        ("host", 9, 1, False),
+        ("", 0, 2, True),
+        ("", 0, 2, False),
+    ]
 
 
 @pytest.mark.parametrize(

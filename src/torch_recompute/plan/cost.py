@@ -246,6 +246,15 @@ def peak(costs: Costs, options: Sequence[Option]) -> Moment:
     return max(moments, key=lambda moment: moment.bytes)
 
 
+def highest_points(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Of the points at one place the highest."""
+    best: dict[int, Point] = {}
+    for point in points:
+        if point.after not in best or best[point.after].bytes < point.bytes:
+            best[point.after] = point
+    return tuple(best.values())
+
+
 def simplicity(option: Option) -> tuple[object, ...]:
     """Sorts options: few regions first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
     kept = sum(len(keep) for _, keep in option.regions)

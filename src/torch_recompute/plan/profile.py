@@ -23,7 +23,7 @@ from typing import Any
 from .. import errors
 from .._loop import Loop
 from .._text import table
-from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
+from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, highest_points
 from .reading import read
 
 VERSION = 1
@@ -220,16 +220,15 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
         Segment(same[0].path, same[0].kind, max(s.forward_bytes for s in same), max(s.backward_bytes for s in same))
         for same in zip(*(one.segments for one in costs), strict=True)
     )
-    points: dict[int, Point] = {}
-    for point in (point for one in costs for point in one.points):
-        if point.after not in points or points[point.after].bytes < point.bytes:
-            points[point.after] = point
+    hosts = [one.host for one in costs if one.host is not None]
+    limits = [host.bytes for host in hosts if host.bytes is not None]
     merged = Costs(
         {name: _merged_kind([one.kinds[name] for one in costs]) for name in first.costs.kinds},
         segments,
-        tuple(points.values()),
+        highest_points([point for one in costs for point in one.points]),
         median(one.step_seconds for one in costs),
         max(one.turn_bytes for one in costs),
+        Host(min(limits, default=None), median(host.to_host for host in hosts)) if hosts else None,
     )
     loops = [profile.loop for profile in profiles if profile.loop is not None]
     words = [*dict.fromkeys(profile.timing or profile.device for profile in profiles)]
@@ -272,6 +271,7 @@ def _merged_option(options: Sequence[Option]) -> Option:
         backward_bytes=most(lambda option: option.backward_bytes),
         seconds=median(option.seconds for option in options),
         flops=most(lambda option: option.flops),
+        host_bytes=most(lambda option: option.host_bytes),
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan.anatomy import inside
-from ..plan.cost import Costs, Kind, Option, Point, Segment
+from ..plan.cost import Costs, Kind, Option, Point, Segment, begins, highest_points
 from ..simulation import Moment, Simulation
 from ..simulation.places import Calls
 
@@ -45,12 +45,9 @@ def calibrate(
         known: Costs from another simulation. Segments that were recomputed together are seen only as one; what lives
             besides, from one to the next, and between them, is taken from there.
     """
-    saved = [0]
-    first: list[int] = []
-    for index, option in enumerate(options):
-        begins = not first or index == first[-1] + options[first[-1]].span
-        first.append(index if begins else first[-1])
-        saved.append(saved[-1] + begins * option.saved_bytes)
+    first = [start for start in begins(options) for _ in range(options[start].span)]
+    own = (option.saved_bytes if first[i] == i else 0 for i, option in enumerate(options))
+    saved = [*itertools.accumulate(own, initial=0)]
     forward, backward = [0] * len(paths), [0] * len(paths)
     points: list[Point] = []
     after, turned = 0, False
@@ -72,7 +69,7 @@ def calibrate(
     points += [point for point in known.points if point.after in within] if known is not None else []
     segments = tuple(map(Segment, paths, kinds, forward, backward))
     turn = _turn(simulation.timeline)
-    return Costs(ways, segments, _merged(points), step_seconds, max(0, turn - saved[-1]))
+    return Costs(ways, segments, highest_points(points), step_seconds, max(0, turn - saved[-1]))
 
 
 def _rise(known: Costs | None, start: int, stop: int, back: bool) -> list[int]:
@@ -141,12 +138,3 @@ def _turn(timeline: Sequence[Moment]) -> int:
 def _where(moments: Sequence[Moment], highest: int) -> str:
     moment = next(moment for moment in moments if moment.live_bytes == highest)
     return f"{moment.phase} of {moment.module}" if moment.module else moment.phase
-
-
-def _merged(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Of the points at one place the highest."""
-    best: dict[int, Point] = {}
-    for point in points:
-        if point.after not in best or best[point.after].bytes < point.bytes:
-            best[point.after] = point
-    return tuple(best.values())
