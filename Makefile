@@ -13,7 +13,8 @@ TORCH ?=
 VENV := .venv$(TORCH:%=-%)
 PINS := $(if $(TORCH),$(VENV)/,)constraints.txt
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Without --no-compile pip compiles thousands of files that nobody imports, for longer than it downloads.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 WHEEL := $$(echo dist/*.whl)
 
 # Folders are named as well as files: a deleted file makes its folder newer.
@@ -31,6 +32,7 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.stamp-installed  ## train a small GPT with and without recomputation, and with a plan, and compare
+	@echo "Training a small GPT five ways; figures follow in a table ..."
 	$(BIN)/torch-recompute demo
 
 test: lint types $(VENV)/.stamp-installed browser  ## lint, type check, and the tests against the installed wheel
@@ -93,28 +95,31 @@ $(VENV)/constraints.txt: constraints.txt | $(VENV)/.stamp-venv
 
 # `torch` is asked for by that one name and the constraint, so that pip may choose the build that suits the machine.
 $(VENV)/.stamp-base: $(PINS) $(VENV)/.stamp-venv
-	$(PIP) install -c $(PINS) torch hatchling build
+	@echo "Installing torch into $(VENV): a few hundred megabytes, once ..."
+	$(INSTALL) -c $(PINS) torch hatchling build
 	touch $@
 
 $(VENV)/.stamp-wheel: $(SOURCES) $(VENV)/.stamp-base
+	@echo "Building the source archive and, from it, the wheel ..."
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
 	touch $@
 
 # The extras follow pyproject.toml, the package follows its sources: two stamps, so that an edit reinstalls only the package.
 $(VENV)/.stamp-extras: pyproject.toml $(PINS) | $(VENV)/.stamp-wheel
-	$(PIP) install -c $(PINS) "$(WHEEL)[cli]"
+	@echo "Installing the wheel, numpy and rich ..."
+	$(INSTALL) -c $(PINS) "$(WHEEL)[cli]"
 	touch $@
 
 $(VENV)/.stamp-installed: $(VENV)/.stamp-wheel $(VENV)/.stamp-extras
-	$(PIP) install --no-deps --force-reinstall $(WHEEL)
+	$(INSTALL) --no-deps --force-reinstall $(WHEEL)
 	touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml $(PINS) | $(VENV)/.stamp-wheel
-	$(PIP) install -c $(PINS) "$(WHEEL)[cli,dev]"
+	$(INSTALL) -c $(PINS) "$(WHEEL)[cli,dev]"
 	touch $@
 
 $(VENV)/.stamp-docs: pyproject.toml $(PINS) | $(VENV)/.stamp-wheel
 	@$(BIN)/python -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "The tools of the manual need Python 3.11: make clean, then make docs PYTHON=/path/to/python3.11")'
-	$(PIP) install -c $(PINS) "$(WHEEL)[docs]"
+	$(INSTALL) -c $(PINS) "$(WHEEL)[docs]"
 	touch $@

@@ -18,7 +18,7 @@ import torch
 from _measure import arguments, finish
 
 from torch_recompute import Plan, apply, make_plan
-from torch_recompute.bench import models
+from torch_recompute.commands import small_models as models
 
 MODELS = {  # layers, width, tokens, batch
     "gpt": (4, 128, 256, 4),

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from torch_recompute import Choice, Plan
-from torch_recompute.report.data import Reported, collect, compared
-from torch_recompute.report.timed import Clock
+from torch_recompute.commands.report_data import Clock, Reported, collect, compared
 from zoo import mean_loss
 
 

@@ -96,7 +96,7 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
     assert {"cli", "plot", "plan", "config", "hf", "dev"} <= set(extras)
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entries = wheel.read(name).decode()
-    assert "torch-recompute = torch_recompute.cli:main" in entries
+    assert "torch-recompute = torch_recompute.commands.cli:main" in entries
     assert "[pytest11]\ntorch_recompute_pytest = torch_recompute_pytest" in entries
 
 

@@ -11,7 +11,9 @@ import pytest
 from discard import BLOCKS, FORMS, Config, Result, parity, plot, run
 from discard.forms import Form
 
-from torch_recompute import __version__, _face, cli
+from torch_recompute import __version__
+from torch_recompute.commands import cli
+from torch_recompute.commands import output as command_output
 
 BENCH = ["discard"]
 TINY = [*BENCH, *["--d-model", "8", "--d-ff", "32", "--seq", "20", "--iters", "1", "--device", "cpu"]]
@@ -209,7 +211,7 @@ def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.C
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without matplotlib the plot is refused, with what to install, before anything is computed."""
-    monkeypatch.setattr(_face, "find_spec", lambda name: None)
+    monkeypatch.setattr(command_output, "find_spec", lambda name: None)
     assert comparisons.main([*TINY, "--plot", "peaks.png"]) == cli.USAGE
     assert "pip install torch-recompute[plot]" in capsys.readouterr().err
 
@@ -227,6 +229,6 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 def test_matplotlib_is_imported_late() -> None:
     """The command line starts without the packages that only draw and print."""
-    text = "import sys, torch_recompute.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
+    text = "import sys, torch_recompute.commands.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -34,7 +34,8 @@ from frontier.models import MODELS, build
 from frontier.result import MATCHED, OURS
 from frontier.ways import COMPILED, COMPILED_WHOLE, PLAIN, Way, peers
 
-from torch_recompute import cli, measure
+from torch_recompute import measure
+from torch_recompute.commands import cli
 from torch_recompute.errors import ArgumentError
 
 TINY = Config(layers=2, width=64, tokens=32, batch=2, rounds=1, price="flops")

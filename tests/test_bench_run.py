@@ -15,12 +15,23 @@ from typing import Any
 import pytest
 import torch
 
-from torch_recompute import Choice, Plan, RecomputeConfig, cli
-from torch_recompute._models import batch_for, load
-from torch_recompute.bench.run import capacity, golden, journal, launching, models, result, run, settings, sweep
-from torch_recompute.bench.run.record import DONE, FAILED, MISMATCH, NO_PLAN, OUT, REFUSED, STOPPED, Record
-from torch_recompute.bench.run.result import OK
-from torch_recompute.bench.run.settings import CONTROL, Config, Setting, Workload
+from torch_recompute import Choice, Plan, RecomputeConfig
+from torch_recompute.commands import bench as run
+from torch_recompute.commands import cli, trials
+from torch_recompute.commands.bench import CONTROL, OK, Config, Golden, Journal
+from torch_recompute.commands.models import batch_for, load
+from torch_recompute.commands.trials import (
+    DONE,
+    FAILED,
+    MISMATCH,
+    NO_PLAN,
+    OUT,
+    REFUSED,
+    STOPPED,
+    Record,
+    Setting,
+    Workload,
+)
 
 ROWS, WIDTH, INNER = 256, 32, 128
 MODULE = f"""
@@ -233,7 +244,7 @@ def test_memory_that_is_asked_for_is_in_the_record(seen: Seen) -> None:
 
 def test_golden_figures_of_what_ran_are_saved(seen: Seen) -> None:
     """The file holds a figure for each setting that is OK, found by what it says, and for no other."""
-    figures = golden.read(seen.folder / "golden.json")
+    figures = Golden.read(seen.folder / "golden.json")
     assert sorted(figure.name for figure in figures.figures.values()) == ["by hand", "control", "every layer", "half"]
     assert figures.of(Setting("of another name", FULL)).name == "every layer"
     assert figures.of(Setting("unknown", {**FULL, "recompute_num_layers": 2})).name == "control"
@@ -331,12 +342,12 @@ def test_the_table(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert output.err.splitlines()[-1] == "100%  setting: round 3 of 3: done"
 
 
-def rows_of(*records: Record, device: str = "cpu", rounds: int = 1, dtype: str | None = None) -> result.Result:
+def rows_of(*records: Record, device: str = "cpu", rounds: int = 1, dtype: str | None = None) -> run.Result:
     """The result of a control and other settings that each end as a record says."""
     names = ["control", *(f"setting {number}" for number in range(1, len(records)))]
     asked = Config(Workload("gpt-tiny", device=device, dtype=dtype), tuple(map(Setting, names)), rounds=rounds)
     trials = {name: [[record]] * rounds for name, record in zip(names, records, strict=True)}
-    return result.judged(asked, trials, None, 0)
+    return run.judged(asked, trials, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -375,12 +386,11 @@ def test_losses_and_tolerances() -> None:
 
 def test_without_a_control_the_first_that_ran_is_compared_with() -> None:
     """Where the control runs out of memory, losses are compared with the first setting that finished, by name."""
-    view = pytest.importorskip("torch_recompute.bench.run.view")
     other = good(losses=["0x1.0p+0", "0x1.0p+0"])
     rows = rows_of(replace(good(), status=OUT), good(), other).rows
     assert [row.result for row in rows] == [OUT, OK, MISMATCH]
     assert rows[2].compared_with == "setting 1"
-    notes = [view.notes(rows_of(replace(good(), status=OUT), *others)) for others in ([good(), other], [good()])]
+    notes = [run.notes(rows_of(replace(good(), status=OUT), *others)) for others in ([good(), other], [good()])]
     assert notes[0] == ["The control did not finish, so losses are compared with those of setting 1."]
     assert notes[1] == ["The control did not finish, so no losses could be compared."]
 
@@ -389,11 +399,11 @@ def test_figures_of_several_ranks() -> None:
     """The slowest rank is the job's time, memory is the most of any, and tokens are those of all."""
     ranks = [good(1.0, allocated_bytes=5), good(2.0, allocated_bytes=4, reserved_bytes=9)]
     asked = Config(Workload("gpt-tiny"), (CONTROL,), rounds=1)
-    row = result.judged(asked, {"control": [ranks]}, None, 0).rows[0]
+    row = run.judged(asked, {"control": [ranks]}, None, 0).rows[0]
     assert (row.step_seconds, row.tflops, row.per_second) == (2.0, 0.5, 150.0)
     assert (row.allocated_bytes, row.reserved_bytes) == (5, 2**21)
     bad = [[replace(good(), status=STOPPED), replace(good(), status=OUT, detail="step 1")]]
-    row = result.judged(asked, {"control": bad}, None, 0).rows[0]
+    row = run.judged(asked, {"control": bad}, None, 0).rows[0]
     assert (row.result, row.detail, [rank.status for rank in row.ranks]) == (OUT, "step 1", [STOPPED, OUT])
 
 
@@ -409,7 +419,7 @@ def test_figures_of_several_ranks() -> None:
 )
 def test_ends_without_a_record(code: int, text: str, status: str, detail: str) -> None:
     """A process that could not say what happened is understood by its signal, its exit code, and its last words."""
-    assert launching.ended_badly(code, text) == Record(status, detail)
+    assert trials.ended_badly(code, text) == Record(status, detail)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +461,7 @@ def test_yaml_and_the_command_line(tmp_path: Path, launched: Any) -> None:
         "  - name: a\n    recompute_granularity: full\n    recompute_method: block\n    recompute_num_layers: 2\n"
         "    cpu_offloading: true\n    cpu_offloading_num_layers: 1\n  - {name: b, budget: 50%}\n"
     )
-    found = sweep.read(path)
+    _, found = run.read_sweep(path)
     config = RecomputeConfig(
         recompute_granularity="full",
         recompute_method="block",
@@ -459,7 +469,7 @@ def test_yaml_and_the_command_line(tmp_path: Path, launched: Any) -> None:
         cpu_offloading=True,
         cpu_offloading_num_layers=1,
     )
-    assert [dict(found.settings[0].fields), found.settings[1].budget] == [config.to_dict(), "50%"]
+    assert [dict(found[0].fields), found[1].budget] == [config.to_dict(), "50%"]
     launcher = launched(lambda task: replace(good(), plan=Plan().to_json()))
     assert bench("--sweep", str(path), "--batch", "5", "--json") == cli.OK
     assert {task.workload.batch for task in launcher.tasks} == {5}
@@ -495,12 +505,12 @@ def test_small_models_are_there() -> None:
     """The models that need nothing installed have the size asked for, a batch for each rank, and the same weights."""
     cpu = torch.device("cpu")
     workload = Workload("gpt-tiny", batch=2, sequence=8, dtype="bf16")
-    one, other = (models.ready(workload, rank, cpu) for rank in (0, 1))
+    one, other = (trials.ready(workload, rank, cpu) for rank in (0, 1))
     assert [tuple(one.args[0].shape), one.items, one.model.training] == [(2, 9), ("tokens", 18), True]
     assert {p.dtype for p in one.model.parameters()} == {torch.bfloat16}
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
     assert not torch.equal(one.args[0], other.args[0])
-    assert torch.equal(models.ready(workload, 1, cpu).args[0], other.args[0])
+    assert torch.equal(trials.ready(workload, 1, cpu).args[0], other.args[0])
     assert one.nbytes == 2 * sum(p.numel() for p in one.model.parameters()) + 8 * 18
 
 
@@ -510,7 +520,7 @@ def test_models_of_transformers_run(tmp_path: Path) -> None:
     fields = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_head": 1}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**fields, "vocab_size": 50, "n_positions": 16}))
-    made = models.ready(Workload(str(path), batch=2), 0, torch.device("cpu"))
+    made = trials.ready(Workload(str(path), batch=2), 0, torch.device("cpu"))
     ids = made.kwargs["input_ids"]
     assert (tuple(ids.shape), made.kwargs["labels"] is ids, made.items) == ((2, 16), True, ("tokens", 32))
     assert len(ids.unique()) > 1
@@ -521,17 +531,17 @@ def test_models_of_transformers_run(tmp_path: Path) -> None:
 def test_a_file_of_results_that_is_none(tmp_path: Path) -> None:
     """A line that is no result is an error that names it, unless it is one of ours that was cut off."""
     path = tmp_path / "results.jsonl"
-    kept = journal.Journal(path)
+    kept = Journal(path)
     kept.add("key", "name", 0, [good()])
     path.write_text(path.read_text() + '{"schema_version": 1, "key": "oth')
-    again = journal.Journal(path)
+    again = Journal(path)
     again.add("other", "name", 0, [replace(good(), status=FAILED)])
-    last = journal.Journal(path)
+    last = Journal(path)
     assert last.get("key", 0) == [good()]
     assert last.get("key", 1) is last.get("other", 0) is None
     path.write_text("hello\n" + path.read_text())
     with pytest.raises(Exception, match="whose line 1 is no result of bench run"):
-        journal.Journal(path)
+        Journal(path)
 
 
 def test_the_limit_is_beyond_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,15 +552,15 @@ def test_the_limit_is_beyond_what_libraries_take(monkeypatch: pytest.MonkeyPatch
 
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda what, values: limits.append(values))
-    before = capacity.status("VmData")
-    capacity.limit(2**30, torch.device("cpu"), held=2**20)
+    before = trials.memory_status("VmData")
+    trials.limit(2**30, torch.device("cpu"), held=2**20)
     assert before is not None
     assert abs(limits[0][0] - (before + 2**30 - 2**20)) < 2**26
-    assert [capacity.is_out_of_memory(error) for error in (MemoryError(), RuntimeError("CUDA out of memory"))] == [
+    assert [trials.is_out_of_memory(error) for error in (MemoryError(), RuntimeError("CUDA out of memory"))] == [
         True,
         True,
     ]
-    assert not capacity.is_out_of_memory(ValueError("out of memory"))
+    assert not trials.is_out_of_memory(ValueError("out of memory"))
 
 
 def test_settings_are_found_by_what_they_say() -> None:
@@ -563,7 +573,7 @@ def test_settings_are_found_by_what_they_say() -> None:
     keys.append(replace(config, rounds=9).key(CONTROL, 1))
     assert len(set(keys)) == 3
     assert keys[3] == keys[0]
-    assert settings.CONTROL.words == "nothing recomputed"
+    assert CONTROL.words == "nothing recomputed"
 
 
 @pytest.mark.parametrize(
@@ -597,7 +607,7 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
     """Puts another program in place of the process that trials come from; its processes are in the list."""
-    real = launching.subprocess.Popen
+    real = trials.subprocess.Popen
 
     def put(program: str) -> list[Any]:
         processes: list[Any] = []
@@ -606,7 +616,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
             processes.append(real([sys.executable, "-S", "-c", program], **options))
             return processes[-1]
 
-        monkeypatch.setattr(launching.subprocess, "Popen", start)
+        monkeypatch.setattr(trials.subprocess, "Popen", start)
         return processes
 
     return put
@@ -625,7 +635,7 @@ for line in sys.stdin:
 def test_processes_that_trials_come_from(started: Callable[[str], list[Any]], device: str, processes: int) -> None:
     """On a CPU one process forks for all trials; on CUDA each trial has a process that has never been used."""
     seen = started(ANSWERS)
-    with launching.Launcher() as launcher:
+    with trials.Launcher() as launcher:
         for name in ("a", "b", "c"):
             assert launcher.run(run.Task(Workload("gpt-tiny", device=device), Setting(name), 1, 0)) == Record(
                 DONE, name
@@ -638,7 +648,7 @@ def test_a_trial_that_is_given_up(started: Callable[[str], list[Any]]) -> None:
     """A trial that is given up, because another rank has ended, is killed, and the next one runs."""
     seen = started("import time; time.sleep(600)")
     task = run.Task(Workload("gpt-tiny"), CONTROL, 1, 0)
-    with launching.Launcher() as launcher:
+    with trials.Launcher() as launcher:
         assert launcher.run(task, lambda: True).status == STOPPED
         assert launcher.run(task, lambda: True).status == STOPPED
     assert [process.returncode for process in seen] == [-signal.SIGKILL] * 2

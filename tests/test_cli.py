@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from torch_recompute import __version__, cli, demo
-from torch_recompute.demo import SETTINGS, Setting, run
+from torch_recompute import Plan, __version__
+from torch_recompute.commands import cli, demo
+from torch_recompute.commands.demo import SETTINGS, Setting, run
 
 TINY = ["demo", "--steps", "2", "--layers", "1", "--d-model", "8", "--seq", "16", "--batch", "2"]
 
@@ -82,10 +83,11 @@ def test_a_difference_is_loud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """A loss that differs ends with 1 and is named with both values."""
     pytest.importorskip("rich")
 
-    def nearly(fn):
-        return lambda x: fn(x) + torch.linspace(0, 1, x.shape[-1])
+    def nearly(model, *_):
+        model.norm.register_forward_hook(lambda module, args, x: x + torch.linspace(0, 1, x.shape[-1]))
+        return Plan()
 
-    broken = (SETTINGS[0], Setting("nearly", "nearly the same", layer=nearly))
+    broken = (SETTINGS[0], Setting("nearly", "nearly the same", nearly))
     monkeypatch.setattr(demo, "run", partial(run, settings=broken))
     assert cli.main([*TINY, "--quiet"]) == cli.FAILED
     out = capsys.readouterr().out

@@ -7,10 +7,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torch_recompute.demo import SETTINGS, Config, Outcome, Result, Setting, run
-from torch_recompute.demo.model import GPT, HEADS, VOCABULARY
-from torch_recompute.demo.text import batches, read_text
-from torch_recompute.demo.training import ticks
+from torch_recompute import Plan
+from torch_recompute.commands.demo import (
+    HEADS,
+    SETTINGS,
+    VOCABULARY,
+    Config,
+    Outcome,
+    Result,
+    Setting,
+    batches,
+    build,
+    read_text,
+    run,
+    ticks,
+)
 from torch_recompute.errors import ArgumentError
 from torch_recompute.memory import CATEGORIES
 
@@ -81,7 +92,7 @@ def test_the_plan_keeps_its_promise(outcomes: dict[str, Outcome]) -> None:
 def test_bytes_of_what_does_not_change(result: Result) -> None:
     """Parameters are the same in all settings, and Adam keeps twice that and a counter per tensor."""
     with torch.random.fork_rng(devices=[]):
-        model = GPT(TINY, SETTINGS[0])
+        model = build(TINY)
     tensors = len(list(model.parameters()))
     for outcome in result.outcomes:
         assert outcome.by_category["parameters"] == 4 * result.parameters
@@ -111,10 +122,12 @@ def test_json(result: Result) -> None:
 def test_a_replay_with_other_random_numbers_is_noticed() -> None:
     """A recomputation that does not restore the random generator changes the loss after the first update."""
 
-    def careless(fn):
-        return partial(checkpoint, fn, use_reentrant=False, preserve_rng_state=False)
+    def careless(model, *_):
+        for layer in model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        return Plan()
 
-    result = run(TINY, settings=(SETTINGS[0], Setting("careless", "careless", layer=careless)))
+    result = run(TINY, settings=(SETTINGS[0], Setting("careless", "careless", careless)))
     assert [outcome.first_difference for outcome in result.outcomes] == [None, 1]
     assert not result.identical
 
@@ -132,8 +145,8 @@ def test_progress() -> None:
     config = Config(steps=2, layers=1, d_model=8, seq=8, batch=1)
     run(config, progress=words.append)
     assert len(words) == ticks(config)
-    assert words[0] == "planning"
-    assert words[1].startswith("step 1 of 2, loss ")
+    assert words[: len(SETTINGS)] == [f"planning: {setting.title}" for setting in SETTINGS]
+    assert words[len(SETTINGS)].startswith("step 1 of 2, loss ")
 
 
 def test_text_is_the_same_for_the_same_seed(tmp_path) -> None:
@@ -143,10 +156,9 @@ def test_text_is_the_same_for_the_same_seed(tmp_path) -> None:
     name, text = read_text(path, 8)
     assert name == str(path)
     config = Config(seq=8, batch=3)
-    drawn = [batch for _, batch in zip(range(2), batches(text, config), strict=False)]
-    again = [batch for _, batch in zip(range(2), batches(text, config), strict=False)]
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(drawn, again, strict=True))
-    assert bytes(drawn[0][1][0].tolist()) == b"recompute"
+    drawn, again = ([batch for _, batch in zip(range(2), batches(text, config), strict=False)] for _ in range(2))
+    assert all(map(torch.equal, drawn, again))
+    assert bytes(drawn[0][0].tolist()) == b"recompute"
 
 
 def test_default_text_is_real_and_bounded() -> None:
@@ -160,7 +172,7 @@ def test_default_text_is_real_and_bounded() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 20"),
+        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 8"),
         ({"d_model": -4}, r"--d-model is -4; expected a whole number of at least 1"),
         ({"d_model": 30}, r"--d-model is 30; expected a multiple of 4, .*Write --d-model 32$"),
     ],

@@ -21,11 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from test_planning import deep_is_made
-from torch_recompute import Choice, Plan, _observer, apply, cli, doctor, make_plan, recompute
+from torch_recompute import Choice, Plan, _observer, apply, doctor, make_plan, recompute
 from torch_recompute.checking import watch
 from torch_recompute.checking.checks import CHECKS, look_for
 from torch_recompute.checking.regions import Accounts
 from torch_recompute.checking.watch import AllocatorStats, Observations
+from torch_recompute.commands import cli
 from torch_recompute.simulation import simulate_step
 from zoo import mean_loss
 

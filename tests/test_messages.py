@@ -47,22 +47,18 @@ from torch_recompute import (
     Stages,
     StoreError,
     _compat,
-    _face,
     _generators,
     _mismatch,
-    _models,
     apply,
     audit,
     checkpoint,
     checkpoint_sequential,
-    cli,
     doctor,
     doing_recompute,
     get_recompute_data,
     make_plan,
     measure,
     no_recompute,
-    plan_command,
     recompute,
     replay,
     save_for_recompute,
@@ -72,15 +68,15 @@ from torch_recompute import (
     state,
     testing,
     values,
-    verify,
-    verify_command,
 )
-from torch_recompute._plan_file import read_plan
-from torch_recompute.bench.run import golden, journal, sweep
-from torch_recompute.bench.run.settings import Setting, Workload
+from torch_recompute._ranks.layout import Layout
+from torch_recompute._ranks.model import ranks
+from torch_recompute._ranks.placing import divided
+from torch_recompute._ranks.planning import PipelinePlanner, RankPlan
+from torch_recompute.commands import bench, cli, demo, models, output
+from torch_recompute.commands import verify as verify_command
+from torch_recompute.commands.trials import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
-from torch_recompute.demo import model as demo_model
-from torch_recompute.demo import text as demo_text
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
@@ -95,14 +91,13 @@ from torch_recompute.integrations import door, huggingface
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
+from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.prediction import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planning.hosts import link_of
-from torch_recompute.planning.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planning.prices import Roofline
-from torch_recompute.planning.schedules import Action, orders_named, orders_of, schedule_steps
-from torch_recompute.planning.tensor_parallel import divided
+from torch_recompute.planning.schedules import orders_named, orders_of
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
@@ -389,7 +384,7 @@ def shows_a_configuration(text: str) -> None:
         unittest.mock.patch.object(Path, "read_text", return_value=text),
         unittest.mock.patch.dict(sys.modules, {"transformers": None}),
     ):
-        _models.load("config.json")
+        models.load("config.json")
 
 
 def described(takes: str, **config: int) -> nn.Module:
@@ -437,11 +432,11 @@ def reads(text: str, read: Callable[[Path], object], name: str = "a.json") -> No
 def goes_on_from(text: str) -> None:
     """A file of results that holds this text."""
     with unittest.mock.patch.object(Path, "open", unittest.mock.mock_open(read_data=text)):
-        journal.Journal(Path("a.jsonl"))
+        bench.Journal(Path("a.jsonl"))
 
 
-GOLDEN = golden.Golden(
-    Workload("gpt-tiny"), 1, "H200", 7, {"key": golden.Figure("every layer", 1.0, None)}, source="golden.json"
+GOLDEN = bench.Golden(
+    Workload("gpt-tiny"), 1, "H200", 7, {"key": bench.Figure("every layer", 1.0, None)}, source="golden.json"
 )
 
 
@@ -472,7 +467,7 @@ def respect_hooks_that_torch_does_not_know() -> None:
 
 
 def draws_without_matplotlib() -> None:
-    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
+    with unittest.mock.patch.object(output, "find_spec", return_value=None):
         plans("math:sin", "--frontier", "--plot", "plan.png")
 
 
@@ -499,24 +494,24 @@ def does_not_fit() -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
 
 def verifies(model: str) -> None:
     """`torch-recompute verify` up to its own errors."""
-    with unittest.mock.patch.dict(sys.modules, this_test=sys.modules[__name__]):
-        args = cli.build_parser().parse_args(["verify", model, "--plan", "plan.json"])
-        verify_command.task.Task.of(args).verified(Plan(), verify)
+    here = unittest.mock.patch.dict(sys.modules, this_test=sys.modules[__name__])
+    with here, unittest.mock.patch.object(verify_command, "read_plan", return_value=Plan()):
+        runs("verify", model, "--plan", "plan.json", "--quiet")
 
 
 def verifies_on_no_device() -> None:
     with unittest.mock.patch.object(torch.cuda, "is_available", return_value=False):
-        verify_command.task._device("tpu")
+        verify_command._device("tpu")
 
 
 def verifies_what_is_too_large() -> None:
     model = torch.nn.Linear(2**14, 2**14, bias=False, device="meta")
-    with unittest.mock.patch.object(verify_command.task, "free_bytes", return_value=2 * GIB):
-        verify_command.task._check_size("gpt2-xl", model, {}, "cpu")
+    with unittest.mock.patch.object(verify_command, "free_bytes", return_value=2 * GIB):
+        verify_command._check_size("gpt2-xl", model, {}, "cpu")
 
 
 def shows_without_rich() -> None:
-    with unittest.mock.patch.object(_face, "find_spec", return_value=None):
+    with unittest.mock.patch.object(output, "find_spec", return_value=None):
         plans("math:sin", "--frontier")
 
 
@@ -925,7 +920,28 @@ def plans_for_too_little(*, sizes: bool = False) -> None:
 
 
 def cut_up(model: torch.nn.Module, **layout: Any) -> None:
-    LayoutPlanner(model, "MODEL", Layout(**layout), 8, "none", "h100")
+    ranks(model, "MODEL", Layout(**layout), 8)
+
+
+class Positions(torch.nn.Module):
+    """A language model that holds more than an embedding before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = torch.nn.Embedding(8, 8), torch.nn.Embedding(8, 8)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)
+        )
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def cut_a_model_with_positions() -> None:
+    cut_up(Positions(), pp=2)
 
 
 def small_stack() -> Any:
@@ -941,24 +957,30 @@ def too_little_on_a_command_line() -> None:
 class OverFull:
     """Planned ranks of which none fits."""
 
-    pipeline = types.SimpleNamespace(ranks=(0, 1))
+    layout = Layout(pp=2)
 
-    def _plan(self, rank: int, budget: int) -> RankPlan:
-        promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())
-        sizes = {"weight_bytes": GIB, "gradient_bytes": GIB, "optimizer_bytes": GIB}
-        times = dict.fromkeys(("microbatch_seconds", "replay_seconds", "optimizer_seconds", "link_seconds"), 1.0)
-        return RankPlan(
-            rank=rank,
-            layers=((0,),),
-            parameters=1,
-            **sizes,
-            held=(1,),
-            activation_bytes=(1 + rank) * GIB,
-            plain_peak_bytes=6 * GIB,
-            link_bytes=0,
-            **times,
-            plan=Plan((), "", promise),
-        )
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def plan(self, budget: int) -> RankPlan:
+            promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())
+            sizes = {"weight_bytes": GIB, "gradient_bytes": GIB, "optimizer_bytes": GIB}
+            times = dict.fromkeys(("microbatch_seconds", "replay_seconds", "optimizer_seconds", "link_seconds"), 1.0)
+            return RankPlan(
+                rank=self._rank,
+                layers=((0,),),
+                parameters=1,
+                **sizes,
+                held=(1,),
+                activation_bytes=(1 + self._rank) * GIB,
+                plain_peak_bytes=6 * GIB,
+                link_bytes=0,
+                **times,
+                plan=Plan((), "", promise),
+            )
+
+    ranks = (Rank(0), Rank(1))
 
 
 COSTS = Costs(
@@ -1916,28 +1938,28 @@ CASES = [
     Case(
         "demo_of_nothing",
         ArgumentError,
-        lambda: demo_model.Config(steps=0).check(),
-        "--steps is 0; expected a whole number of at least 1. Write for example --steps 20, which is what you get "
+        lambda: demo.Config(steps=0).check(),
+        "--steps is 0; expected a whole number of at least 1. Write for example --steps 8, which is what you get "
         "without it.",
     ),
     Case(
         "demo_of_an_odd_width",
         ArgumentError,
-        lambda: demo_model.Config(d_model=130).check(),
+        lambda: demo.Config(d_model=130).check(),
         "--d-model is 130; expected a multiple of 4, because the model has 4 attention heads of equal width. Write "
         "--d-model 132",
     ),
     Case(
         "no_such_text",
         ArgumentError,
-        lambda: demo_text.read_text(Path("no/such.txt"), 8),
+        lambda: demo.read_text(Path("no/such.txt"), 8),
         "--text no/such.txt: no such file or directory; expected a readable file. Any text will do, the model reads "
         "bytes; without --text it reads the Python standard library.",
     ),
     Case(
         "a_text_too_short",
         ArgumentError,
-        lambda: demo_text.read_text(Path("/dev/null"), 8),
+        lambda: demo.read_text(Path("/dev/null"), 8),
         "/dev/null has 0 bytes; expected at least 9, one more than a sequence (--seq 8). Pass a longer text, or write "
         "--seq 1 or less.",
     ),
@@ -2668,20 +2690,20 @@ CASES = [
     Case(
         "no_such_model",
         ArgumentError,
-        lambda: _models.load("llama-8b"),
+        lambda: models.load("llama-8b"),
         f"MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name. {MODEL} Known "
         "by name are llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3, gpt2-xl, vit-h.",
     ),
     Case(
         "not_importable",
         ArgumentError,
-        lambda: _models.load("no_such_package:model"),
+        lambda: models.load("no_such_package:model"),
         f"MODEL is 'no_such_package:model': No module named 'no_such_package'. {MODEL}",
     ),
     Case(
         "makes_no_module",
         ArgumentError,
-        lambda: _models.load("math:pi"),
+        lambda: models.load("math:pi"),
         "MODEL is 'math:pi', which gives float: 3.141592653589793; expected a torch.nn.Module, or a function that "
         "returns one, or one and its batch (a tuple of arguments, or a dict of keyword arguments), and a function for "
         "its loss.",
@@ -2689,7 +2711,7 @@ CASES = [
     Case(
         "not_built",
         ArgumentError,
-        lambda: _models.load("math:sin"),
+        lambda: models.load("math:sin"),
         "MODEL is 'math:sin', and building it raises TypeError: math.sin() takes exactly one argument (0 given)",
     ),
     Case(
@@ -2715,13 +2737,13 @@ CASES = [
     Case(
         "made_by_a_function",
         ArgumentError,
-        lambda: _models.load("math:sin", torch.float16),
+        lambda: models.load("math:sin", torch.float16),
         "--dtype is for models that are built here; math:sin makes its own. Leave it out, and have it say so there.",
     ),
     Case(
         "no_batch_known",
         ArgumentError,
-        lambda: _models.batch_for(nn.Linear(1, 1), "mine:model"),
+        lambda: models.batch_for(nn.Linear(1, 1), "mine:model"),
         "MODEL is 'mine:model', which is Linear: no model of transformers that takes input_ids or pixel_values, so "
         "there is no batch for it. Write a function pkg.module:name that returns (model, batch), or (model, batch, "
         "loss), the batch a tuple of arguments or a dict of keywords.",
@@ -2729,13 +2751,13 @@ CASES = [
     Case(
         "no_such_sequence",
         ArgumentError,
-        lambda: _models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
+        lambda: models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
         "--sequence is a number of tokens, and vit-h takes pixel_values. Leave it out.",
     ),
     Case(
         "no_such_sequence",
         ArgumentError,
-        lambda: _models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
+        lambda: models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
         "--sequence is 9, and gpt2-xl has 8 positions. Write --sequence 8 or less.",
     ),
     Case(
@@ -2753,7 +2775,7 @@ CASES = [
     Case(
         "cannot_write",
         ArgumentError,
-        lambda: plan_command.write(Path("/"), Plan(), {}),
+        lambda: output.write_plan(Path("/"), Plan(), {}),
         "--out is /: is a directory. Write the path of a file in a folder that is there, and that may be written.",
     ),
     Case(
@@ -2799,7 +2821,7 @@ CASES = [
     Case(
         "no_plan_file",
         ArgumentError,
-        lambda: read_plan(Path("no/plan.json")),
+        lambda: output.read_plan(Path("no/plan.json")),
         "--plan is no/plan.json: no such file or directory. Write the path of a file that torch-recompute plan MODEL "
         "--budget ... --out plan.json has made, or that holds plan.to_json().",
     ),
@@ -2910,7 +2932,7 @@ CASES = [
     Case(
         "bad_sweep",
         ArgumentError,
-        lambda: reads("{}", sweep.read),
+        lambda: reads("{}", bench.read_sweep),
         "--sweep is a.json, which has no experiments; expected a list. Write for example:\n"
         "      experiments:\n"
         "        - name: every layer\n"
@@ -2921,27 +2943,27 @@ CASES = [
     Case(
         "bad_experiment",
         ArgumentError,
-        lambda: reads('{"experiments": [{"budget": "1GiB"}]}', sweep.read),
+        lambda: reads('{"experiments": [{"budget": "1GiB"}]}', bench.read_sweep),
         "a.json, experiment 1: it has no name. An experiment has a name of its own, and the fields of RecomputeConfig, "
         "or budget, or plan. The control, which recomputes nothing, is always there and has no entry.",
     ),
     Case(
         "unknown_key",
         ArgumentError,
-        lambda: reads('{"experiments": [], "round": 3}', sweep.read),
+        lambda: reads('{"experiments": [], "round": 3}', bench.read_sweep),
         "a.json: 'round' is not known, so it would have no effect; the nearest is 'rounds'. Write rounds:",
     ),
     Case(
         "bad_golden",
         ArgumentError,
-        lambda: golden.read(Path("no/such.json")),
+        lambda: bench.Golden.read(Path("no/such.json")),
         "--golden is no/such.json: no such file or directory. Write the path of a file that --save-golden has written, "
         "on the same kind of device.",
     ),
     Case(
         "bad_golden",
         ArgumentError,
-        lambda: reads('{"losses": []}', golden.read),
+        lambda: reads('{"losses": []}', bench.Golden.read),
         "--golden is a.json: no golden figures of torch-recompute bench run, version 1. Write the path of a file that "
         "--save-golden has written, on the same kind of device.",
     ),
@@ -3108,7 +3130,7 @@ CASES = [
     Case(
         "too_few_layers",
         ArgumentError,
-        lambda: Layout(pp=4, vpp=2).pipeline(6),
+        lambda: Layout(pp=4, vpp=2).chunks(6),
         "--pp 4 --vpp 2 are 8 parts, and the model has 6 layers. Write fewer.",
     ),
     Case(
@@ -3139,9 +3161,16 @@ CASES = [
         "it without --tp.",
     ),
     Case(
+        "no_cut",
+        ArgumentError,
+        cut_a_model_with_positions,
+        "--pp: MODEL holds positions before its layers, besides the embedding, so it is not known what a rank without "
+        "them is called with. Use it without --pp.",
+    ),
+    Case(
         "spread_does_not_fit",
         BudgetError,
-        lambda: LayoutPlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
+        lambda: PipelinePlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
         "budget=100 bytes is too small for rank 1 of the pipeline, which needs the most: with the plan that needs the "
         "least its peak is 5.00 GiB (5368709120 bytes), with no region 6.00 GiB; 3.00 GiB of either are weights, "
         "gradients and optimizer state.\n"
@@ -3324,7 +3353,7 @@ CASES = [
     Case(
         "action_too_early",
         ArgumentError,
-        lambda: schedule_steps([Action(0, "F", 0), Action(0, "W", 0)]),
+        lambda: moments([Action(0, "F", 0), Action(0, "W", 0)]),
         "the schedule does 0W0 before 0I0, which it needs.\n"
         "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and then "
         "for its weights (W).",
@@ -3332,7 +3361,7 @@ CASES = [
     Case(
         "action_twice",
         ArgumentError,
-        lambda: schedule_steps([Action(0, "F", 0), Action(0, "B", 0), Action(0, "I", 0)]),
+        lambda: moments([Action(0, "F", 0), Action(0, "B", 0), Action(0, "I", 0)]),
         "the schedule does 0I0 after 0B0, which is the same work.\n"
         "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W.",
     ),

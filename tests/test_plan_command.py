@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute import Plan, apply, cli, make_plan
-from torch_recompute._models import PRESETS, batch_for, load
+from torch_recompute import Plan, apply, make_plan
+from torch_recompute.commands import cli
+from torch_recompute.commands.models import PRESETS, batch_for, load
 from torch_recompute.errors import ArgumentError
 
 LLAMA = {

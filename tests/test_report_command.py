@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import report_cases
-from torch_recompute import Plan, cli, simulate
+from torch_recompute import Plan, simulate
+from torch_recompute.commands import cli
 from zoo import mean_loss
 
 pytest.importorskip("rich")

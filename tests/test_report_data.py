@@ -10,9 +10,7 @@ import torch
 from report_cases import BY_HAND, INPUT, TO_HOST, clock, pair, seen
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
-from torch_recompute.report.data import LAYERS, Reported, collect, sampled
-from torch_recompute.report.placements import in_force
-from torch_recompute.report.timed import Clock
+from torch_recompute.commands.report_data import LAYERS, Clock, Reported, collect, in_force, sampled
 from torch_recompute.simulation import Moment
 from zoo import mean_loss
 

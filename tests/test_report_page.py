@@ -21,8 +21,8 @@ import torch
 
 from browser import Browser, find_browser, why_none
 from report_cases import BY_HAND, TO_HOST, pair, seen
+from torch_recompute.commands.report import render
 from torch_recompute.report import report
-from torch_recompute.report.page import render
 from zoo import mean_loss
 
 TITLE = 'a <b>step</b> & "more" </script><!-- $x'
@@ -95,7 +95,7 @@ def computed(data: dict[str, Any], expression: str) -> Any:
     program = node()
     if program is None:
         pytest.skip("there is no node on the path, and pyright[nodejs], which carries one, is not installed")
-    logic = files("torch_recompute.report").joinpath("logic.js").read_text(encoding="utf-8")
+    logic = files("torch_recompute.commands").joinpath("page", "logic.js").read_text(encoding="utf-8")
     script = f"{logic}\nconst DATA = {json.dumps(data)};\nconsole.log(JSON.stringify({expression}));"
     run = subprocess.run([program, "-"], input=script, capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 0, run.stderr

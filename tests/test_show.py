@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute import cli
-from torch_recompute._models import load
+from torch_recompute.commands import cli
+from torch_recompute.commands.models import load
+from torch_recompute.commands.show import labels_at
 from torch_recompute.errors import ArgumentError
 from torch_recompute.plan.units import find_units
-from torch_recompute.show import labels_at
 from zoo import LIBRARY, build
 
 INSTANCE = nn.Sequential(nn.Linear(2, 2))

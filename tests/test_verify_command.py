@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_recompute import Choice, Plan, cli, verify_command
-from torch_recompute._models import batch_for, filled, load
+from torch_recompute import Choice, Plan
+from torch_recompute.commands import cli, verify
+from torch_recompute.commands.models import batch_for, load, random_batch
 
 LLAMA = {
     "model_type": "llama",
@@ -63,7 +64,7 @@ def test_what_does_not_fit_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "llama3-405b is too large to run here: " in capsys.readouterr().err
     Path("config.json").write_text(json.dumps(LLAMA))
     weights = sum(p.numel() * p.element_size() for p in load("config.json").model.parameters())
-    monkeypatch.setattr(verify_command.task, "free_bytes", lambda model, device: 4 * weights)
+    monkeypatch.setattr(verify, "free_bytes", lambda model, device: 4 * weights)
     argv = ["verify", "config.json", "--plan", "good.json", "--quiet", "--device", "cpu", "--sequence", "64"]
     assert cli.main([*argv, "--batch", "64"]) == cli.TOO_SMALL
     error = capsys.readouterr().err
@@ -97,7 +98,7 @@ def test_batches_have_contents(name: str) -> None:
     pytest.importorskip("transformers")
     model = load(name).model
     planned = batch_for(model, name)
-    batch = filled(planned, model, "cpu")
+    batch = random_batch(planned, model, "cpu")
     for key, value in planned.items():
         if isinstance(value, torch.Tensor):
             assert (batch[key].shape, batch[key].dtype, batch[key].device.type) == (value.shape, value.dtype, "cpu")

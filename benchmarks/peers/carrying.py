@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from torch_recompute._face import Face
+from torch_recompute.commands.output import Output
 
 
 def carried_out(
@@ -35,10 +35,10 @@ def carried_out(
         The result.
     """
     config.check()
-    face = Face.of(args)
-    with face.progress(ticks(config)) as progress:
+    output = Output.of(args)
+    with output.progress(ticks(config)) as progress:
         seen = run(config, progress)
-    if face.plot is not None:
-        plot.draw(seen, face.plot)
-    face.give(seen.to_json, lambda: view().show(seen))
+    if output.plot is not None:
+        plot.draw(seen, output.plot)
+    output.give(seen.to_json, lambda _: view().show(seen))
     return seen

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import discard
 import frontier
 
-from torch_recompute import cli
+from torch_recompute.commands import cli
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,12 +1,15 @@
-"""Plain text for people: a table with aligned columns.
+"""Results as text: a table with aligned columns for people, a JSON document for programs.
 
 Every table that a report, a plan or a command prints without colours is made here, so that all look alike: two spaces
-between columns, nothing at the ends of lines.
+between columns, nothing at the ends of lines. Every document of a command begins with the same two keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
@@ -25,3 +28,23 @@ def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def document(command: str, schema_version: int, data: Mapping[str, Any]) -> str:
+    """The JSON document of a command's result.
+
+    Args:
+        command: Its name, as it is typed.
+        schema_version: Of its document: one more when a key goes or changes its meaning.
+        data: The rest, in order.
+    """
+    head = {"schema_version": schema_version, "command": command}
+    return json.dumps(_finite({**head, **data}), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -39,7 +39,7 @@ SWEEP = {
         {"name": "first", **SELECTIVE, "recompute_modules": ["0"]},
     ],
 }
-COMMAND = "import sys; from torch_recompute import cli; sys.exit(cli.main(sys.argv[1:]))"
+COMMAND = "import sys; from torch_recompute.commands import cli; sys.exit(cli.main(sys.argv[1:]))"
 
 
 def free_port() -> int:

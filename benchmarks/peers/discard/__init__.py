@@ -24,7 +24,7 @@ import torch
 from carrying import carried_out
 
 from torch_recompute import __version__
-from torch_recompute._face import FAILED, OK, Face, add_options, document
+from torch_recompute.commands.output import FAILED, OK, Output, add_options, document
 from torch_recompute.errors import ArgumentError
 
 from . import parity, plot, result
@@ -105,11 +105,11 @@ def _check(given: dict[str, Any], args: argparse.Namespace) -> int:
     small = dict(zip((name for name, _ in SIZES), parity.SIZE, strict=True))
     config = Config(**cast("dict[str, Any]", {"iters": parity.ITERS, **small, **given}))
     config.check()
-    face = Face.of(args)
-    with face.progress(parity.ticks(config)) as progress:
+    output = Output.of(args)
+    with output.progress(parity.ticks(config)) as progress:
         comparisons = compare(config, progress)
     passed = all(entry.passed for entry in comparisons)
-    face.give(lambda: _checked(config, comparisons, passed), lambda: _view().show_parity(comparisons))
+    output.give(lambda: _checked(config, comparisons, passed), lambda _: _view().show_parity(comparisons))
     return OK if passed else FAILED
 
 

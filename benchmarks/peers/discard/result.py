@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torch_recompute import __version__
-from torch_recompute._face import document
+from torch_recompute.commands.output import document
 
 from .blocks import DTYPES, Stack, layers
 from .config import Config

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from carrying import carried_out
 
-from torch_recompute._face import FAILED, OK, add_options
+from torch_recompute.commands.output import FAILED, OK, add_options
 
 from . import plot
 from .comparing import run, ticks

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from torch_recompute._face import new_console
+from torch_recompute.commands.output import new_console
 
 from .result import Between, Match, Point, Result
 
@@ -20,7 +20,7 @@ NOTHING = "–"
 
 def show(result: Result) -> None:
     """Print the tables."""
-    console = new_console()
+    console = new_console(highlight=True, soft_wrap=False)
     config = result.config
     console.print(
         f"\n{config.model}: {config.layers} layers, width {config.width}, {config.batch} x {config.tokens} tokens",

@@ -10,7 +10,6 @@ parts that are alike, as the layers of a stack, are one finding, with `*` where 
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from .. import errors
 from .._compat.compiling import NO_CUDA_GRAPH
+from .._text import document
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import Audit, AuditRow
@@ -102,15 +102,13 @@ class Report:
     def to_json(self) -> str:
         """All of it as JSON text, with `schema_version`."""
         data = {
-            "schema_version": SCHEMA_VERSION,
-            "command": "doctor",
             "model": self.model,
             "ok": self.ok,
             "findings": [asdict(finding) for finding in self.findings],
             "looked_for": self.looked_for,
             "not_looked_for": dict(self.not_looked_for),
         }
-        return json.dumps(data, indent=1, allow_nan=False)
+        return document("doctor", SCHEMA_VERSION, data)
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.summary()}"]

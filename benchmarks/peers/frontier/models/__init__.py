@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_recompute.bench.models import HEAD, Shape
-from torch_recompute.bench.models import MODELS as DECODERS
-from torch_recompute.bench.models.decoder import text
+from torch_recompute.commands.small_models import HEAD, Shape, text
+from torch_recompute.commands.small_models import MODELS as DECODERS
 
 from .convnext import ConvNeXt, pictures
 from .encoder_decoder import EncoderDecoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_recompute.bench.models.layers import VOCABULARY, Attention, Block, mlp
+from torch_recompute.commands.small_models import VOCABULARY, Attention, Block, mlp
 
 
 class Reading(nn.Module):

@@ -1,0 +1,972 @@
+"""`torch-recompute bench run MODEL`: what settings of recomputation cost and save in training, beside an empty control.
+
+The published comparisons of recompute settings had no control, one figure to reach, and one run each; an out-of-memory
+error ended them. Here a workload and a list of settings are data, from options or from a file (`--sweep`). The control
+and every setting take turns in rounds, each trial in a process of its own (`trials.py`); a setting with a budget is
+planned first, once, so that all its rounds run the same plan. A setting that ended in any way but well is not run
+again: memory that is short in one round is short in the next. Trials are kept in a file of JSON lines, so that a sweep
+can go on another time. torchrun may start the command once per rank.
+
+A setting's time is the median over rounds of the median step, on the slowest rank; its memory the most of any rank in
+any round. Three questions are kept apart: whether it ran (OOM, and what else may happen), whether it trains the same
+(MISMATCH), and whether it has become slower than it was (PERF REGRESSION), which only a golden figure can say. What it
+costs beside the control is shown, and is no reason to fail: recomputing takes time. Losses are compared with those of
+the control's first round on the same rank; where the control did not finish, with those of the first setting that did.
+
+Exit codes: 0 all OK; 1 a regression, a mismatch, a trial that ran out of memory or failed; 2 what cannot be asked, or a
+setting that this model does not take; 3 a budget that no plan fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from .. import RecomputeConfig, __version__, errors
+from ..plan.budget import read_budget
+from ..plan.settings import BLOCK_FLAG, GRANULARITY_FLAG, add_others_to, content_of
+from .models import DTYPES, OPTIMIZERS, PRESETS
+from .output import (
+    GIB,
+    MIB,
+    Output,
+    add_options,
+    check_folder,
+    document,
+    new_command,
+    read_plan,
+    reason,
+    write_text,
+    writing,
+)
+from .trials import (
+    DEVICES,
+    DONE,
+    FAILED,
+    MISMATCH,
+    NO_PLAN,
+    OUT,
+    REFUSED,
+    SMALL,
+    STOPPED,
+    Launcher,
+    Ranks,
+    Record,
+    Setting,
+    Task,
+    Workload,
+    check_capacity,
+    hashed,
+    name_of_cpu,
+    ranks_of_environment,
+    whole_number,
+    worst,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+SCHEMA_VERSION = 1
+UNITS = ((GIB, "GiB"), (MIB, "MiB"))
+NOTHING = "–"
+NAME_OF_CONTROL = "control"
+CONTROL = Setting(NAME_OF_CONTROL)
+ASKED = "setting"
+"""The name of what the command line asks for."""
+OK, REGRESSION = "OK", "PERF REGRESSION"
+TOLERANCES: Mapping[str, Mapping[str | None, float]] = {
+    "cpu": {},
+    "cuda": {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2, None: 1e-2},
+}
+PLANNING = -1
+"""The number of the round in which plans are made."""
+GOLDEN = {"schema_version": 1, "what": "golden figures of torch-recompute bench run"}
+"""What a file of golden figures begins with."""
+OPTIONS = (
+    *("model", "batch", "sequence", "dtype", "optimizer", "device"),
+    *("steps", "warmup", "rounds", "capacity", "threshold"),
+)
+"""What a file of experiments may say at its top."""
+
+Trials = Mapping[str, Sequence[Sequence[Record]]]
+"""By name: the rounds of a setting, each with a record per rank."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A comparison: the control comes first among `settings`, and `threshold` is in percent."""
+
+    workload: Workload
+    settings: tuple[Setting, ...] = (CONTROL,)
+    steps: int = 5
+    warmup: int = 2
+    rounds: int = 3
+    capacity: int | None = None
+    threshold: float = 5.0
+
+    def check(self) -> None:
+        """Refuses what cannot run, and says what would."""
+        self.workload.check()
+        for name in ("steps", "rounds"):
+            whole_number(f"--{name}", getattr(self, name))
+        whole_number("--warmup", self.warmup, least=0)
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)) or self.threshold < 0:
+            raise errors.ArgumentError(
+                f"--threshold is {self.threshold}; expected a number of percent, 0 or more, without a sign. Write for "
+                "example --threshold 5"
+            )
+
+    @property
+    def tolerance(self) -> float:
+        """How far a loss may be from the control's, relative to it; on a CPU every bit counts."""
+        return TOLERANCES[self.workload.device].get(self.workload.dtype, 0.0)
+
+    def key(self, setting: Setting, ranks: int) -> str:
+        """The same for what can stand in for a trial that has been run already."""
+        asked = [asdict(self.workload), setting.key, self.steps, self.warmup, self.capacity]
+        return hashed([*asked, ranks, torch.__version__, __version__, name_of_cpu()])
+
+
+def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:
+    """The options and the settings of a file of experiments, YAML or JSON.
+
+        model: gpt-tiny
+        rounds: 3
+        experiments:
+          - {name: every layer, recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}
+          - {name: half the activations, budget: 50%}
+          - {name: by hand, plan: plan.json}
+
+    Keys at the top are the command's options, and an option on the command line wins. The fields of an experiment are
+    those of `RecomputeConfig`, or `budget`, or `plan`, a path seen from the file's folder. The control is always there
+    and has no entry. A key that means nothing is refused, unlike in a training configuration, which holds much else.
+
+    Raises:
+        ArgumentError: It cannot be read, or says something that means nothing.
+    """
+    try:
+        content = dict(content_of(path))
+    except OSError as error:
+        raise errors.ArgumentError(
+            f"--sweep is {path!s}: {reason(error)}. Write the path of a file that is there, and that may be read."
+        ) from error
+    experiments: Any = content.pop("experiments", None)
+    _check_keys(str(path), content, (*OPTIONS, "experiments"))
+    if not isinstance(experiments, list) or not experiments:
+        has = "has no experiments" if experiments is None else f"has experiments: {experiments!r}"
+        raise errors.ArgumentError(
+            f"--sweep is {path}, which {has}; expected a list. Write for example:\n"
+            "      experiments:\n"
+            "        - name: every layer\n"
+            "          recompute_granularity: full\n"
+            "          recompute_method: uniform\n"
+            "          recompute_num_layers: 1"
+        )
+    settings: list[Setting] = []
+    taken = {NAME_OF_CONTROL: "the control's own"}
+    for number, entry in enumerate(cast("list[Any]", experiments), 1):
+        where = f"{path}, experiment {number}"
+        setting = _experiment(path, where, entry)
+        if setting.name in taken:
+            raise _bad_experiment(where, f"its name is {setting.name!r}, {taken[setting.name]}")
+        taken[setting.name] = "that of another experiment"
+        settings.append(setting)
+    return content, settings
+
+
+def _bad_experiment(where: str, why: str) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        f"{where}: {why}. An experiment has a name of its own, and the fields of RecomputeConfig, or budget, or plan. "
+        "The control, which recomputes nothing, is always there and has no entry."
+    )
+
+
+def _experiment(path: Path, where: str, entry: Any) -> Setting:
+    if not isinstance(entry, Mapping):
+        raise _bad_experiment(where, f"it is {entry!r}")
+    fields = {str(key): value for key, value in cast("Mapping[Any, Any]", entry).items()}
+    name = fields.pop("name", None)
+    if not isinstance(name, str) or not name:
+        raise _bad_experiment(where, "it has no name" if name is None else f"its name is {name!r}")
+    _check_keys(where, fields, (*RecomputeConfig.names(), "name", "budget", "plan"))
+    if not fields:
+        raise _bad_experiment(where, "it says nothing but its name")
+    budget, plan = fields.pop("budget", None), fields.pop("plan", None)
+    return setting_of(name, fields, budget, None if plan is None else path.parent / str(plan), f"{path}: {name}")
+
+
+def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path | None, where: str = "") -> Setting:
+    """A setting, if it says one thing and what it says can be.
+
+    Raises:
+        ArgumentError: It does not.
+    """
+    place = f"{where}: " if where else ""
+    given = [word for word, value in (("budget", budget), ("plan", plan)) if value is not None]
+    given += [next(iter(fields))] if fields else []
+    if len(given) > 1:
+        raise errors.ArgumentError(
+            f"{place}{given[0]} and {given[1]} both say what is recomputed. Leave one of them out: the recompute "
+            "fields, budget and plan exclude each other."
+        )
+    if budget is not None:
+        read_budget(budget)
+        return Setting(name, budget=str(budget))
+    if plan is not None:
+        return Setting(name, plan=read_plan(plan, f"{where}: plan" if where else "--plan").to_json())
+    try:
+        return Setting(name, RecomputeConfig.from_dict(fields).to_dict())
+    except errors.ArgumentError as error:
+        raise errors.ArgumentError(f"{place}{error}") from None
+
+
+def _check_keys(where: str, keys: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in keys:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, 1, 0.0)[0]
+            raise errors.ArgumentError(
+                f"{where}: {key!r} is not known, so it would have no effect; the nearest is {nearest!r}. Write "
+                f"{nearest}:"
+            )
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a step of a setting took on the slowest rank; `tflops` is None where FLOPs could not be counted."""
+
+    name: str
+    step_seconds: float
+    tflops: float | None
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Golden figures: what a step took when it was good, by the settings' keys, in a file to compare with.
+
+    They are of one workload on one kind of device; those of another are refused, because the comparison would say
+    nothing. A setting is compared with its own figure, found by what it says and not by its name. One that has none is
+    compared with the control's, as the published harness compares everything with one figure per workload.
+    """
+
+    workload: Workload
+    ranks: int
+    device: str
+    parameters: int
+    figures: Mapping[str, Figure]
+    torch: str = torch.__version__
+    source: str = ""
+
+    @staticmethod
+    def read(path: Path) -> Golden:
+        """The figures of a file.
+
+        Raises:
+            ArgumentError: It cannot be read, or holds something else.
+        """
+        try:
+            data: Any = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or any(cast("Any", data).pop(key, None) != GOLDEN[key] for key in GOLDEN):
+                raise ValueError(f"no {GOLDEN['what']}, version {GOLDEN['schema_version']}")
+            figures = {key: Figure(**value) for key, value in data.pop("figures").items()}
+            return Golden(Workload(**data.pop("workload")), figures=figures, source=str(path), **data)
+        except OSError as error:
+            why = reason(error)
+        except (KeyError, TypeError, AttributeError) as error:
+            why = f"a field is missing or unknown: {error}"
+        except ValueError as error:
+            why = f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise errors.ArgumentError(
+            f"--golden is {path}: {why}. Write the path of a file that --save-golden has written, on the same kind of "
+            "device."
+        )
+
+    def write(self, path: Path) -> None:
+        """Writes them to a file, which `read` reads."""
+        data = {**GOLDEN, **asdict(self)}
+        del data["source"]
+        write_text("--save-golden", path, json.dumps(data, indent=1) + "\n")
+
+    def of(self, setting: Setting) -> Figure:
+        """The figure that a setting is compared with.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        found = self.figures.get(setting.key) or self.figures.get(CONTROL.key)
+        if found is None:
+            others = ", ".join(repr(figure.name) for figure in self.figures.values()) or "nothing"
+            raise errors.ArgumentError(
+                f"{self.source} has no figure for {setting.name!r} and none for the control, only for {others}. "
+                "Run it once with --save-golden, or leave --golden out."
+            )
+        return found
+
+    def check(self, theirs: Mapping[str, object], ours: Mapping[str, object]) -> None:
+        """Refuses figures that are of something else than this run.
+
+        Raises:
+            ArgumentError: They are.
+        """
+        for what, value in theirs.items():
+            if value != ours[what]:
+                raise errors.ArgumentError(
+                    f"the figures in {self.source} are of another {what}: {value}, here {ours[what]}. A comparison "
+                    "would say nothing. Write figures of your own with --save-golden, or leave --golden out."
+                )
+
+    def check_workload(self, workload: Workload, ranks: int) -> None:
+        """Refuses figures of another workload, or of more or fewer ranks."""
+        self.check({**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks})
+
+    def check_machine(self, device: str, parameters: int) -> None:
+        """Refuses figures of another device, or of a model that is called the same."""
+        what = ("device", "number of parameters")
+        self.check(
+            dict(zip(what, (self.device, self.parameters), strict=True)),
+            dict(zip(what, (device, parameters), strict=True)),
+        )
+
+
+class Journal:
+    """The trials that have been run already, one JSON object a line; without a path nothing is kept.
+
+    A line is written when a trial ends, whatever its end was. Lines are found by the key of what was asked, so a file
+    may hold several sweeps, and a setting that was changed is run again. A last line that is cut off is left out; a
+    trial that failed or was refused is run again, because what was wrong may have been mended.
+    """
+
+    def __init__(self, path: Path | None, *, fresh: bool = False) -> None:
+        self._path = path
+        self._known: dict[tuple[str, int], list[Record]] = {}
+        if path is None:
+            return
+        with writing("--results", path):
+            if fresh:
+                path.unlink(missing_ok=True)
+            with path.open("a+", encoding="utf-8") as file:
+                file.seek(0)
+                lines = file.read().split("\n")
+                if lines[-1]:
+                    file.write("\n")  # what was cut off stays a line of its own
+        for number, line in enumerate(lines, 1):
+            self._read(line, number, last=number == len(lines))
+
+    def _read(self, line: str, number: int, *, last: bool) -> None:
+        if not line.strip():
+            return
+        try:
+            data: Any = json.loads(line)
+            if data["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema_version is {data['schema_version']}")
+            self._known[data["key"], data["round"]] = [Record(**record) for record in data["ranks"]]
+        except (ValueError, KeyError, TypeError) as error:
+            cut_off = line.startswith('{"schema_version"') and not line.endswith("}")
+            if not last and not cut_off:
+                raise errors.ArgumentError(
+                    f"--results is {self._path!s}, whose line {number} is no result of bench run ({error!s}). Write "
+                    "the path of another file, or --fresh to begin this one anew."
+                ) from None
+
+    def get(self, key: str, number: int) -> list[Record] | None:
+        """The records of a trial that came to an end of its own; None if it has to be run."""
+        records = self._known.get((key, number))
+        if records is None or any(record.status in (FAILED, REFUSED, STOPPED) for record in records):
+            return None
+        return records
+
+    def add(self, key: str, name: str, number: int, records: Sequence[Record]) -> None:
+        """Writes a trial down."""
+        if self._path is None:
+            return
+        ranks = [asdict(record) for record in records]
+        data = {"schema_version": SCHEMA_VERSION, "key": key, "name": name, "round": number, "ranks": ranks}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(data) + "\n")
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """One rank of a setting: how its worst trial ended, its median step, and the most bytes of any trial."""
+
+    rank: int
+    status: str
+    step_seconds: float | None
+    tflops: float | None
+    per_second: float | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+
+    @staticmethod
+    def of(rank: int, records: Sequence[Record]) -> OnRank:
+        """The figures that follow from a rank's records."""
+        medians = [statistics.median(record.seconds) for record in records if record.seconds]
+        seconds = statistics.median(medians) if medians else None
+        flops, items = records[0].flops, records[0].items
+        return OnRank(
+            rank,
+            worst(records).status,
+            seconds,
+            flops / seconds / 1e12 if flops and seconds else None,
+            items / seconds if seconds else None,
+            _over(max, (record.allocated_bytes for record in records)),
+            _over(max, (record.reserved_bytes for record in records)),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting.
+
+    Attributes:
+        name: What the user calls it.
+        setting: What it says.
+        result: `OK`, `REGRESSION`, `MISMATCH`, or how it ended.
+        detail: Why, unless it is OK.
+        ranks: Each rank's figures.
+        golden: The figure that it was compared with.
+        change_percent: How much more TFLOP/s than that figure.
+        control_time_percent: How much longer a step takes than the control's.
+        control_memory_percent: How much more bytes are allocated than by the control.
+        replay_percent: Replayed FLOPs in percent of the model's.
+        replay_flops: Of a step, on rank 0.
+        flops: The model's, of a step, on rank 0.
+        uncounted: Why there are no FLOPs.
+        unit: What `per_second` counts.
+        regions: Of its plan.
+        predicted_peak_bytes: Of its plan, where one was made for a budget.
+        compared_with: The name of the setting whose losses its own were compared with.
+    """
+
+    name: str
+    setting: str
+    result: str
+    detail: str
+    ranks: Sequence[OnRank]
+    golden: Figure | None = None
+    change_percent: float | None = None
+    control_time_percent: float | None = None
+    control_memory_percent: float | None = None
+    replay_percent: float | None = None
+    replay_flops: int | None = None
+    flops: int | None = None
+    uncounted: str = ""
+    unit: str = "tokens"
+    regions: int = 0
+    predicted_peak_bytes: int | None = None
+    compared_with: str | None = None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the slowest rank."""
+        return _over(max, (rank.step_seconds for rank in self.ranks))
+
+    @property
+    def tflops(self) -> float | None:
+        """Per second and device, on the slowest rank."""
+        return _over(min, (rank.tflops for rank in self.ranks))
+
+    @property
+    def per_second(self) -> float | None:
+        """Tokens or samples of all ranks."""
+        return _over(sum, (rank.per_second for rank in self.ranks))
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """The most of any rank."""
+        return _over(max, (rank.allocated_bytes for rank in self.ranks))
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most of any rank."""
+        return _over(max, (rank.reserved_bytes for rank in self.ranks))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a comparison showed, one row per setting, the control first.
+
+    `noise_percent` is how far the rounds of the control, or else of the first setting that ran, are apart; `taken` is
+    how many trials were taken from the file of results instead of run.
+    """
+
+    config: Config
+    rows: Sequence[Row]
+    device: str
+    parameters: int
+    noise_percent: float | None
+    golden: Golden | None = None
+    taken: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """2 where a setting was refused, 1 where one failed in any other way, 3 where a budget has no plan, else 0.
+
+        The control may run out of memory: that is what the others are there for.
+        """
+        alone = len(self.rows) == 1 or self.rows[0].result != OUT
+        results = {row.result for row in (self.rows if alone else self.rows[1:])} - {OK}
+        if REFUSED in results:
+            return 2
+        if results - {NO_PLAN}:
+            return 1
+        return 3 if results else 0
+
+    @property
+    def how(self) -> dict[str, str]:
+        """How each kind of figure was obtained."""
+        config = self.config
+        cuda = config.workload.device == "cuda"
+        tolerance = config.tolerance
+        rounds = "one round" if config.rounds == 1 else f"{config.rounds} rounds"
+        return {
+            "time": f"median of {config.steps} steps after {config.warmup}, and of {rounds} in which all settings take "
+            "turns, each in a fresh process",
+            "TFLOP/s": "the model's matrix products, replays left out, per device; by PyTorch's formulas"
+            + ("" if cuda else ", which know no attention kernel of a CPU"),
+            "allocated": f"{'by the allocator' if cuda else 'by tensors alive'}, at the peak of a step",
+            "reserved": f"taken from the {'driver by the allocator' if cuda else 'system, beyond what libraries take'}",
+            "more": "than the control, in percent; replay: FLOPs in percent of the model's",
+            "losses": f"equal within {tolerance:g} of each" if tolerance else "equal to the last bit",
+        }
+
+    def as_data(self) -> dict[str, Any]:
+        """Ready for JSON; bytes and FLOPs are integers."""
+        figures = ("step_seconds", "tflops", "per_second", "allocated_bytes", "reserved_bytes")
+        return {
+            "torch_recompute": __version__,
+            "torch": torch.__version__,
+            "device": self.device,
+            "parameters": self.parameters,
+            "config": asdict(self.config),
+            "how": self.how,
+            "noise_percent": self.noise_percent,
+            "golden": None if self.golden is None else {"file": self.golden.source, "torch": self.golden.torch},
+            "taken_from_results": self.taken,
+            "exit_code": self.exit_code,
+            "rows": [{**asdict(row), **{name: getattr(row, name) for name in figures}} for row in self.rows],
+        }
+
+    def to_golden(self) -> Golden:
+        """Its figures, to compare with later; those of settings that are OK or have become slower."""
+        figures: dict[str, Figure] = {}
+        for row, setting in zip(self.rows, self.config.settings, strict=True):
+            if row.result in (OK, REGRESSION) and row.step_seconds is not None:
+                figures[setting.key] = Figure(row.name, row.step_seconds, row.tflops)
+        ranks = len(self.rows[0].ranks)
+        return Golden(self.config.workload, ranks, self.device, self.parameters, figures)
+
+
+def judged(config: Config, trials: Trials, golden: Golden | None, taken: int) -> Result:
+    """The result that follows from the trials."""
+    finished = [setting for setting in config.settings if _ended(trials[setting.name]).status == DONE]
+    reference = finished[0] if finished else CONTROL
+    rows = [_row(config, setting, trials, reference, golden) for setting in config.settings]
+    steps = [
+        max(statistics.median(record.seconds) for record in records)
+        for records in (trials[reference.name] if finished else ())
+    ]
+    noise = 100 * (max(steps) / min(steps) - 1) if len(steps) > 1 else None
+
+    def more(row: Row, figure: str) -> float | None:
+        value, than = getattr(row, figure), getattr(rows[0], figure)
+        return None if value is None or not than else 100 * (value / than - 1)
+
+    rows = [
+        replace(
+            row,
+            control_time_percent=more(row, "step_seconds"),
+            control_memory_percent=more(row, "allocated_bytes"),
+        )
+        for row in rows
+    ]
+    known = [record for rounds in trials.values() for records in rounds for record in records]
+    device = next((record.device for record in known if record.device), "")
+    return Result(config, rows, device, max(record.parameters for record in known), noise, golden, taken)
+
+
+def _ended(rounds: Sequence[Sequence[Record]]) -> Record:
+    return worst([record for records in rounds for record in records])
+
+
+def _row(config: Config, setting: Setting, trials: Trials, reference: Setting, golden: Golden | None) -> Row:
+    rounds = trials[setting.name]
+    end, first = _ended(rounds), rounds[0][0]
+    counted = first.flops
+    row = Row(
+        name=setting.name,
+        setting=setting.words,
+        result=end.status,
+        detail=end.detail,
+        ranks=[OnRank.of(rank, [records[rank] for records in rounds]) for rank in range(len(rounds[0]))],
+        flops=counted,
+        replay_flops=first.replay_flops,
+        replay_percent=100 * (first.replay_flops or 0) / counted if counted else None,
+        uncounted=first.uncounted,
+        unit=first.unit,
+        regions=first.regions,
+        predicted_peak_bytes=first.predicted_peak_bytes,
+    )
+    if end.status != DONE:
+        return row
+    differs = _difference(config, rounds, trials[reference.name][0], reference.name)
+    figure = golden.of(setting) if golden is not None else None
+    assert row.step_seconds is not None
+    change = None if figure is None else 100 * (figure.step_seconds / row.step_seconds - 1)
+    result, detail = OK, ""
+    if differs:
+        result, detail = MISMATCH, differs
+    elif figure is not None and change is not None and change < -config.threshold:
+        result = REGRESSION
+        detail = f"{-change:.1f} % below the golden figure of {figure.name}; allowed are {config.threshold:g} %"
+    return replace(
+        row, result=result, detail=detail, golden=figure, change_percent=change, compared_with=reference.name
+    )
+
+
+def _difference(config: Config, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
+    """Where losses first differ, in words; empty where they do not."""
+    for number, records in enumerate(rounds, 1):
+        for rank, (record, reference) in enumerate(zip(records, wanted, strict=True)):
+            for step, (ours, theirs) in enumerate(zip(record.losses, reference.losses, strict=True), 1):
+                a, b = float.fromhex(ours), float.fromhex(theirs)
+                if ours != theirs and not abs(a - b) <= config.tolerance * abs(b):
+                    where = f"round {number}, rank {rank}, step {step}"
+                    return f"{where}: the loss is {a!r} ({ours}), that of {name} {b!r} ({theirs})"
+    return ""
+
+
+def _over(choose: Any, values: Any) -> Any:
+    """The chosen one of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return choose(known) if known else None
+
+
+def ticks(config: Config) -> int:
+    """How often `run` reports progress."""
+    return len(config.settings) * config.rounds + sum(setting.budget is not None for setting in config.settings)
+
+
+def run(
+    config: Config,
+    *,
+    journal: Journal,
+    ranks: Ranks,
+    golden: Golden | None = None,
+    progress: Callable[[str], object] = lambda _: None,
+) -> Result:
+    """Compares all settings with the control.
+
+    Args:
+        config: What is asked for.
+        journal: What has been run already.
+        ranks: Those that run it together.
+        golden: Figures to compare with.
+        progress: Called after each of the `ticks(config)` pieces of work, with a word on it.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        ArgumentError: The workload cannot be run at all, or the golden figures are of something else.
+    """
+    taken = 0
+
+    def records_of(setting: Setting, number: int) -> list[Record]:
+        """What the ranks say of a trial; what rank 0 has in its file is not run again."""
+        nonlocal taken
+        key = config.key(setting, ranks.count)
+        known = json.loads(
+            ranks.shared(lambda: json.dumps([asdict(record) for record in journal.get(key, number) or ()]))
+        )
+        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {config.rounds}")
+        if known:
+            taken += 1
+            progress(f"{where}: known from the results")
+            return [Record(**record) for record in known]
+        task = Task(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
+        records = ranks.run(launcher, task)
+        journal.add(key, setting.name, number, records)
+        progress(f"{where}: {worst(records).status}")
+        return records
+
+    trials: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
+    settings = list(config.settings)
+    with Launcher() as launcher:
+        for number in range(config.rounds):
+            for place, setting in enumerate(settings):
+                rounds = trials[setting.name]
+                if number == 0 and setting.budget is not None:
+                    records = records_of(setting, PLANNING)
+                    if worst(records).status != DONE:
+                        rounds.append(records)  # no plan fits: its first and last round
+                    settings[place] = setting = replace(setting, plan=records[0].plan)
+                if rounds and worst(rounds[-1]).status != DONE:
+                    progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
+                    continue
+                records = records_of(setting, number)
+                rounds.append(records)
+                if place == 0 and worst(records).status == REFUSED:
+                    raise errors.ArgumentError(worst(records).detail)
+                if golden is not None and worst(records).status == DONE:
+                    golden.check_machine(records[0].device, records[0].parameters)
+    return judged(config, trials, golden, taken)
+
+
+def add_command(commands: Any) -> None:
+    """Describes `torch-recompute bench run` to the command line."""
+    benchmarks = new_command(commands, "bench", "measure what recomputation saves and costs")
+    parser = new_command(
+        benchmarks.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True),
+        "run",
+        "train a model with settings of recomputation, beside a control: TFLOP/s, memory, losses, golden figures",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=f"{' or '.join(SMALL)}; or what torch-recompute plan takes: one of {', '.join(PRESETS)}, a config.json, "
+        "or pkg.module:name of a function that returns (model, batch)",
+    )
+    parser.add_argument("--sweep", type=Path, metavar="FILE.yaml", help="a list of experiments, see docs/bench-run.md")
+    parser.add_argument("--budget", metavar="BYTES", help='plan for a peak, as 24GiB; or for a share, as "40%%"')
+    parser.add_argument("--plan", type=Path, metavar="FILE.json", help="apply this plan, of torch-recompute plan")
+    for name, about in (
+        ("batch", "sequences or pictures in a step, on each rank (1; of the tiny models 4)"),
+        ("sequence", "tokens in a sequence (the model's, at most 4096)"),
+        ("steps", f"timed steps of each process ({Config.steps})"),
+        ("warmup", f"steps before these ({Config.warmup})"),
+        ("rounds", f"processes of each setting, all settings taking turns ({Config.rounds})"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=about)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (the model's own)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help=f"({Workload.optimizer})")
+    parser.add_argument("--device", choices=DEVICES, help="(cuda where there is one)")
+    parser.add_argument(
+        "--capacity", metavar="BYTES", help="what a process may take for the step, as 2GiB: a device of that size"
+    )
+    parser.add_argument("--golden", type=Path, metavar="FILE.json", help="compare with these figures")
+    parser.add_argument("--save-golden", type=Path, metavar="FILE.json", help="write figures to compare with later")
+    parser.add_argument(
+        "--threshold", type=float, metavar="PERCENT", help=f"below the golden figure allowed ({Config.threshold:g})"
+    )
+    parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
+    parser.add_argument("--fresh", action="store_true", help="begin the file of results anew")
+    RecomputeConfig.add_arguments(parser)
+    add_others_to(parser, RecomputeConfig.names())
+    add_options(parser, command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Runs `torch-recompute bench run`; the exit code says whether all is well."""
+    config, results = _asked(args)
+    config.check()
+    check_capacity(config.capacity, config.workload.device)
+    if config.workload.device == "cuda" and not torch.cuda.is_available():
+        raise errors.ArgumentError(
+            f"--device is cuda, but torch {torch.__version__} sees no such device here. Write --device cpu"
+        )
+    path: Path | None = args.save_golden
+    if path is not None:
+        check_folder("--save-golden", path)
+    output = Output.of(args)
+    ranks = ranks_of_environment()
+    golden = None
+    if args.golden is not None:
+        golden = Golden.read(args.golden)
+        golden.check_workload(config.workload, ranks.count)
+        for setting in config.settings:
+            golden.of(setting)
+    first = ranks.rank == 0
+    journal = Journal(results if first else None, fresh=args.fresh)
+    with replace(output, quiet=output.quiet or not first).progress(ticks(config)) as progress:
+        seen = run(config, journal=journal, ranks=ranks, golden=golden, progress=progress)
+    ranks.leave()
+    if first:
+        saved = seen.to_golden()
+        if path is not None and saved.figures:
+            saved.write(path)
+        output.give(
+            lambda: document("bench run", SCHEMA_VERSION, seen.as_data()),
+            lambda console: _print(console, seen, saved, path),
+        )
+    return seen.exit_code
+
+
+def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
+    """The comparison that a command line asks for, and where its trials are kept."""
+    names = (*RecomputeConfig.names(), GRANULARITY_FLAG, BLOCK_FLAG)
+    fields = RecomputeConfig.from_args(argparse.Namespace(**{name: getattr(args, name) for name in names})).to_dict()
+    results, options = args.results, dict[str, Any]()
+    settings = [CONTROL]
+    if args.sweep is not None:
+        given = [option for option, value in (("--budget", args.budget), ("--plan", args.plan)) if value is not None]
+        given += [f"--{name}" for name in fields]
+        if given:
+            raise errors.ArgumentError(
+                f"{given[0]} says what is recomputed, and so does the file of --sweep. Make it an experiment in the "
+                "file, or leave --sweep out."
+            )
+        options, found = read_sweep(args.sweep)
+        settings += found
+        results = results or args.sweep.with_suffix(".results.jsonl")
+    elif fields or args.budget is not None or args.plan is not None:
+        settings.append(setting_of(ASKED, fields, args.budget, args.plan))
+    if args.fresh and results is None:
+        raise errors.ArgumentError(errors.goes_with("--fresh", "--results"))
+    if args.threshold is not None and args.golden is None:
+        raise errors.ArgumentError(errors.goes_with("--threshold", "--golden"))
+    options.update({name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
+    if options.get("model") is None:
+        raise errors.ArgumentError(
+            "bench run needs a MODEL: on the command line, or as model: in the file of --sweep. Write for example "
+            "torch-recompute bench run gpt-tiny"
+        )
+    options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+    if options.get("capacity") is not None:
+        capacity = read_budget(options["capacity"]).bytes
+        if capacity is None:
+            raise errors.ArgumentError(
+                f"--capacity is {options['capacity']}; expected the bytes that there are. Write for example "
+                "--capacity 2GiB"
+            )
+        options["capacity"] = capacity
+    workload = {name: options.pop(name) for name in Workload.__dataclass_fields__ if name in options}
+    return Config(Workload(**workload), tuple(settings), **options), results
+
+
+def _print(console: Console, result: Result, saved: Golden, path: Path | None) -> None:
+    """The tables, the verdicts, and which golden figures were written to `path`."""
+    console.print(
+        f"{result.config.workload.model}, {result.parameters:,} parameters, on {result.device}",
+        style="bold",
+        markup=False,
+    )
+    unit = _unit(result)
+    console.print(_settings(result, *unit))
+    if len(result.rows[0].ranks) > 1:
+        console.print(_ranks(result, *unit))
+    for line in notes(result):
+        console.print(line, markup=False)
+    for row in result.rows:
+        if row.result != OK:
+            console.print(f"{row.result}: {row.name}: {row.detail}", style="bold red", markup=False)
+    if path is not None:
+        names = "; ".join(figure.name for figure in saved.figures.values())
+        said = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
+        console.print(said, markup=False)
+    for label, text in result.how.items():
+        console.print(f"{label[0].upper()}{label[1:]}: {text}.", style="dim", markup=False)
+
+
+def notes(result: Result) -> list[str]:
+    """What has to be known to read the table."""
+    said: list[str] = []
+    if result.taken:
+        said.append(f"{result.taken} trials were taken from the file of results; --fresh runs them anew.")
+    if result.noise_percent is not None:
+        said.append(f"Noise: rounds of one setting lie up to {result.noise_percent:.1f} % apart.")
+        if result.golden is not None and result.noise_percent > result.config.threshold:
+            said.append("That is more than the threshold, so a regression may be noise: take more --rounds.")
+    golden = result.golden
+    if golden is not None:
+        said.append(f"Golden: {golden.source}, with torch {golden.torch}.")
+        others = [row.name for row in result.rows if row.golden is not None and row.golden.name != row.name]
+        if others:
+            said.append(f"Compared with a golden figure of another name: {', '.join(others)}.")
+    compared = [row.compared_with for row in result.rows if row.compared_with not in (None, result.rows[0].name)]
+    if compared:
+        which = f"losses are compared with those of {compared[0]}" if compared[1:] else "no losses could be compared"
+        said.append(f"The control did not finish, so {which}.")
+    said += [f"FLOPs of {row.name} are not counted: {row.uncounted}" for row in result.rows if row.uncounted]
+    return said
+
+
+def _settings(result: Result, size: int, unit: str) -> Table:
+    """The table of settings; the column of golden figures only where there are any."""
+    per = result.rows[0].unit
+    titles = ("", "TFLOP/s", "vs\ngolden", f"{per}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}")
+    titles += ("more\nmemory", "more\ntime", "replay", "result")
+    rows = [titles, *(_cells(row, size, beside=row is not result.rows[0]) for row in result.rows)]
+    shown = [number for number in range(len(titles)) if number != titles.index("vs\ngolden") or result.golden]
+    table = _table(*(titles[number] for number in shown))
+    for cells in rows[1:]:
+        table.add_row(*(cells[number] for number in shown))
+    return table
+
+
+def _cells(row: Row, size: int, *, beside: bool) -> tuple[str | Text, ...]:
+    from rich.text import Text
+
+    return (
+        Text(row.name),
+        _flops(row.tflops),
+        _percent(row.change_percent),
+        NOTHING if row.per_second is None else f"{row.per_second:,.0f}",
+        _bytes(row.allocated_bytes, size),
+        _bytes(row.reserved_bytes, size),
+        _percent(row.control_memory_percent if beside else None),
+        _percent(row.control_time_percent if beside else None),
+        NOTHING if row.replay_percent is None else f"{row.replay_percent:.1f}%",
+        Text(row.result, style="green" if row.result == OK else "bold red"),
+    )
+
+
+def _ranks(result: Result, size: int, unit: str) -> Table:
+    from rich.text import Text
+
+    per = result.rows[0].unit
+    table = _table("", "rank", "TFLOP/s", f"{per}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}", "result")
+    for row in result.rows:
+        for rank in row.ranks:
+            table.add_row(
+                Text(row.name),
+                str(rank.rank),
+                _flops(rank.tflops),
+                NOTHING if rank.per_second is None else f"{rank.per_second:,.0f}",
+                _bytes(rank.allocated_bytes, size),
+                _bytes(rank.reserved_bytes, size),
+                rank.status,
+            )
+    return table
+
+
+def _table(*titles: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in titles:
+        words = title in ("", "result")
+        least = {"": 9, "result": 10}.get(title)
+        table.add_column(
+            title, justify="left" if words else "right", no_wrap=not words, overflow="fold", min_width=least
+        )
+    return table
+
+
+def _unit(result: Result) -> tuple[int, str]:
+    """What bytes are counted in, so that the largest has at least two digits before the point."""
+    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
+    return next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
+
+
+def _bytes(count: int | None, size: int) -> str:
+    return NOTHING if count is None else f"{count / size:,.1f}"
+
+
+def _flops(tflops: float | None) -> str:
+    return NOTHING if tflops is None else f"{tflops:,.2f}" if tflops >= 10 else f"{tflops:.4f}"
+
+
+def _percent(percent: float | None) -> str:
+    return NOTHING if percent is None else f"{percent:+.1f}%"

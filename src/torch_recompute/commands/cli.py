@@ -1,0 +1,67 @@
+"""The command line: it finds the command, runs it, and returns its exit code.
+
+An error that the user can correct becomes one text on stderr instead of a traceback.
+
+Exit codes: 0 done; 1 a check failed (the output says which); 2 the command line asks for something that cannot be
+done (stderr says what was passed, what was expected and what to write); 3 it does not fit into the memory there is
+(stderr says what would); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import ArgumentError, BudgetError
+from . import bench, demo, doctor, plan, report, show, verify
+from .output import FAILED as FAILED
+from .output import INTERRUPTED, TOO_SMALL, USAGE
+from .output import OK as OK
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="torch-recompute",
+        description="Activation recomputation for PyTorch.",
+        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 it does not fit into memory",
+    )
+    parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (demo, bench, show, plan, verify, doctor, report):
+        module.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: The arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit code; a malformed command line ends in `argparse`'s own `SystemExit(2)`.
+    """
+    return run(build_parser(), argv)
+
+
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Runs the command that a parser finds in a command line, and returns its exit code.
+
+    Args:
+        parser: Of commands that set `command`, see `output.add_options`.
+        argv: The arguments after the program's name; by default those of the process.
+    """
+    args = parser.parse_args(argv)
+    try:
+        return args.command(args)
+    except BudgetError as error:
+        print(f"torch-recompute: {error}", file=sys.stderr)
+        return TOO_SMALL
+    except ArgumentError as error:
+        print(f"torch-recompute: error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED

@@ -1,0 +1,423 @@
+"""`torch-recompute demo`: the whole point on one screen, on your machine, on real text.
+
+One small GPT is trained on Python's own standard library, byte by byte, five times side by side: without recomputation,
+with every layer recomputed, with attention recomputed only, with every layer recomputed but the attention call saved,
+and with a plan for a budget. All take the same steps from the same weights. `SETTINGS` is the table of what is
+compared, one plan each.
+
+What is measured, each in steps of its own, because each measurement would spoil the others:
+
+    seconds  median of the training steps, in which the settings take turns so that noise hits all alike
+    bytes    one step under `measure`, by category, at the peak; beside it what the plan has predicted
+    FLOPs    one step under `FlopCounterMode`, less that of the plain setting. The counter knows no formula for the
+             CPU's fused attention, so in this step attention runs as the matrix products that it stands for
+    bits     the loss of every training step, compared as bits with the plain setting; a difference is an error
+
+What happens in a step depends on the seed and the number of the step alone, never on the setting. Dropout is on, so a
+replay that drew other random numbers would show in the very first backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import Choice, Plan, apply, make_plan, measure
+from ..errors import ArgumentError
+from .output import FAILED, MIB, OK, Output, add_options, document, new_command, reason
+from .small_models import Block, Decoder, seeded
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1
+VOCABULARY, HEADS, DROPOUT = 256, 4, 0.1
+CORPUS_BYTES = 4 * 2**20
+COLOURS = {
+    "parameters": "#9a9a9a",
+    "gradients": "#d98c3f",
+    "optimizer": "#e8c9a0",
+    "activations": "#2b6cb0",
+    "buffers": "#5c6b73",
+    "other": "#7cc4a4",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared; `plan` makes a plan of a model, its optimizer and a batch, which is applied to the model."""
+
+    name: str
+    title: str
+    plan: Callable[[nn.Module, torch.optim.Optimizer, Tensor], Plan]
+
+
+def _each(*parts: str, keep: tuple[str, ...] = ()) -> Callable[..., Plan]:
+    """A plan with a region around each layer, or around a part of each."""
+    return lambda model, *_: Plan(
+        tuple(Choice((f"layers.{i}{part}",), keep) for i in range(len(model.layers)) for part in parts)
+    )
+
+
+SETTINGS = (
+    Setting("none", "nothing recomputed", _each()),
+    Setting("layers", "every layer", _each("")),
+    Setting("attention", "attention only", _each(".attention")),
+    Setting("layers_save_attention", "every layer but attention", _each("", keep=("attention.core",))),
+    Setting(
+        "planned",
+        "planned for 35 % of the activation memory",
+        lambda model, optimizer, text: make_plan(model, (text,), budget=0.35, optimizer=optimizer, hold_output=False),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The size of the demonstration."""
+
+    steps: int = 8
+    layers: int = 6
+    d_model: int = 256
+    seq: int = 256
+    batch: int = 8
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuses what cannot run, and says what would."""
+        for name in ("steps", "layers", "d_model", "seq", "batch"):
+            if getattr(self, name) < 1:
+                option = "--" + name.replace("_", "-")
+                raise ArgumentError(
+                    f"{option} is {getattr(self, name)}; expected a whole number of at least 1. "
+                    f"Write for example {option} {getattr(Config, name)}, which is what you get without it."
+                )
+        if self.d_model % HEADS:
+            above = self.d_model + HEADS - self.d_model % HEADS
+            raise ArgumentError(
+                f"--d-model is {self.d_model}; expected a multiple of {HEADS}, because the model has {HEADS} "
+                f"attention heads of equal width. Write --d-model {above}"
+            )
+
+
+def build(config: Config) -> nn.Module:
+    """The GPT, from the seed; the caller's random numbers are left alone."""
+    layer = partial(Block.gpt, head=config.d_model // HEADS)
+    return seeded(lambda: Decoder(config.layers, config.d_model, config.seq, layer, VOCABULARY), DROPOUT, config.seed)
+
+
+def read_text(path: Path | None, seq: int) -> tuple[str, Tensor]:
+    """The training text as bytes, and what to call it; by default the sources of Python's standard library."""
+    if path is None:
+        data = b"".join(source.read_bytes() for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+        name = "the Python standard library"
+        mend = "This Python has no sources to read; pass a text: --text FILE"
+    else:
+        name = str(path)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ArgumentError(
+                f"--text {path}: {reason(error)}; expected a readable file. Any text will do, the model reads bytes; "
+                "without --text it reads the Python standard library."
+            ) from None
+        mend = f"Pass a longer text, or write --seq {max(len(data) - 1, 1)} or less."
+    data = data[:CORPUS_BYTES]
+    if len(data) < seq + 1:
+        raise ArgumentError(
+            f"{name} has {len(data)} bytes; expected at least {seq + 1}, one more than a sequence (--seq {seq}). {mend}"
+        )
+    return name, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def batches(text: Tensor, config: Config) -> Iterator[Tensor]:
+    """Endless batches, the same for the same seed."""
+    generator = torch.Generator().manual_seed(config.seed)
+    window = torch.arange(config.seq + 1)
+    while True:
+        starts = torch.randint(len(text) - config.seq, (config.batch, 1), generator=generator)
+        yield text[starts + window].long()
+
+
+class Trainer:
+    """One setting's model under its plan, its optimizer, and what is measured of them."""
+
+    def __init__(self, config: Config, setting: Setting) -> None:
+        self.setting = setting
+        self.seed = config.seed
+        self.model = build(config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        plan = setting.plan(self.model, self.optimizer, torch.zeros(config.batch, config.seq + 1, dtype=torch.long))
+        self.predicted_peak_bytes = plan.predicted_peak_bytes
+        apply(self.model, plan)
+
+    def step(self, number: int, text: Tensor) -> float:
+        """One training step; its random numbers depend on its number alone."""
+        torch.manual_seed(self.seed + number)
+        loss = self.model(text)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def timed_step(self, number: int, text: Tensor) -> None:
+        """A step of the loss curve."""
+        start = time.perf_counter()
+        self.losses.append(self.step(number, text))
+        self.seconds.append(time.perf_counter() - start)
+
+    def bytes_of_step(self, number: int, text: Tensor) -> dict[str, int]:
+        """What is alive at the peak of a step."""
+        with measure(self.model, self.optimizer).track(text) as m:
+            self.step(number, text)
+        return m.by_category
+
+    def flops_of_step(self, number: int, text: Tensor) -> int:
+        """The FLOPs of a step's matrix products."""
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            self.step(number, text)
+        return counter.get_total_flops()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one setting showed; `identical` compares all its losses with the plain setting's, as bits."""
+
+    name: str
+    title: str
+    peak_bytes: int
+    predicted_peak_bytes: int | None
+    by_category: dict[str, int]
+    step_seconds: float
+    flops: int
+    recomputed_flops: int
+    recomputed_percent: float
+    identical: bool
+    first_difference: int | None
+    losses: list[float] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demonstration showed."""
+
+    config: Config
+    text: str
+    parameters: int
+    outcomes: list[Outcome]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every setting has the plain setting's losses."""
+        return all(outcome.identical for outcome in self.outcomes)
+
+    def to_json(self) -> str:
+        """One JSON document: bytes and FLOPs are integers, losses come as values and as exact hexadecimals."""
+        data = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "text": self.text,
+            "config": asdict(self.config),
+            "parameters": self.parameters,
+            "identical": self.identical,
+            "settings": [
+                asdict(outcome) | {"losses": [{"value": loss, "hex": loss.hex()} for loss in outcome.losses]}
+                for outcome in self.outcomes
+            ],
+        }
+        return document("demo", SCHEMA_VERSION, data)
+
+
+def ticks(config: Config, settings: Sequence[Setting] = SETTINGS) -> int:
+    """How often `run` reports progress."""
+    return len(settings) * (config.steps + 3)
+
+
+def run(
+    config: Config,
+    path: Path | None = None,
+    *,
+    settings: Sequence[Setting] = SETTINGS,
+    progress: Callable[[str], object] = lambda _: None,
+) -> Result:
+    """Trains all settings side by side and measures them; the first one is what the others are compared with.
+
+    Args:
+        config: The size.
+        path: The text, or None for the Python standard library.
+        settings: What to compare.
+        progress: Called after each of the `ticks(config, settings)` pieces of work, with a word on it.
+
+    Returns:
+        What was seen.
+    """
+    config.check()
+    name, text = read_text(path, config.seq)
+    numbered = enumerate(batches(text, config))
+    trainers: list[Trainer] = []
+    with torch.random.fork_rng(devices=[]):
+        for setting in settings:
+            trainers.append(Trainer(config, setting))
+            progress(f"planning: {setting.title}")
+        for _ in range(config.steps):
+            step, batch = next(numbered)
+            turn = step % len(trainers)
+            for trainer in trainers[turn:] + trainers[:turn]:
+                trainer.timed_step(step, batch)
+                progress(f"step {step + 1} of {config.steps}, loss {trainer.losses[-1]:.3f}")
+        memory_step, flops_step = next(numbered), next(numbered)
+        memory: list[dict[str, int]] = []
+        flops: list[int] = []
+        for trainer in trainers:
+            memory.append(trainer.bytes_of_step(*memory_step))
+            progress("measuring bytes")
+            flops.append(trainer.flops_of_step(*flops_step))
+            progress("counting FLOPs")
+    outcomes: list[Outcome] = []
+    for trainer, categories, count in zip(trainers, memory, flops, strict=True):
+        pairs = zip(trainer.losses, trainers[0].losses, strict=True)
+        differing = [step for step, (mine, plain) in enumerate(pairs) if mine.hex() != plain.hex()]
+        outcomes.append(
+            Outcome(
+                name=trainer.setting.name,
+                title=trainer.setting.title,
+                peak_bytes=sum(categories.values()),
+                predicted_peak_bytes=trainer.predicted_peak_bytes,
+                by_category=categories,
+                step_seconds=statistics.median(trainer.seconds),
+                flops=count,
+                recomputed_flops=count - flops[0],
+                recomputed_percent=100 * (count - flops[0]) / flops[0],
+                identical=not differing,
+                first_difference=differing[0] if differing else None,
+                losses=trainer.losses,
+            )
+        )
+    parameters = sum(parameter.numel() for parameter in trainers[0].model.parameters())
+    return Result(config, name, parameters, outcomes)
+
+
+def add_command(commands: Any) -> None:
+    """Describes `torch-recompute demo` to the command line."""
+    parser = new_command(
+        commands, "demo", "train a small GPT five ways side by side and compare memory, time, FLOPs and bits"
+    )
+    parser.add_argument("--text", type=Path, metavar="PATH", help="a text to learn (the Python standard library)")
+    for name, about in (
+        ("steps", "training steps of each setting"),
+        ("layers", "transformer layers"),
+        ("d_model", f"width, a multiple of {HEADS}"),
+        ("seq", "bytes in a sequence"),
+        ("batch", "sequences in a step"),
+        ("seed", "of weights, text and dropout"),
+    ):
+        default = getattr(Config, name)
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{about} (default {default})")
+    add_options(parser, command, plot="the peaks")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Runs `torch-recompute demo`; 0 if all losses are identical, else 1."""
+    config = Config(**{name: getattr(args, name) for name in Config.__dataclass_fields__})
+    config.check()
+    read_text(args.text, config.seq)
+    output = Output.of(args)
+    with output.progress(ticks(config)) as progress:
+        result = run(config, args.text, progress=progress)
+    if output.plot is not None:
+        _draw(result, output.plot)
+    output.give(result.to_json, lambda console: _print(console, result))
+    return OK if result.identical else FAILED
+
+
+def _print(console: Console, result: Result) -> None:
+    """The table, and loudly any loss that differs."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    config, outcomes = result.config, result.outcomes
+    table = Table(box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    for outcome in outcomes:
+        table.add_column("\n".join(wrap(outcome.title, len("recomputed"))), justify="right")
+
+    def row(label: str, cell: Callable[[Outcome], str | Text], *, last: bool = False) -> None:
+        table.add_row(label, *map(cell, outcomes), end_section=last)
+
+    def in_mib(count: int | None) -> str:
+        return "-" if count is None else f"{count / MIB:.1f}"
+
+    row("peak MiB", lambda outcome: Text(in_mib(outcome.peak_bytes), style="bold"))
+    row("  predicted", lambda outcome: in_mib(outcome.predicted_peak_bytes))
+    for category in ("activations", "parameters", "gradients", "optimizer"):
+        cell = partial(lambda outcome, category: in_mib(outcome.by_category[category]), category=category)
+        row(f"  {category}", cell, last=category == "optimizer")
+    row("seconds per step", lambda outcome: f"{outcome.step_seconds:.3f}")
+    row("recomputed GFLOP", lambda outcome: f"{outcome.recomputed_flops / 1e9:.2f}")
+    row("  of a plain step", lambda outcome: f"{outcome.recomputed_percent:.1f}%", last=True)
+    row("first loss", lambda outcome: f"{outcome.losses[0]:.4f}")
+    row("last loss", lambda outcome: f"{outcome.losses[-1]:.4f}")
+    row("same bits", lambda outcome: Text("yes", style="green") if outcome.identical else Text("NO", style="bold red"))
+    console.print(
+        f"GPT of {config.layers} layers, d_model {config.d_model}, {result.parameters:,} parameters; "
+        f"{config.steps} steps of {config.batch} x {config.seq} bytes of {result.text}",
+        style="bold",
+    )
+    console.print(table)
+    console.print(
+        "MiB: at the peak of a step. Same bits: the losses of all steps equal those without recomputation to the last "
+        "bit."
+    )
+    for outcome in outcomes:
+        if outcome.predicted_peak_bytes is not None:
+            console.print(
+                f"{outcome.title.capitalize()}: the plan predicts a peak of {outcome.predicted_peak_bytes:,} bytes, "
+                f"measured were {outcome.peak_bytes:,}."
+            )
+        if outcome.first_difference is not None:
+            at = outcome.first_difference
+            mine, plain = outcome.losses[at], outcomes[0].losses[at]
+            console.print(
+                f"NOT IDENTICAL: {outcome.title}: the loss of step {at + 1} is {mine!r} ({mine.hex()}), "
+                f"without recomputation it is {plain!r} ({plain.hex()}).",
+                style="bold red",
+            )
+
+
+def _draw(result: Result, path: Path) -> None:
+    """Draws for each setting the peak of a step, stacked by category."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    titles = ["\n".join(wrap(outcome.title, 16)) for outcome in result.outcomes]
+    below = [0.0] * len(titles)
+    for category, colour in COLOURS.items():
+        heights = [outcome.by_category.get(category, 0) / MIB for outcome in result.outcomes]
+        if any(heights):
+            axes.bar(titles, heights, bottom=below, color=colour, label=category, width=0.6)
+        below = [low + high for low, high in zip(below, heights, strict=True)]
+    for place, (height, outcome) in enumerate(zip(below, result.outcomes, strict=True)):
+        axes.text(place, height, f"{outcome.peak_bytes / MIB:.1f}", ha="center", va="bottom")
+    axes.set_ylabel("peak of a step, MiB")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set_title(f"GPT of {result.config.layers} layers, d_model {result.config.d_model}", loc="left", fontsize=11)
+    figure.savefig(path, dpi=150)

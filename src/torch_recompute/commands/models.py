@@ -1,0 +1,564 @@
+"""From the word MODEL of a command line to a module, a batch for it, and the training step around both.
+
+MODEL is `pkg.module:name`, which is imported, with the current folder on the path as for `python -m`, and called unless
+it is a module already; or the path of a Hugging Face configuration; or a name of `PRESETS`. The latter two are built on
+the meta device, where a weight has a shape and takes no memory, or, to be run, with random weights on another. Nothing
+is downloaded and no code that comes with a configuration is run.
+
+A batch for a model of transformers is what its forward takes, with labels, so that the step has a loss. Its token ids
+are real tensors, for a model on meta too: a model looks at their values (for padding), and they are small. A user with
+another model writes a function that returns it with its batch. Rejected: guessing a batch from the signature of a
+forward. A wrong guess gives figures that look right.
+
+The options that say all of this are the same for every command that takes them; they are described once, here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from .. import _compat, errors
+from .._loop import COMMON, Loop
+from ..plan.plan import Plan
+from ..plan.planned import planned
+from ..plan.profile import Profile
+from ..plan.solve import frontier
+from ..planning.planner import Loss, Planner
+from ..planning.prices import DEVICES
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+)
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = MappingProxyType(
+    {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+)
+SEQUENCE = 4096
+POINTS = 10
+"""Of a curve of budget against seconds."""
+STEP_WORDS = ("model", "batch", "sequence", "dtype", "optimizer", "device")
+"""The options that say which step is meant, in the file of a plan too."""
+
+_MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
+_OWN = (
+    "a function pkg.module:name that returns (model, batch), or (model, batch, loss), the batch a tuple of arguments "
+    "or a dict of keywords"
+)
+
+
+def model_help(weights: str) -> str:
+    """What MODEL may be, and how one from a configuration is built."""
+    return (
+        f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
+        f"{weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, loss), where batch "
+        "is a tuple of arguments or a dict of keyword arguments, and loss makes a scalar of the model's output"
+    )
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a command what says of which size a model's batch is, and its weights."""
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences or pictures in a step (1)")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens in a sequence (the model's, at most 4096)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights (bf16 for a model by name, else what its configuration says)"
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
+    """Gives a command MODEL, and the options of its batch; `weights` says how a configuration is built."""
+    parser.add_argument("model", metavar="MODEL", help=model_help(weights))
+    add_batch_options(parser)
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a command what of a step the model and its batch do not say: the optimizer and the device."""
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="(adamw)")
+    parser.add_argument(
+        "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
+    )
+
+
+def add_loop_options(parser: argparse.ArgumentParser) -> None:
+    """Gives a command what says which training loop its peak is of."""
+    group = parser.add_argument_group("the training loop that the peak is of")
+    group.add_argument(
+        "--no-hold-output",
+        dest="hold_output",
+        action="store_false",
+        help="the model's output is gone in backward (default: held, as in `out = model(**b); out.loss.backward()`)",
+    )
+    group.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step of the optimizer (1)")
+    group.add_argument(
+        "--no-set-to-none",
+        dest="set_to_none",
+        action="store_false",
+        help="gradients are zeroed, or there until after the forward (default: gone when forward begins)",
+    )
+    group.add_argument("--autocast", choices=("bf16", "fp16"), help="dtype of torch.autocast around the step (none)")
+
+
+def loop_of(args: argparse.Namespace) -> Loop:
+    """The training loop of a command line.
+
+    Raises:
+        ArgumentError: There is no such loop.
+    """
+    return Loop(args.hold_output, args.accumulate, args.set_to_none)
+
+
+@contextlib.contextmanager
+def autocasting(model: nn.Module, dtype: str | None) -> Generator[None]:
+    """Runs a block under autocast.
+
+    Args:
+        model: What is to run in it.
+        dtype: A word of `DTYPES`, or what it stands for; None or "" for no autocast.
+    """
+    where = next((p.device.type for p in model.parameters() if not p.is_meta), _compat.ACCELERATOR or "cpu")
+    if not dtype:
+        yield
+        return
+    with torch.autocast(where, DTYPES[dtype] if dtype in DTYPES else getattr(torch, dtype)):
+        yield
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Refuses a batch or a sequence of no length.
+
+    Raises:
+        ArgumentError: One is less than 1.
+    """
+    for option in ("batch", "sequence"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise errors.ArgumentError(errors.not_a_size(f"--{option}", value))
+
+
+def words_of(args: argparse.Namespace) -> dict[str, str | int]:
+    """The words that a command line was given for the step; those that were left out are not among them."""
+    return {name: getattr(args, name) for name in STEP_WORDS if getattr(args, name) is not None}
+
+
+class Loaded(NamedTuple):
+    """A model, and the call that it is to be trained with, where the user has said one.
+
+    `batch` is a tuple of positional or a dictionary of keyword arguments, or None where only a model was given.
+    """
+
+    model: nn.Module
+    batch: tuple[Any, ...] | dict[str, Any] | None = None
+    loss: Loss = None
+
+
+def load(model: str, dtype: torch.dtype | None = None, device: torch.device | str = "meta") -> Loaded:
+    """The model that a command line names.
+
+    Args:
+        model: `pkg.module:name`, the path of a `config.json` or of its folder, or a name of `PRESETS`.
+        dtype: Of the weights of a model that is built here; by default what its configuration says, and bfloat16 for
+            one of `PRESETS`.
+        device: Of a model that is built here; its weights are random, or none on meta.
+
+    Raises:
+        ArgumentError: There is no such thing, or it does not make a module, or what makes it decides its dtype.
+    """
+    path = Path(model)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return Loaded(_from_config(path, dtype, device))
+    if model in PRESETS:
+        preset = PRESETS[model]
+        return Loaded(_built(model, preset.kind, preset.cls, dict(preset.fields), dtype or torch.bfloat16, device))
+    where, colon, name = model.partition(":")
+    if not (where and colon and name):
+        raise errors.ArgumentError(
+            f"MODEL is {model!r}, which is no file, no folder and not of the form pkg.module:name. {_MODEL} Known by "
+            f"name are {', '.join(PRESETS)}."
+        )
+    if dtype is not None:
+        raise errors.ArgumentError(errors.made_by_a_function("--dtype", model))
+    return _from_python(model, where, name)
+
+
+def _makes_no_module(model: str, made: object) -> str:
+    """Text for a name that stands for something else than a model."""
+    return (
+        f"MODEL is {model!r}, which gives {errors.say(made)}; expected a torch.nn.Module, or a function that returns "
+        "one, or one and its batch (a tuple of arguments, or a dict of keyword arguments), and a function for its "
+        "loss."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [errors.kind(error)])[0].rstrip(".")
+
+
+def _not_built(model: str, why: Exception) -> str:
+    """Text for a model whose construction fails."""
+    return f"MODEL is {model!r}, and building it raises {errors.kind(why)}: {_first_line(why)}"
+
+
+def _from_python(model: str, where: str, name: str) -> Loaded:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        made: Any = reduce(getattr, name.split("."), importlib.import_module(where))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise errors.ArgumentError(f"MODEL is {model!r}: {_first_line(error)}. {_MODEL}") from error
+    if not isinstance(made, nn.Module):
+        if not callable(made):
+            raise errors.ArgumentError(_makes_no_module(model, made))
+        try:
+            made = made()
+        except Exception as error:
+            raise errors.ArgumentError(_not_built(model, error)) from error
+    if isinstance(made, nn.Module):
+        return Loaded(made)
+    parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
+    right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and isinstance(parts[1], (tuple, dict))
+    if not right or not all(map(callable, parts[2:])):
+        raise errors.ArgumentError(_makes_no_module(model, made))
+    return Loaded(*parts)
+
+
+def _not_a_model_config(path: str, why: Exception) -> str:
+    """Text for a file that is no configuration of a model."""
+    what = "it has no field model_type" if isinstance(why, KeyError) else f"{errors.kind(why)}: {_first_line(why)}"
+    return f"{path} is not the configuration of a Hugging Face model: {what}. {_MODEL}"
+
+
+def _from_config(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        kind = fields.pop("model_type")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.ArgumentError(_not_a_model_config(str(path), error)) from error
+    return _built(str(path), kind, (fields.get("architectures") or [""])[0], fields, dtype, device)
+
+
+def _built(
+    model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device | str
+) -> nn.Module:
+    """A model of transformers, with random weights."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise errors.ArgumentError(
+            f"{model} is built with the package transformers, which is not installed. Write: pip install transformers"
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        if dtype is not None:
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)  # the latter before 4.56
+        named = getattr(transformers, cls or "AutoModel", None)
+        build = getattr(named, "_from_config", None) or transformers.AutoModel.from_config
+        with torch.device(device):
+            return build(config)
+    except Exception as error:
+        raise errors.ArgumentError(_not_built(model, error)) from error
+
+
+def _no_such_sequence(model: str, length: int, positions: int | None) -> str:
+    """Text for a number of tokens that a model cannot take; it has no positions if it takes pictures."""
+    if positions is None:
+        return f"--sequence is a number of tokens, and {model} takes pixel_values. Leave it out."
+    return f"--sequence is {length}, and {model} has {positions} positions. Write --sequence {positions} or less."
+
+
+def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
+    """The keyword arguments of one call.
+
+    Args:
+        model: A model of transformers.
+        word: What the user called it.
+        batch: How many sequences or pictures; 1 by default.
+        sequence: How many tokens each; by default as many as the model has positions, and at most 4096.
+
+    Returns:
+        `input_ids` (batch, sequence), or `pixel_values` (batch, channels, height, width), and `labels` where the
+        model takes them.
+
+    Raises:
+        ArgumentError: It is not known what the model takes, or it has no such positions.
+    """
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    size = 1 if batch is None else batch
+    if getattr(model, "main_input_name", "") == "pixel_values" and isinstance(getattr(config, "image_size", 0), int):
+        if sequence is not None:
+            raise errors.ArgumentError(_no_such_sequence(word, sequence, None))
+        shape = size, config.num_channels, config.image_size, config.image_size
+        found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=_dtype(model), device="meta")}
+        labels = torch.zeros(size, dtype=torch.long)
+    elif getattr(model, "main_input_name", "") == "input_ids" and "input_ids" in takes:
+        positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
+        length = min(SEQUENCE, positions) if sequence is None else sequence
+        if length > positions:
+            raise errors.ArgumentError(_no_such_sequence(word, length, positions))
+        found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
+        labels = found["input_ids"]
+        if "SequenceClassification" in type(model).__name__:
+            labels = torch.zeros(size, dtype=torch.long)
+    else:
+        raise errors.ArgumentError(
+            f"MODEL is {word!r}, which is {type(model).__name__}: no model of transformers that takes input_ids or "
+            f"pixel_values, so there is no batch for it. Write {_OWN}."
+        )
+    if "labels" in takes:
+        found["labels"] = labels
+    if "use_cache" in takes:
+        found["use_cache"] = False
+    return found
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+
+
+def random_batch(
+    batch: Mapping[str, Any], model: nn.Module, device: torch.device | str, seed: int = 0
+) -> dict[str, Any]:
+    """A batch of the same shapes with random contents on a device, for a step that is really run.
+
+    Args:
+        batch: From `batch_for`. Labels that are the tokens stay the tokens.
+        model: The model; token ids and classes are those that it knows.
+        device: Where.
+        seed: Of the contents.
+    """
+    config: Any = model.config
+    draw = torch.Generator().manual_seed(seed)
+    drawn: dict[int, torch.Tensor] = {}
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and id(value) not in drawn:
+            if value.is_floating_point():
+                made = torch.randn(value.shape, generator=draw).to(value.dtype)
+            else:
+                known = getattr(config, "vocab_size", 1) if value.ndim > 1 else config.num_labels
+                made = torch.randint(known, value.shape, generator=draw)
+            drawn[id(value)] = made.to(device)
+    return {name: drawn.get(id(value), value) for name, value in batch.items()}
+
+
+def load_with_batch(args: argparse.Namespace) -> tuple[Loaded, bool]:
+    """The model of a command line with its batch, and whether it was built here, on the meta device.
+
+    Raises:
+        ArgumentError: The model cannot be had, or is not one that the options describe.
+    """
+    check_sizes(args)
+    model, batch, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
+    if batch is None:
+        return Loaded(model, batch_for(model, args.model, args.batch, args.sequence)), True
+    for option in ("batch", "sequence"):
+        if getattr(args, option) is not None:
+            raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
+    return Loaded(model, batch, loss), False
+
+
+def call_of(batch: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the positional and the keyword arguments of a call."""
+    return (batch, {}) if isinstance(batch, tuple) else ((), batch)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step that a command line describes.
+
+    Attributes:
+        word: What the user called the model.
+        model: The model.
+        batch: A tuple of positional or a dictionary of keyword arguments.
+        optimizer: Its word.
+        device: What the seconds are of; None for where the model is.
+        offload: Whether, or how much, host memory may be used.
+        loss: From the model's output to a scalar, where that was said.
+        loop: The training loop.
+    """
+
+    word: str
+    model: nn.Module
+    batch: tuple[Any, ...] | dict[str, Any]
+    optimizer: str
+    device: str | None
+    offload: bool | str = False
+    loss: Loss = None
+    loop: Loop = COMMON
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Step:
+        """The step of a command line.
+
+        Raises:
+            ArgumentError: The model cannot be had, or is not one that the options describe.
+        """
+        (model, batch, loss), _ = load_with_batch(args)
+        assert batch is not None
+        meta = all(parameter.is_meta for parameter in model.parameters())
+        device = args.device or ("h100" if meta else None)
+        offload = getattr(args, "offload", False)
+        return Step(args.model, model, batch, args.optimizer or "adamw", device, offload, loss, loop_of(args))
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What besides the call `make_plan` and its like are told of the step."""
+        return {"optimizer": OPTIMIZERS[self.optimizer], "device": self.device, "loss": self.loss}
+
+    def planner(self) -> Planner:
+        """Knows what the step costs."""
+        return Planner(self.model, *call_of(self.batch), loop=self.loop, offload=self.offload, **self.how)
+
+    def __str__(self) -> str:
+        data = self.as_data()
+        shapes = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in data["inputs"].items())
+        return (
+            f"{self.word}: {data['class']}, {data['parameters']:,} parameters in {' and '.join(data['dtypes'])}; "
+            f"{shapes or 'no tensors'}; optimizer {self.optimizer}"
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """The step as plain data."""
+        named = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
+        parameters = list(self.model.parameters())
+        return {
+            "model": self.word,
+            "class": type(self.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
+            "inputs": {str(name): list(value.shape) for name, value in named if isinstance(value, torch.Tensor)},
+            "optimizer": self.optimizer,
+            "offload": self.offload,
+            **self.loop.words,
+        }
+
+
+def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
+    """So many plans at most along the whole curve of budget against seconds, the least budget first."""
+    points = frontier(profile.costs, most)
+    return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model by its size: fields of its configuration, where they are not the default of that `model_type`."""
+
+    kind: str
+    cls: str
+    parameters: int
+    fields: Mapping[str, Any]
+
+
+def _preset(kind: str, cls: str, parameters: int, **fields: Any) -> Preset:
+    return Preset(kind, cls, parameters, MappingProxyType(fields))
+
+
+def _llama3(parameters: int, hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> Preset:
+    return _preset(
+        "llama",
+        "LlamaForCausalLM",
+        parameters,
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        max_position_embeddings=positions,
+    )
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "llama3-8b": _llama3(8_030_261_248, 4096, 14_336, 32, 32, 8192),
+        "llama3-70b": _llama3(70_553_706_496, 8192, 28_672, 80, 64, 8192),
+        "llama3-405b": _llama3(405_853_388_800, 16_384, 53_248, 126, 128, 131_072),
+        "mixtral-8x7b": _preset(
+            "mixtral",
+            "MixtralForCausalLM",
+            46_702_792_704,
+            vocab_size=32_000,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=False,
+        ),
+        "qwen3-30b-a3b": _preset(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            30_532_122_624,
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            max_position_embeddings=40_960,
+            tie_word_embeddings=False,
+        ),
+        "deepseek-v3": _preset(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            671_026_404_352,
+            vocab_size=129_280,
+            hidden_size=7168,
+            intermediate_size=18_432,
+            moe_intermediate_size=2048,
+            num_hidden_layers=61,
+            num_attention_heads=128,
+            num_key_value_heads=128,
+            n_shared_experts=1,
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            first_k_dense_replace=3,
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            qk_nope_head_dim=128,
+            n_group=8,
+            topk_group=4,
+            max_position_embeddings=163_840,
+            num_nextn_predict_layers=0,
+            tie_word_embeddings=False,
+        ),
+        "gpt2-xl": _preset(
+            "gpt2", "GPT2LMHeadModel", 1_557_611_200, n_embd=1600, n_layer=48, n_head=25, n_positions=1024
+        ),
+        "vit-h": _preset(
+            "vit",
+            "ViTForImageClassification",
+            632_045_800,
+            hidden_size=1280,
+            intermediate_size=5120,
+            num_hidden_layers=32,
+            num_attention_heads=16,
+            patch_size=14,
+            image_size=224,
+            num_labels=1000,
+        ),
+    }
+)

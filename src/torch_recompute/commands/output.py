@@ -1,0 +1,251 @@
+"""What all commands have in common: output options, exit codes, progress, tables, pictures, and the JSON document.
+
+A user who knows one command should know all of them, and a script that reads one document should be able to read all.
+So `add_options` gives a command `--json`, `--quiet` and, where there is something to draw, `--plot`; `Output.of`
+refuses, before anything is computed, what could not be printed or drawn afterwards; then the command works within
+`at_work` or `progress`, and passes its result to `give`.
+
+Rules that `tests/test_commands.py` holds all commands to. The result goes to stdout, as a table or with `--json` as one
+document; everything else goes to stderr, and nothing does with `--quiet`. A document begins with `schema_version` and
+`command`; a key that ends in `_bytes` holds whole bytes, one in `_seconds` a float, and what is not a finite number is
+null. A terminal is coloured, unless `NO_COLOR` is set: then there is no escape sequence at all, of styles or of moving
+bars. rich and matplotlib are imported where they are used, so that everything else works without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from .. import errors
+from .._text import document as document
+from ..plan.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+OK = 0
+"""It is done, and every check passed."""
+FAILED = 1
+"""It is done, and a check failed: the output says which."""
+USAGE = 2
+"""It cannot be done: stderr says what was passed, what was expected and what to write."""
+TOO_SMALL = 3
+"""Nothing fits into the memory there is: stderr says what would."""
+INTERRUPTED = 130
+
+MIB, GIB = 2**20, 2**30
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def new_command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
+    """The parser of a command, which `about` says the purpose of."""
+    return cast("argparse.ArgumentParser", commands.add_parser(name, help=about, description=about))
+
+
+def add_options(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, plot: str = "", as_well: str = ""
+) -> None:
+    """Gives a command the options that all have, and the function that runs it.
+
+    Args:
+        parser: The command's.
+        run: From the command line to the exit code.
+        plot: What `--plot` draws; a command without it has nothing to draw.
+        as_well: Another name for `--plot`.
+    """
+    if plot:
+        names = [name for name in ("--plot", as_well) if name]
+        parser.add_argument(
+            *names, dest="plot", type=Path, metavar="FILE.png", help=f"draw {plot}: a .png, .svg or .pdf file"
+        )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add_argument("--quiet", action="store_true", help="say nothing of the work while it is done")
+    parser.set_defaults(command=run)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output options of a command line: as a document instead of a table, without progress, and where to draw."""
+
+    json: bool = False
+    quiet: bool = False
+    plot: Path | None = None
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Output:
+        """The options that a command line gives.
+
+        Raises:
+            ArgumentError: They cannot be followed: no such picture, no such folder, or a package is missing.
+        """
+        output = Output(args.json, args.quiet, getattr(args, "plot", None))
+        if output.plot is not None:
+            if output.plot.suffix.lower() not in PICTURES:
+                raise errors.ArgumentError(
+                    f"--plot is {output.plot!s}; expected a file name that ends in {', '.join(PICTURES)}. Write for "
+                    "example --plot plan.png"
+                )
+            check_folder("--plot", output.plot)
+            if find_spec("matplotlib") is None:
+                raise errors.ArgumentError(
+                    f"--plot is {output.plot!s}, but the package matplotlib, which draws it, is not installed. Write: "
+                    "pip install torch-recompute[plot]"
+                )
+        if not output.json and find_spec("rich") is None:
+            raise errors.ArgumentError(
+                "tables are printed by the package rich, which is not installed. Write: pip install "
+                "torch-recompute[cli], or add --json"
+            )
+        return output
+
+    @contextmanager
+    def at_work(self, word: str) -> Generator[None]:
+        """Says on stderr what is being done: a line that goes away where it can, else one that stays."""
+        if not self.quiet and _moves():
+            from rich.console import Console
+
+            with Console(stderr=True).status(word):
+                yield
+            return
+        self._say(f"{word} ...")
+        yield
+
+    @contextmanager
+    def progress(self, total: int) -> Generator[Callable[[str], None]]:
+        """Shows progress on stderr: a bar where it can move, elsewhere a line at every tenth.
+
+        What is yielded is to be called after each of `total` pieces of work, with a word on it.
+        """
+        if not self.quiet and _moves():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task("starting", total=total)
+                yield lambda word: bar.update(task, advance=1, description=word)
+            return
+        done = 0
+
+        def line(word: str) -> None:
+            nonlocal done
+            done += 1
+            if done * 10 // total != (done - 1) * 10 // total:
+                self._say(f"{100 * done // total:3d}%  {word}")
+
+        yield line
+
+    def give(self, data: Callable[[], str], table: Callable[[Console], object]) -> None:
+        """Prints the result, in the one form or the other."""
+        if self.json:
+            sys.stdout.write(data() + "\n")
+        else:
+            table(new_console())
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+def new_console(*, highlight: bool = False, soft_wrap: bool = True) -> Console:
+    """Where a table is printed; the options are those of rich."""
+    from rich.console import Console
+
+    if _no_color():
+        return Console(highlight=highlight, soft_wrap=soft_wrap, force_terminal=False, color_system=None)
+    return Console(highlight=highlight, soft_wrap=soft_wrap)
+
+
+def new_table(*titles: str) -> Table:
+    """A table of rich: a column without a title is aligned to the left, the others are columns of figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for title in titles:
+        table.add_column(title, justify="right" if title else "left")
+    return table
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Refuses, before the work, a file that could not be written after it.
+
+    Raises:
+        ArgumentError: It is in no folder.
+    """
+    if not path.parent.is_dir():
+        raise errors.ArgumentError(errors.cannot_write(option, str(path), f"there is no folder {path.parent}"))
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Generator[None]:
+    """Turns an error of the system while a file is written into one of the command line.
+
+    Raises:
+        ArgumentError: The file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise errors.ArgumentError(errors.cannot_write(option, str(path), reason(error))) from error
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Writes what an option asks for into a file."""
+    with writing(option, path):
+        path.write_text(text, encoding="utf-8")
+
+
+def reason(error: OSError) -> str:
+    """What the system says, in lower case."""
+    return (error.strerror or str(error)).lower()
+
+
+def write_plan(path: Path, plan: Plan, words: Mapping[str, str | int] | None = None) -> None:
+    """Writes a plan to a file, for `Plan.from_json` to read, and the words of the step that it is for."""
+    data = json.loads(plan.to_json())
+    write_text("--out", path, json.dumps(data if words is None else {**data, "task": words}, indent=1) + "\n")
+
+
+def read_plan(path: Path, option: str = "--plan") -> Plan:
+    """The plan in a file.
+
+    Args:
+        path: Of the file.
+        option: What asks for it, in words.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = reason(error)
+    except UnicodeDecodeError:
+        why = "is no text"
+    except errors.ArgumentError as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+    raise errors.ArgumentError(
+        f"{option} is {path!s}: {why}. Write the path of a file that torch-recompute plan MODEL --budget ... --out "
+        "plan.json has made, or that holds plan.to_json()."
+    )
+
+
+def _no_color() -> bool:
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def _moves() -> bool:
+    """Whether stderr may show what moves; without rich, and where colours are not wanted, there are lines."""
+    return sys.stderr.isatty() and not _no_color() and find_spec("rich") is not None

@@ -1,0 +1,406 @@
+"""What a report shows, as plain data: the step at every moment, for the plan, for none, and along the frontier.
+
+One document, so that the page and the picture work from a file, without the model. Its `steps` are training steps that
+differ in their plans, the least peak first: the plan that is reported, the step with no region, and plans along the
+curve of budget against seconds, each simulated with the same batch, so that all figures are of one kind. A step is
+sampled: of the moments of its timeline, which may be a hundred thousand, as many as a screen has columns, each the
+highest of its stretch. So the peak is always among them.
+
+A simulation orders operations and does not time them. A device's prices do, so a step's clock is the sum of what ran
+before, without gaps. Where operations are timed on this machine a plan's seconds are also scaled to whole steps that
+were run, which cannot be said of a single moment.
+
+Bytes are stacked by category, and activations by what made them: the forward, a replay, or backward itself. What a plan
+keeps in host memory is not in the stack: it is a series of its own.
+
+Invariants, which the tests hold: the layers of a sample sum to what was alive; the largest sample is the peak; the
+phases cover the step without a gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .._loop import COMMON, Loop
+from ..memory import Block
+from ..plan.anatomy import inside
+from ..plan.apply import apply
+from ..plan.plan import Choice, Plan, stored_in
+from ..plan.prediction import Line, Prediction
+from ..plan.sizes import Sizes, parameters, size_of
+from ..planning.hosts import stores_for
+from ..planning.ops import Op, op_of
+from ..planning.planner import Loss, MakeOptimizer, Planner
+from ..planning.prices import Measured, Roofline, prices_for, where
+from ..simulation import Moment, Simulation, simulate_step
+from .models import POINTS, curve
+
+SAMPLES = 600
+LAYERS = ("parameters", "buffers", "optimizer", "gradients", "other", "activations", "rebuilt", "backward")
+
+
+class Span(NamedTuple):
+    """A stretch of the step in one phase ("forward", "loss", "backward", "replay" or "optimizer"), in seconds."""
+
+    phase: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step and its clock.
+
+    Attributes:
+        simulation: The step.
+        ends: When each event ended, in seconds since the step began; 0 for what was there before.
+        spans: The phases in order.
+        replayed: Seconds of replays, by path of the module that ran again.
+        hosted: Bytes in host memory after each event; empty where nothing is sent there.
+        sent: Bytes that went there, by path of the module that was about to run.
+    """
+
+    simulation: Simulation
+    ends: dict[int, float]
+    spans: tuple[Span, ...]
+    replayed: dict[str, float]
+    hosted: dict[int, int]
+    sent: dict[str, int]
+
+    def in_host(self, event: int) -> int:
+        """Bytes in host memory after an event; one that is no operation changes nothing."""
+        return self.hosted.get(event, self.hosted.get(event - 1, 0))
+
+    def end(self, event: int) -> float:
+        """When an event ended; one that is no operation ends with the operation before it."""
+        return self.ends.get(event, self.ends.get(event - 1, 0.0))
+
+    @property
+    def seconds(self) -> float:
+        """What all operations take."""
+        return self.spans[-1].end if self.spans else 0.0
+
+
+class Clock:
+    """Simulates steps of one model with different plans, and times them; the arguments are those of `report`.
+
+    `device` is what the device is called; it is known after the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        loss: Loss = None,
+        optimizer: MakeOptimizer = None,
+        device: torch.device | str | None = None,
+        loop: Loop = COMMON,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs or {}
+        self._asked = device
+        self._price: Roofline | Measured | None
+        place = where(device, model)
+        self._price = place.roofline
+        self.device = ""
+        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
+
+    def timed(self, plan: Plan) -> Timed:
+        """The step with a plan."""
+        ran: list[Op | None] = []
+        held: list[int] = []
+        stores = stores_for(plan, self.model, self._asked)
+
+        def watch(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            ran.append(op_of(func, args, kwargs, out))
+            held.append(sum(store.host_bytes for store in stores.values()))
+
+        simulation = simulate_step(
+            *(self.model, self.args, self.kwargs),
+            prepare=lambda copy: apply(copy, plan, stores=stores),
+            watch=watch,
+            **self._step,
+        )
+        if self._price is None:
+            self._price = prices_for(self.model, simulation.device)
+        self.device = self._price.name
+        return _timed(simulation, ran, held if stores else [], self._price)
+
+
+def _timed(simulation: Simulation, ran: list[Op | None], held: list[int], price: Callable[[Op], float]) -> Timed:
+    now = 0.0
+    ends = {0: now}
+    spans: list[Span] = []
+    replayed: dict[str, float] = {}
+    for place, op in zip(simulation.operations, ran, strict=True):
+        seconds = 0.0 if op is None else price(op)
+        if spans and spans[-1].phase == place.phase:
+            spans[-1] = spans[-1]._replace(end=now + seconds)
+        else:
+            spans.append(Span(place.phase, now, now + seconds))
+        now += seconds
+        ends[place.event] = now
+        if place.phase == "replay":
+            replayed[place.module] = replayed.get(place.module, 0.0) + seconds
+    sent: dict[str, int] = {}
+    for place, before, after in zip(simulation.operations, [0, *held], held, strict=False):
+        if after > before:
+            sent[place.module] = sent.get(place.module, 0) + after - before
+    hosted = {place.event: nbytes for place, nbytes in zip(simulation.operations, held, strict=False)}
+    return Timed(simulation, ends, tuple(spans), replayed, hosted, sent)
+
+
+class Reported(NamedTuple):
+    """The document, of dictionaries, lists, texts and numbers, and the step with the plan."""
+
+    data: dict[str, Any]
+    chosen: Simulation
+
+
+def compared(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | None = None,
+    loop: Loop = COMMON,
+    points: int = POINTS,
+) -> list[Plan]:
+    """The plans along the curve of budget against seconds that one is compared with; the arguments are `report`'s."""
+    if not points:
+        return []
+    profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, loop=loop).profile
+    return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
+
+
+def collect(
+    plan: Plan,
+    others: Sequence[Plan],
+    clock: Clock,
+    *,
+    title: str = "",
+    done: Callable[[str], object] = lambda _: None,
+) -> Reported:
+    """Simulates the steps of a report.
+
+    Args:
+        plan: The plan to report on.
+        others: Plans to compare it with.
+        clock: Simulates and times the step.
+        title: What the step is of; by default the model's class.
+        done: Called after each of the simulations, two more than there are others, with what it was of.
+    """
+    plain = clock.timed(Plan())
+    done("no region")
+    steps = [("no region", Plan(), plain)] if plan.all_choices else []
+    for name, one in (("the plan", plan), *(("the frontier", other) for other in others)):
+        steps.append((name, one, clock.timed(one) if one.all_choices else plain))
+        done(name)
+    steps.sort(key=lambda item: (item[2].simulation.peak_bytes, -item[2].seconds))
+    names: dict[str, int] = {}
+    shown = [{"name": name, **_step(timed, names), **_promise(one, timed, plain, clock)} for name, one, timed in steps]
+    chosen = next(number for number, (name, _, _) in enumerate(steps) if name == "the plan")
+    simulation = steps[chosen][2].simulation
+    return Reported(
+        {
+            "title": title or type(clock.model).__name__,
+            "source": plan.source,
+            "device": clock.device,
+            "layers": list(LAYERS),
+            "chosen": chosen,
+            "plain": next(number for number, (_, _, timed) in enumerate(steps) if timed is plain),
+            "names": list(names),
+            "steps": shown,
+            "counted": str(simulation.loop),
+            "notes": _notes(simulation, shown[chosen]),
+        },
+        simulation,
+    )
+
+
+def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
+    """What a reader should know besides."""
+    notes = [f"Assumed: {words}" for words in simulation.assumed]
+    times = simulation.loop.accumulate
+    if times > 1:
+        notes.append(f"The pictures are of the last of {times} forwards and backwards, and of the optimizer's step.")
+    promised = step["promised"]
+    if promised is not None and promised["peak_bytes"] != step["peak_bytes"]:
+        notes.append(
+            f"The plan has promised a peak of {promised['peak_bytes']:,} bytes, and this step has one of "
+            f"{step['peak_bytes']:,}: it is not the step that the plan was made for. The table is of this step."
+        )
+    elif promised is None or times > 1:
+        return notes
+    elif not math.isclose(promised["step_seconds"], step["step_seconds"], rel_tol=0.01):
+        how = "scaled to whole steps that were run"
+        if step["host_bytes"]:
+            how = "in which copies to and from host memory are waited for"
+        notes.append(
+            f"The plan has promised a step of {1000 * promised['step_seconds']:,.2f} ms, {how}; the pictures are in "
+            "seconds of single operations."
+        )
+    return notes
+
+
+def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, Any]:
+    """What the plan places, and what it has promised."""
+    choices, prediction = in_force(plan, clock.model, clock.args, clock.kwargs)
+    lines = placements(choices, prediction, step, plain)
+    return {
+        "regions": len(choices),
+        "promised": None
+        if prediction is None
+        else {
+            "budget_bytes": prediction.budget_bytes,
+            "peak_bytes": prediction.peak_bytes,
+            "step_seconds": prediction.step_seconds,
+            "device": prediction.device,
+        },
+        "placements": [{**dataclasses.asdict(line), "why": line.why} for line in lines],
+    }
+
+
+def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
+    """One step; modules and operations are numbers of `names`, which grows."""
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    simulation = timed.simulation
+    moments = sampled(simulation.timeline, SAMPLES)
+    layers = stacked(simulation.blocks, [moment.event for moment in moments])
+    return {
+        "peak_bytes": simulation.peak_bytes,
+        "step_seconds": timed.seconds,
+        "replay_seconds": sum(timed.replayed.values(), 0.0),
+        "replay_flops": simulation.flops["replay"],
+        "kept_bytes": simulation.saved_bytes,
+        "host_bytes": max(timed.hosted.values(), default=0),
+        "advice": simulation.advice,
+        "peak": moments.index(simulation.peak),
+        "phases": [list(span) for span in timed.spans],
+        "samples": {
+            "ends": [timed.end(moment.event) for moment in moments],
+            "phase": [number(moment.phase) for moment in moments],
+            "module": [number(moment.module) for moment in moments],
+            "op": [number(moment.op) for moment in moments],
+            "layers": {layer: series for layer, series in layers.items() if any(series)},
+            "host": [timed.in_host(moment.event) for moment in moments] if timed.sent else [],
+        },
+    }
+
+
+def sampled(timeline: Sequence[Moment], most: int) -> list[Moment]:
+    """The first and the last moment, and of each stretch in between the highest: the first, if several are.
+
+    Args:
+        timeline: The moments in order.
+        most: How many stretches there are at most.
+    """
+    length = -(-len(timeline) // most)
+    stretches = [timeline[start : start + length] for start in range(0, len(timeline), length)]
+    highest = [max(stretch, key=lambda moment: moment.live_bytes) for stretch in stretches]
+    first = [timeline[0]] if highest[0] != timeline[0] else []
+    last = [timeline[-1]] if highest[-1] != timeline[-1] else []
+    return [*first, *highest, *last]
+
+
+def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[int]]:
+    """The bytes alive after some events, by layer.
+
+    Args:
+        blocks: What lay in memory.
+        events: In rising order.
+    """
+    changes: dict[int, list[tuple[str, int]]] = {}
+    for block in blocks:
+        layer = layer_of(block)
+        changes.setdefault(block.born, []).append((layer, block.nbytes))
+        if block.died is not None:
+            changes.setdefault(block.died, []).append((layer, -block.nbytes))
+    ahead = sorted(changes, reverse=True)
+    live: dict[str, int] = dict.fromkeys(LAYERS, 0)
+    found: dict[str, list[int]] = {layer: [] for layer in LAYERS}
+    for event in events:
+        while ahead and ahead[-1] <= event:
+            for layer, nbytes in changes[ahead.pop()]:
+                live[layer] += nbytes
+        for layer in LAYERS:
+            found[layer].append(live[layer])
+    return found
+
+
+def layer_of(block: Block) -> str:
+    """Where a block is stacked."""
+    if block.category != "activations":
+        return block.category
+    return {"replay": "rebuilt", "backward": "backward"}.get(block.made.phase, "activations")
+
+
+def in_force(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Choice, ...], Prediction | None]:
+    """The choices that a call goes by, and what was promised for them."""
+    number = Sizes(plan).number(size_of(parameters(model), args, kwargs))
+    if number < len(plan.sizes):
+        return plan.sizes[number].choices, plan.sizes[number].prediction
+    return plan.choices, plan.prediction
+
+
+def placements(
+    choices: tuple[Choice, ...], prediction: Prediction | None, step: Timed, plain: Timed
+) -> tuple[Line, ...]:
+    """What becomes of each part of the model, what that frees and what it costs.
+
+    A plan for a budget carries this table, and it is taken as it is, as long as the step is the one that was planned.
+    For any other plan the rows follow from two simulations, with the choices (`step`) and without (`plain`): a region
+    keeps and frees the bytes that the modules in it made and left for backward, and costs the seconds of replays in
+    them.
+    """
+    if prediction is not None and prediction.peak_bytes == step.simulation.peak_bytes:
+        return prediction.lines
+    groups: dict[tuple[str, str], list[Choice]] = {}
+    for choice in choices:
+        groups.setdefault((re.sub(r"\d+", "*", ", ".join(choice.paths)), _what(choice)), []).append(choice)
+    return tuple(_line(pattern, what, alike, step, plain) for (pattern, what), alike in groups.items())
+
+
+def _line(pattern: str, what: str, choices: list[Choice], step: Timed, plain: Timed) -> Line:
+    """One row, its figures the mean of regions that are treated alike."""
+    paths = [path.partition("@")[0] for choice in choices for path in choice.paths]
+    count = len(choices)
+    kept = _sum(step.simulation.saved_by_module, paths)
+    return Line(
+        pattern if count > 1 else ", ".join(choices[0].paths),
+        count,
+        what,
+        round(kept / count),
+        round(max(0, _sum(plain.simulation.saved_by_module, paths) - kept) / count),
+        _sum(step.replayed, paths) / count,
+        round(_sum(step.sent, paths) / count),
+    )
+
+
+def _sum(by_module: dict[str, Any], paths: list[str]) -> Any:
+    return sum(value for module, value in by_module.items() if any(inside(module, path) for path in paths))
+
+
+def _what(choice: Choice) -> str:
+    together = f"{len(choice.paths)} together " if len(choice.paths) > 1 else ""
+    kept = f" but not {', '.join(choice.keep)}" if choice.keep else ""
+    stored = f"; inputs {stored_in(choice.store)}" if choice.store else ""
+    asked = f" ({' '.join(choice.labels)})" if choice.labels else ""
+    return f"{together}recomputed{kept}{stored}{asked}"

@@ -1,0 +1,88 @@
+"""`torch-recompute show MODEL`: what a model is made of, and which labels would place something there.
+
+A configuration names parts of the model: `core_attn`, `moe_act`, a path. This says before a training run whether a word
+matches anything, and what: the tree of units as `find_units` sees it, each with the labels that put a region around it,
+and below it how many regions each label makes in the whole model. Layers that are made alike are one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ..plan.anatomy import Units
+from ..plan.labels import LABELS, choices, matching
+from ..plan.units import find_units
+from .models import PRESETS, load
+from .output import OK, Output, add_options, document, new_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1
+
+
+def add_command(commands: Any) -> None:
+    """Describes `torch-recompute show` to the command line."""
+    parser = new_command(commands, "show", "the parts of a model, and the labels that match each")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="pkg.module:name of a module or of a function that makes one, or the config.json (or its folder) of a "
+        f"Hugging Face model, which is built without weights, or one of {', '.join(PRESETS)}",
+    )
+    add_options(parser, command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Runs `torch-recompute show`; 0 when there was something to show."""
+    output = Output.of(args)
+    with output.at_work(f"building {args.model}"):
+        units = find_units(load(args.model).model)
+    output.give(lambda: _to_json(units), lambda console: _print(console, units))
+    return OK
+
+
+def labels_at(units: Units) -> dict[str, tuple[str, ...]]:
+    """The labels that make a region around each module."""
+    found: dict[str, tuple[str, ...]] = {}
+    for label in LABELS:
+        for choice in choices(units, label):
+            for path in choice.paths:
+                found[path] = (*found.get(path, ()), label)
+    return found
+
+
+def _to_json(units: Units) -> str:
+    """The units and their labels as a JSON document."""
+    here = labels_at(units)
+    data = {
+        "model": units.model,
+        "stacks": [
+            {"path": stack, "layers": sum(layer.stack == stack for layer in units.layers)} for stack in units.stacks
+        ],
+        "labels": matching(units),
+        "units": [{**dataclasses.asdict(unit), "labels": here.get(unit.path, ())} for unit in units],
+    }
+    return document("show", SCHEMA_VERSION, data)
+
+
+def _print(console: Console, units: Units) -> None:
+    """The tree, and how many regions each label makes."""
+    from rich.text import Text
+
+    stacks = ", ".join(
+        f"{stack or 'the model'} {sum(u.stack == stack for u in units.layers)}" for stack in units.stacks
+    )
+    console.print(f"{units.model}; layers: {stacks or 'none'}", style="bold")
+    for line in units.lines({path: " ".join(words) for path, words in labels_at(units).items()}):
+        text = Text("  " * (line.depth + 1)).append(line.name, style="bold" if line.depth == 0 else "")
+        if line.times > 1:
+            text.append(f" x {line.times}", style="bold")
+        text.append(f": {', '.join(line.roles)} ").append(f"({line.cls})", style="dim")
+        if line.note:
+            text.append(f"  [{line.note}]", style="green")
+        console.print(text)
+    matches = ", ".join(f"{label} {count}" for label, count in matching(units).items())
+    console.print(f"labels that match, with their number of regions: {matches or 'none'}")

@@ -1,0 +1,285 @@
+"""What all commands have in common, as laws over the table of all commands.
+
+`COMMANDS` has a row for each; `test_every_command_has_a_row` fails for one without. What is asked is small.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comparisons
+import discard
+import frontier
+import pytest
+from frontier import comparing, ways
+from frontier.config import Config
+
+from torch_recompute import Choice, Plan
+from torch_recompute.commands import bench, cli, demo, output
+from torch_recompute.commands.output import Output, document
+from torch_recompute.errors import ArgumentError
+
+pytest.importorskip("rich")
+HEAD = ["schema_version", "command"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row.
+
+    Attributes:
+        argv: A small question, that is answered with 0.
+        keys: Of its document, those at the top.
+        wrong: What may not be asked.
+        otherwise: Options with which the answer is another exit code.
+        plots: Options with which it draws; None if there is nothing to draw.
+    """
+
+    argv: str
+    keys: str
+    wrong: str
+    otherwise: tuple[str, int] | None = None
+    plots: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What is typed, without options that say of what size."""
+        words = self.argv.split()
+        return " ".join(
+            [*words[: 1 + (words[0] in ("bench", "peers"))], *(word for word in words if word == "--check")]
+        )
+
+
+BLOCKS = "peers discard --d-model 8 --d-ff 32 --seq 16 --iters 1 --n-layers 1 --only rms_norm --device cpu"
+MADE_BY = "torch_recompute torch python machine"
+TASK = "model class parameters dtypes inputs optimizer offload hold_output accumulate set_to_none"
+COMMANDS = (
+    Command(
+        "demo --steps 1 --layers 1 --d-model 8 --seq 16 --batch 2",
+        "torch threads text config parameters identical settings",
+        "--steps 0",
+        plots="",
+    ),
+    Command("show restless:pair", "model stacks labels units", "--frobnicate"),
+    Command(
+        "plan restless:pair --device h100 --budget 40%",
+        f"{TASK} device plain advice plan",
+        "--budget 24G",
+        otherwise=("--budget 1KiB", cli.TOO_SMALL),
+    ),
+    Command(
+        "plan restless:pair --device h100 --frontier",
+        f"{TASK} device plain advice frontier",
+        "--out a.json",
+        plots="",
+    ),
+    Command(
+        "verify restless:pair --plan plan.json",
+        "asked model device regions passed counts noise differences likely tried",
+        "--device tpu",
+        otherwise=("--plan other.json", cli.FAILED),
+    ),
+    Command(
+        "report plan.json --model restless:pair --device h100 --points 2",
+        "title source device layers chosen plain names steps counted notes",
+        "--points 1",
+        plots="",
+    ),
+    Command(BLOCKS, f"{MADE_BY} device config timed_size how rows", "--only gelu", plots=""),
+    Command(f"{BLOCKS} --check", f"{MADE_BY} device config passed comparisons", "--scale 4"),
+    Command(
+        "peers frontier --layers 1 --width 64 --tokens 16 --batch 1 --rounds 1 --price flops",
+        f"{MADE_BY} config how goals verdict passed noise peers failures ours matches",
+        "--width 3",
+        plots="",
+    ),
+    Command(
+        "doctor restless:pair --device h100 --no-run --no-hold-output --optimizer sgd",
+        "model ok findings looked_for not_looked_for",
+        "--budget 24G",
+        otherwise=("--budget 1KiB", cli.FAILED),
+    ),
+    Command(
+        "bench run gpt-tiny --steps 1 --warmup 0 --rounds 1 --batch 1 --sequence 16 --device cpu",
+        "torch_recompute torch device parameters config how noise_percent golden taken_from_results exit_code rows",
+        "--steps 0",
+        otherwise=("--budget 1KiB", cli.TOO_SMALL),
+    ),
+)
+COMPUTING = ((demo, "run"), (discard, "run"), (discard, "compare"), (frontier, "run"), (bench, "run"))
+
+each = pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.argv[:40])
+
+
+def run(argv: str, *more: str) -> int:
+    """Runs a command; those of `peers` are programs of the benchmarks."""
+    words = [*argv.split(), *more]
+    return comparisons.main(words[1:]) if words[0] == "peers" else cli.main(words)
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which computes the same thing only once."""
+    known: dict[str, Any] = {}
+
+    def call(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if repr(config) not in known:
+            known[repr(config)] = function(config, *args, **kwargs)
+        return known[repr(config)]
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def once() -> Iterator[None]:
+    """What all commands compute is computed once in this file, without the peers that compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = [way for way in ways.peers(Config(layers=1)) if way.family != ways.COMPILED][:3]
+        patch.setattr(comparing, "peers", lambda config: few)
+        for module, name in COMPUTING:
+            patch.setattr(module, name, remembered(getattr(module, name)))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def surroundings(once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run in, the model can be imported by its name, and nothing says how to colour."""
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name, path in (("plan", "0"), ("other", "1")):
+        Path(f"{name}.json").write_text(Plan((Choice((path,)),)).to_json())
+
+
+def commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """What can be typed."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield words
+    for name, child in itertools.chain.from_iterable(action.choices.items() for action in below):
+        yield from commands(child, (*words, name))
+
+
+def test_every_command_has_a_row() -> None:
+    """Each command that can be typed is in the table, and has the options that all have."""
+    typed = (*commands(cli.build_parser()), *commands(comparisons.build_parser(), ("peers",)))
+    assert {" ".join(words) for words in typed} == {row.name.removesuffix(" --check") for row in COMMANDS}
+    for row in COMMANDS:
+        parser, words = cli.build_parser(), row.argv.split()
+        if words[0] == "peers":
+            parser, words = comparisons.build_parser(), words[1:]
+        args = vars(parser.parse_args(words))
+        assert {"json", "quiet", "command"} <= set(args)
+
+
+@each
+def test_colours_are_for_those_who_want_them(
+    row: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal gets colours and a word on the work; with NO_COLOR there is no escape, and with --quiet no word."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(row.argv) == cli.OK
+    coloured = capsys.readouterr()
+    assert "\x1b[" in coloured.out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(row.argv, "--quiet") == cli.OK
+    plain = capsys.readouterr()
+    assert "\x1b" not in plain.out
+    assert plain.err == ""
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.out) == plain.out
+
+
+def figures(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """All that stands in a document, each with its key."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from figures(one, name)
+    elif isinstance(value, list):
+        for one in value:
+            yield from figures(one, key)
+    else:
+        yield key, value
+
+
+@each
+def test_documents(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints one document and nothing else: its keys are pinned, bytes are whole, and seconds are floats."""
+    assert run(row.argv, "--json", "--quiet") == cli.OK
+    output = capsys.readouterr()
+    assert output.err == ""
+    found = json.loads(output.out)
+    assert list(found) == [*HEAD, *row.keys.split()]
+    assert found["command"] == row.name
+    assert type(found["schema_version"]) is int
+    seen = list(figures(found))
+    assert {type(value) for key, value in seen if key.endswith("_bytes") and value is not None} <= {int}
+    assert {type(value) for key, value in seen if key.endswith("_seconds") and value is not None} <= {float}
+
+
+@each
+def test_what_may_not_be_asked(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong option ends with 2, whoever finds it, and leaves stdout empty."""
+    try:
+        code = run(row.argv, *row.wrong.split())
+    except SystemExit as exit_:
+        code = exit_.code
+    output = capsys.readouterr()
+    assert (code, output.out) == (cli.USAGE, "")
+    assert "torch-recompute" in output.err or "benchmarks/peers" in output.err
+
+
+@pytest.mark.parametrize("row", [row for row in COMMANDS if row.otherwise], ids=lambda row: row.argv[:40])
+def test_other_answers(row: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """A check that fails ends with 1, and what does not fit with 3."""
+    assert row.otherwise is not None
+    options, code = row.otherwise
+    assert run(row.argv, *options.split()) == code
+
+
+@pytest.mark.parametrize("row", [row for row in COMMANDS if row.plots is not None], ids=lambda row: row.argv[:40])
+def test_pictures(row: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--plot` draws into a file, in the form that its name says, beside what is printed."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.svg"
+    assert run(row.argv, *str(row.plots).split(), "--plot", str(path), "--json", "--quiet") == cli.OK
+    assert json.loads(capsys.readouterr().out)
+    assert path.read_text().startswith("<?xml")
+    assert path.stat().st_size > 5000
+
+
+def test_what_is_no_number_is_null() -> None:
+    """A document can be read by any reader: what is not finite is null."""
+    made = document("some", 3, {"a": (float("inf"), 1.5), "b": {"c": float("nan")}})
+    assert json.loads(made) == {"schema_version": 3, "command": "some", "a": [None, 1.5], "b": {"c": None}}
+
+
+def test_a_bar_moves_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal the progress moves; where colours are not wanted, it is lines without an escape."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for no_color, moves in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        with Output().progress(1) as advance:
+            advance("word")
+        with Output().at_work("working"):
+            pass
+        error = capsys.readouterr().err
+        assert ("\x1b" in error) is moves
+        assert moves or error.splitlines() == ["100%  word", "working ..."]
+
+
+def test_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that could not be drawn, and a table that could not be printed, are refused at once."""
+    for name, message in (("a.bmp", "ends in .png"), ("no/a.png", "there is no folder")):
+        with pytest.raises(ArgumentError, match=message):
+            Output.of(argparse.Namespace(json=False, quiet=False, plot=tmp_path / name))
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match=r"torch-recompute\[cli\]"):
+        Output.of(argparse.Namespace(json=False, quiet=False))
+    assert Output.of(argparse.Namespace(json=True, quiet=False)) == Output(json=True)
