@@ -28,6 +28,7 @@ from torch_recompute.checking.regions import Accounts
 from torch_recompute.checking.watch import AllocatorStats, Observations
 from torch_recompute.commands import cli
 from torch_recompute.simulation import simulate_step
+from unchanged import unchanged
 from zoo import mean_loss
 
 SIZE = 32
@@ -309,16 +310,8 @@ def test_everything_is_as_before() -> None:
     """An examination changes no weight, gradient, buffer, random state or forward, and leaves no hook."""
     model = stack(lambda: Wrapped(nn.Sequential(Counts(), nn.Dropout()), theirs))
     model(batch()).sum().backward()
-    tensors = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
-    before, random = {name: tensor.clone() for name, tensor in tensors.items()}, torch.get_rng_state()
-    doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100", loss=mean_loss)
-    after = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert torch.equal(random, torch.get_rng_state())
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    assert not any(getattr(module, hook) for module in model.modules() for hook in hooks)
-    assert not any("forward" in module.__dict__ for module in model.modules())
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    with unchanged(model):
+        doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100", loss=mean_loss)
 
 
 def test_nothing_is_kept_alive() -> None:
