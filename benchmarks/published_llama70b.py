@@ -18,18 +18,14 @@ from typing import Any
 
 from _measure import arguments, finish
 
-from torch_recompute import Choice, Plan, apply
-from torch_recompute._ranks.flight import Instant, Taken, instants, taken
-from torch_recompute._ranks.layout import Layout
-from torch_recompute._ranks.model import Rank, ranks
-from torch_recompute._ranks.optimizer import sharded
-from torch_recompute._ranks.planning import update_seconds
+from torch_recompute import Choice, Plan
 from torch_recompute.commands.models import load
-from torch_recompute.plan.cost import Option
-from torch_recompute.planning.ops import Op, metas, op_of
+from torch_recompute.planning.layout import Layout, LayoutPlanner
+from torch_recompute.planning.ops import Op, metas
+from torch_recompute.planning.pipeline import RankPlanner
 from torch_recompute.planning.prices import DEVICES
-from torch_recompute.planning.schedules import orders_named
-from torch_recompute.simulation import Simulation, simulate_step
+from torch_recompute.planning.rank_memory import RankPeak
+from torch_recompute.planning.stage_runs import StageRun
 
 LAYOUT = Layout(tp=4, pp=4, vpp=5, dp=2, mbs=1, sequence_parallel=True, batch=32)
 TOKENS, WIDTH, WIDE, QUERIES, KEYS = 4096, 8192, 28_672, 8192, 1024
@@ -58,59 +54,34 @@ class Predicted:
     """One rank under one placement.
 
     Args:
+        planner: Of all ranks.
         rank: The rank.
         plan: The placement.
     """
 
-    def __init__(self, rank: Rank, plan: Plan) -> None:
-        self.ran: Counter[Op] = Counter()
-        self.rank = rank
-
-        def watch(_: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-            op = op_of(func, args, kwargs, out)
-            if op is not None:
-                self.ran[op] += 1
-
-        self.simulation: Simulation = simulate_step(
-            rank.model,
-            (),
-            rank.batch,
-            prepare=lambda copy: apply(copy, plan),
-            optimizer=sharded("adamw", LAYOUT.dp),
-            watch=watch,
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Of a microbatch."""
-        update = update_seconds(self.rank.model, sharded("adamw", LAYOUT.dp), PRICE)
-        return sum(PRICE(op) * count for op, count in self.ran.items()) - update
-
-    def taken(self) -> Taken:
-        """What its chunks take; its layers are alike, so each keeps as much."""
-        sizes = [len(chunk) for chunk in self.rank.chunks]
-        layers = [layer for chunk in self.rank.chunks for layer in chunk]
-        paths = [f"model.layers.{layer}" for layer in layers]
-        inside = dict.fromkeys(paths, 0)
-        for module, nbytes in self.simulation.saved_by_module.items():
-            path = ".".join(module.split(".")[:3])
-            if path in inside:
-                inside[path] += nbytes
-        options = [Option((), inside[path], 0, 0, 0.0) for path in paths]
-        return taken(self.simulation, paths, options, sizes, self.rank.received)
+    def __init__(self, planner: LayoutPlanner, rank: RankPlanner, plan: Plan) -> None:
+        runs: dict[int, StageRun] = {}
+        for stage in rank.stages:
+            layers = {segment.path for segment in planner.pipeline.segments(stage)}
+            own = Plan(tuple(choice for choice in plan if choice.paths[0].removesuffix(".mlp") in layers))
+            runs[stage] = planner.pipeline.runner.run(stage, own, "FB")
+        self.ran = sum((run.ran for run in runs.values()), Counter[Op]())
+        self.seconds = sum(PRICE(op) * count for op, count in self.ran.items())
+        self.peak: RankPeak = rank.memory.peak({stage: run.bytes for stage, run in runs.items()})
+        first = rank.stages[0]
+        self.layer_bytes = runs[first].bytes.whole_bytes // len(planner.pipeline.segments(first))
 
 
 def main() -> None:
     """Prints each rank with nothing and with every MLP recomputed, and the published runs."""
     options = arguments(__doc__ or "")
-    model = load("llama3-70b").model
-    orders = orders_named("Interleaved1F1B", LAYOUT.pp, LAYOUT.microbatches, LAYOUT.vpp)
+    planner = LayoutPlanner(load("llama3-70b").model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100")
     print(f"{LAYOUT}\npeak in GB, eager (fused), and time of a microbatch")
     figures: list[dict[str, Any]] = []
-    for rank in ranks(model, "llama3-70b", LAYOUT, TOKENS):
+    for rank in planner.pipeline.ranks:
         if rank.number == 2:
             continue  # it holds as many layers as rank 1, and fewer microbatches
-        said = one(rank, instants(orders[rank.number], LAYOUT.pp))
+        said = one(planner, rank)
         figures.append(said)
         print(
             f"  rank {rank.number}: {said['in_flight']} x 4 layers in flight; nothing recomputed "
@@ -143,18 +114,17 @@ def main() -> None:
     finish(options, figures, all(abs(off) <= 0.1 for off in far.values()))
 
 
-def one(rank: Rank, found: tuple[Instant, ...]) -> dict[str, Any]:
+def one(planner: LayoutPlanner, rank: RankPlanner) -> dict[str, Any]:
     """The figures of one rank."""
-    layers = [layer for chunk in rank.chunks for layer in chunk]
-    mlps = Plan(tuple(Choice((f"model.layers.{layer}.mlp",)) for layer in layers))
-    plain, mlp = Predicted(rank, Plan()), Predicted(rank, mlps)
-    kept, kept_mlp = plain.taken(), mlp.taken()
-    (peak, instant), (least, _) = kept.peak(found), kept_mlp.peak(found)
-    assert instant is not None
-    held = sum(instant.held) + 1
-    alive, share = held * len(rank.chunks[0]), TOKENS // LAYOUT.tp
+    layers = [segment.path for stage in rank.stages for segment in planner.pipeline.segments(stage)]
+    mlps = Plan(tuple(Choice((f"{path}.mlp",)) for path in layers))
+    plain, mlp = Predicted(planner, rank, Plan()), Predicted(planner, rank, mlps)
+    step, peak, least = plain.peak.step, plain.peak.bytes, mlp.peak.bytes
+    assert step is not None
+    held, each = sum(step.live(stage) for stage in rank.stages), len(layers) // len(rank.stages)
+    alive, share = held * each, TOKENS // LAYOUT.tp
     attention, whole_mlp = (share * sum(terms.values()) for terms in (FUSED_ATTENTION, FUSED_MLP))
-    eager, eager_mlp = (each.kept[0] // len(rank.chunks[0]) for each in (kept, kept_mlp))
+    eager, eager_mlp = plain.layer_bytes, mlp.layer_bytes
     down = max(PRICE(op) for op in plain.ran if _is_down(op)) * len(layers)
     seconds = plain.seconds
     return {

@@ -53,7 +53,7 @@ ROOMS = (
     ("integrations",),
     ("testing",),
     ("__init__",),
-    ("_ranks", "doctor"),
+    ("doctor",),
     ("commands",),
     ("report", "__main__"),
 )

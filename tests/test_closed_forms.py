@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import Choice, Plan, simulate
-from torch_recompute._ranks.placing import divided, wire
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Roofline
+from torch_recompute.planning.tensor_parallel import add_collectives, divided
 from zoo import mean_loss
 
 S, B, H, A, LAYERS = 96, 2, 64, 4, 4
@@ -101,7 +101,8 @@ def kept_by_a_rank(ranks: int, *, sequence: bool) -> int:
         with torch.device("meta"):
             whole, part = (Stack(layers, fused=False, ranks=n).bfloat16() for n in (1, ranks))
             x = torch.empty(B, S // ranks if sequence else S, H, dtype=torch.bfloat16)
-        wire(part, [f"layers.{i}" for i in range(layers)], divided(whole, part, ranks, "gpt"), ranks, sequence)
+        paths, slices = [f"layers.{i}" for i in range(layers)], divided(whole, part, ranks, "gpt")
+        add_collectives(part, paths, slices, ranks, sequence)
         kept.append(simulate(part, (x,), loss=mean_loss).saved_bytes)
     return kept[1] - kept[0]
 

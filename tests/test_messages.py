@@ -69,10 +69,6 @@ from torch_recompute import (
     testing,
     values,
 )
-from torch_recompute._ranks.layout import Layout
-from torch_recompute._ranks.model import ranks
-from torch_recompute._ranks.placing import divided
-from torch_recompute._ranks.planning import PipelinePlanner, RankPlan
 from torch_recompute.commands import bench, cli, demo, models, output
 from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import Setting, Workload
@@ -91,13 +87,14 @@ from torch_recompute.integrations import door, huggingface
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
-from torch_recompute.plan.inflight import Action, moments
 from torch_recompute.plan.prediction import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planning.hosts import link_of
+from torch_recompute.planning.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planning.prices import Roofline
-from torch_recompute.planning.schedules import orders_named, orders_of
+from torch_recompute.planning.schedules import Action, orders_named, orders_of, schedule_steps
+from torch_recompute.planning.tensor_parallel import divided
 from torch_recompute.simulation.faking import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
@@ -920,28 +917,7 @@ def plans_for_too_little(*, sizes: bool = False) -> None:
 
 
 def cut_up(model: torch.nn.Module, **layout: Any) -> None:
-    ranks(model, "MODEL", Layout(**layout), 8)
-
-
-class Positions(torch.nn.Module):
-    """A language model that holds more than an embedding before its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.positions = torch.nn.Embedding(8, 8), torch.nn.Embedding(8, 8)
-        self.layers = torch.nn.ModuleList(
-            torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)
-        )
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.words
-
-    def get_output_embeddings(self) -> None:
-        return None
-
-
-def cut_a_model_with_positions() -> None:
-    cut_up(Positions(), pp=2)
+    LayoutPlanner(model, "MODEL", Layout(**layout), 8, "none", "h100")
 
 
 def small_stack() -> Any:
@@ -957,30 +933,24 @@ def too_little_on_a_command_line() -> None:
 class OverFull:
     """Planned ranks of which none fits."""
 
-    layout = Layout(pp=2)
+    pipeline = types.SimpleNamespace(ranks=(0, 1))
 
-    class Rank:
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def plan(self, budget: int) -> RankPlan:
-            promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())
-            sizes = {"weight_bytes": GIB, "gradient_bytes": GIB, "optimizer_bytes": GIB}
-            times = dict.fromkeys(("microbatch_seconds", "replay_seconds", "optimizer_seconds", "link_seconds"), 1.0)
-            return RankPlan(
-                rank=self._rank,
-                layers=((0,),),
-                parameters=1,
-                **sizes,
-                held=(1,),
-                activation_bytes=(1 + self._rank) * GIB,
-                plain_peak_bytes=6 * GIB,
-                link_bytes=0,
-                **times,
-                plan=Plan((), "", promise),
-            )
-
-    ranks = (Rank(0), Rank(1))
+    def _plan(self, rank: int, budget: int) -> RankPlan:
+        promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())
+        sizes = {"weight_bytes": GIB, "gradient_bytes": GIB, "optimizer_bytes": GIB}
+        times = dict.fromkeys(("microbatch_seconds", "replay_seconds", "optimizer_seconds", "link_seconds"), 1.0)
+        return RankPlan(
+            rank=rank,
+            layers=((0,),),
+            parameters=1,
+            **sizes,
+            held=(1,),
+            activation_bytes=(1 + rank) * GIB,
+            plain_peak_bytes=6 * GIB,
+            link_bytes=0,
+            **times,
+            plan=Plan((), "", promise),
+        )
 
 
 COSTS = Costs(
@@ -3130,7 +3100,7 @@ CASES = [
     Case(
         "too_few_layers",
         ArgumentError,
-        lambda: Layout(pp=4, vpp=2).chunks(6),
+        lambda: Layout(pp=4, vpp=2).pipeline(6),
         "--pp 4 --vpp 2 are 8 parts, and the model has 6 layers. Write fewer.",
     ),
     Case(
@@ -3161,16 +3131,9 @@ CASES = [
         "it without --tp.",
     ),
     Case(
-        "no_cut",
-        ArgumentError,
-        cut_a_model_with_positions,
-        "--pp: MODEL holds positions before its layers, besides the embedding, so it is not known what a rank without "
-        "them is called with. Use it without --pp.",
-    ),
-    Case(
         "spread_does_not_fit",
         BudgetError,
-        lambda: PipelinePlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
+        lambda: LayoutPlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
         "budget=100 bytes is too small for rank 1 of the pipeline, which needs the most: with the plan that needs the "
         "least its peak is 5.00 GiB (5368709120 bytes), with no region 6.00 GiB; 3.00 GiB of either are weights, "
         "gradients and optimizer state.\n"
@@ -3353,7 +3316,7 @@ CASES = [
     Case(
         "action_too_early",
         ArgumentError,
-        lambda: moments([Action(0, "F", 0), Action(0, "W", 0)]),
+        lambda: schedule_steps([Action(0, "F", 0), Action(0, "W", 0)]),
         "the schedule does 0W0 before 0I0, which it needs.\n"
         "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and then "
         "for its weights (W).",
@@ -3361,7 +3324,7 @@ CASES = [
     Case(
         "action_twice",
         ArgumentError,
-        lambda: moments([Action(0, "F", 0), Action(0, "B", 0), Action(0, "I", 0)]),
+        lambda: schedule_steps([Action(0, "F", 0), Action(0, "B", 0), Action(0, "I", 0)]),
         "the schedule does 0I0 after 0B0, which is the same work.\n"
         "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W.",
     ),

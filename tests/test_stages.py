@@ -11,9 +11,9 @@ from torch import nn
 
 from distributed.staged import Net, planner, plans_for
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
-from torch_recompute.plan.inflight import moments, one_f_one_b
-from torch_recompute.plan.stage_memory import Rank, Sends, StageBytes
-from torch_recompute.planning.stages import plan_stages
+from torch_recompute.planning.pipeline import plan_stages
+from torch_recompute.planning.rank_memory import RankMemory, Sends, StageBytes
+from torch_recompute.planning.schedules import one_f_one_b, schedule_steps
 from zoo import mean_loss
 
 PATHS = [f"layers.{i}" for i in range(8)]
@@ -119,10 +119,10 @@ def test_a_schedule_of_torch_says_the_same_as_its_name(plans: StagePlans) -> Non
 
     stage = SimpleNamespace(num_stages=4, group_size=4, group_rank=0, stage_index=0)
     schedule = Schedule1F1B(stage, 4)  # type: ignore[arg-type]
-    again = plan_stages(planner(), schedule, "0.7 MiB", "auto", planner().cut, torch.optim.AdamW)
+    again = plan_stages(planner(), schedule, "0.7 MiB", "auto", torch.optim.AdamW)
     assert again.digest() == plans.digest()
     split = Stages(schedule, split=(1, 1, 1, 5))
-    other = plan_stages(planner(), split, "10 MiB", "auto", planner().cut, torch.optim.AdamW)
+    other = plan_stages(planner(), split, "10 MiB", "auto", torch.optim.AdamW)
     assert [len(stage.layers) for stage in other.stages] == [1, 1, 1, 5]
 
 
@@ -142,11 +142,11 @@ def test_what_a_rank_holds_is_a_sum() -> None:
     """By hand: the first of two stages under 1F1B at its fullest, and the optimizer's step where that is more."""
     own = {("F", False): 7, ("F", True): 7, ("B", False): 30, ("B", True): 20}
     stage = StageBytes(100, 2, 40, 0, output_bytes=3, whole_bytes=10, half_bytes=0, through_bytes=0, own=own)
-    rank = Rank(moments(one_f_one_b(2, 4)[0]), 4, Sends(to_the_end=False), (50, 5))
+    rank = RankMemory(schedule_steps(one_f_one_b(2, 4)[0]), 4, Sends(to_the_end=False), (50, 5))
     # Always 100 + 50, four parts of 2 of the batch, four buffers of 3; gradients, one that waits, what was sent first,
     # and the backward's own.
     peak = rank.peak({0: stage})
     assert peak.bytes == 100 + 50 + 4 * 2 + 4 * 3 + 40 + 10 + 3 + 20
     assert "a backward of stage 0" in peak.where
     light = replace(stage, whole_bytes=0, own=dict.fromkeys(own, 0))
-    assert Rank(moments(one_f_one_b(2, 4)[0]), 4, Sends(to_the_end=False), (50, 500)).peak({0: light}).moment is None
+    assert RankMemory(rank.steps, 4, Sends(to_the_end=False), (50, 500)).peak({0: light}).step is None

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from distributed.pipelines import ONE, stages_of
 from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
+from torch_recompute.planning.pipeline import plan_stages
 from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.stages import plan_stages
 
 WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
 
@@ -68,7 +68,7 @@ def planner() -> Planner:
 def plans_for(schedule: str, budget: Any, ranks: int = 2) -> StagePlans:
     """The plans for a schedule."""
     stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else 2)
-    return plan_stages(planner(), stages, budget, "auto", planner().cut, torch.optim.AdamW)
+    return plan_stages(planner(), stages, budget, "auto", torch.optim.AdamW)
 
 
 def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
-from .._ranks.layout import Layout
-from .._ranks.planning import PipelinePlanner, RankPlan, step_seconds
 from .._text import table
+from ..planning.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from .models import DTYPES, batch_for, check_sizes, load
 from .output import GIB, MIB, OK, Output, document, write_plan
 
@@ -91,7 +90,7 @@ def command(args: argparse.Namespace, layout: Layout, output: Output) -> int:
         tokens = int(batch["input_ids"].shape[1])
     device = args.device or "h100"
     with output.at_work(f"profiling {args.model} on {layout}"):
-        planner = PipelinePlanner(model, args.model, layout, tokens, args.optimizer, device)
+        planner = LayoutPlanner(model, args.model, layout, tokens, args.optimizer, device)
     with output.at_work("planning"):
         plans = planner.plans(args.budget)
     if args.out is not None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import errors
 
@@ -326,3 +326,20 @@ def _of_graph(graph: Graph) -> Iterator[str]:
 
 def _is_bytes(value: object) -> bool:
     return isinstance(value, int) and value >= 0
+
+
+def kinds_for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
+    """Kinds whose options are paid for in each of some microbatches."""
+    return {
+        name: Kind(tuple(for_all(option, times) for option in kind.options), kind.graph and _paid(kind.graph, times))
+        for name, kind in kinds.items()
+    }
+
+
+def for_all(option: Option, times: int) -> Option:
+    """An option that is paid for in each of some microbatches."""
+    return replace(option, seconds=option.seconds * times, flops=option.flops * times)
+
+
+def _paid(graph: Graph, times: int) -> Graph:
+    return replace(graph, nodes=tuple(replace(node, seconds=node.seconds * times) for node in graph.nodes))

@@ -19,11 +19,11 @@ from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.stages import StagePlans, Stages
 from ..simulation import simulate_step
-from .pipeline import Schedule
+from .pipeline import plan_stages
 from .planner import Loss, MakeOptimizer, Planner
 from .prices import Roofline, where
+from .schedules import Schedule
 from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
-from .stages import plan_stages
 
 
 def profile(
@@ -205,8 +205,7 @@ def make_plan(
                 "says itself what a rank holds.\n"
                 "  Leave them out with stages=; microbatches are those of the schedule."
             )
-        whole = planner(args, kwargs)
-        return plan_stages(whole, stages, budget, solver, whole.cut, optimizer)
+        return plan_stages(planner(args, kwargs), stages, budget, solver, optimizer)
     if not isinstance(budget, (int, float, str)):
         raise errors.ArgumentError(errors.bad_budget(budget))
 

@@ -32,8 +32,7 @@ from .. import errors
 from .._loop import COMMON, Loop
 from ..memory.free import free_bytes
 from ..plan.apply import apply
-from ..plan.cost import Costs, Host, Kind, Option, Solution, paths_of, simplicity
-from ..plan.microbatches import kinds_for_all
+from ..plan.cost import Costs, Host, Kind, Option, Solution, kinds_for_all, paths_of, simplicity
 from ..plan.placed import described
 from ..plan.plan import Choice, Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
@@ -48,8 +47,8 @@ from .grouping import groups
 from .guesses import Guess, guesses
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
-from .pieces import Pieces
 from .prices import Measured, Roofline, prices_for, where
+from .stage_runs import StageRunner
 from .trace import Trace, trace
 from .trials import Call, Tried, attempt
 
@@ -210,20 +209,20 @@ class Planner:
         """Seconds of an operation."""
         return self._price(op)
 
-    def cut(self, paths: Sequence[str], stages: Sequence[tuple[int, int]]) -> Pieces:
-        """The model in stages, given its layers and the first and last of each."""
+    def stage_runner(self, stages: Sequence[tuple[int, int]], release: bool) -> StageRunner:
+        """The model in stages, given the layers of each; see `StageRunner`."""
         args, kwargs = self._call
-        loss, plain = self._step["loss"] or loss_of, self.plain
-        return Pieces(
+        return StageRunner(
             self._model,
             args,
             kwargs,
-            loss=loss,
-            device=plain.device,
-            rounding=plain.rounding,
-            paths=paths,
+            loss=self._step["loss"] or loss_of,
+            device=self.plain.device,
+            rounding=self.plain.rounding,
+            paths=self._paths,
             stages=stages,
             composed=self._composed,
+            release=release,
         )
 
     def _clocked(self, chosen: Checked | None) -> tuple[Profile, Scale | None]:

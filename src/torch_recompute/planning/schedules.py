@@ -1,23 +1,195 @@
-"""What the schedules of `torch.distributed.pipelining` do, read from their own tables.
+"""Pipeline schedules: what each rank does, in order, and how many microbatches are in flight at each step.
 
-A schedule object holds, for each rank, the actions of all ranks (`pipeline_order`). It is made of stages, which need a
-process group and modules; for the table alone it asks them for no more than their number, so a schedule that is only
-named is built on stand-ins here, on one process and without torch.distributed being initialised.
+A stage holds what the forward of a microbatch saved until its backward, which comes after those of the stages behind
+it. So a stage holds several microbatches at once, the first stage the most, and the schedule alone determines how many.
 
-ScheduleGPipe and Schedule1F1B do not run by their tables, and that of 1F1B is another order than what they run (in
-torch 2.13 the last rank begins with microbatch 1 and holds two); their orders are those of `plan/inflight.py`.
+A schedule is, for each rank, its actions in order: forward (F), backward (B), or the two halves of a backward, that of
+the inputs (I) and that of the weights (W). Counting along them gives what is alive: a microbatch is *whole* from its
+forward to its backward or the first half of it, and *half* from there to the second. Several chunks of the model on one
+rank are several stages with one order.
+
+Orders are read from the tables of `torch.distributed.pipelining` (`pipeline_order`). A schedule object is made of
+stages, which need a process group and modules; for the table alone it asks only for their numbers, so a schedule that
+is given by name is built on stand-ins, in one process. ScheduleGPipe and Schedule1F1B do not run by their tables (in
+torch 2.13 the table of 1F1B has another order than what runs); their orders are written here.
+
+Rejected: a formula per schedule. The published ones hold for as many microbatches as fill the pipeline; with fewer, or
+with a number that is no multiple of the ranks, they do not, and a schedule written by a user has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from .. import errors
-from ..plan.inflight import Action, Orders, gpipe, one_f_one_b
+from ..plan.stages import Stages
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One thing that a rank does.
+
+    Attributes:
+        stage: The number of the stage in the pipeline.
+        kind: "F" forward, "B" backward, "I" the half of a backward that makes the gradients of the inputs, "W" the one
+            that makes those of the weights.
+        microbatch: The number of the microbatch.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @staticmethod
+    def from_text(text: str) -> Action:
+        """An action as `torch.distributed.pipelining` writes it, such as "0F3".
+
+        Raises:
+            ArgumentError: It is written otherwise.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise errors.ArgumentError(
+                f"{errors.say(text)} is no action of a pipeline's schedule.\n"
+                '  torch.distributed.pipelining writes an action as the stage, F, B, I or W, and the microbatch: "0F3".'
+            )
+        return Action(int(match[1]), match[2], int(match[3]))
+
+
+Orders = Mapping[int, Sequence[Action]]  # what each rank does, in order
+
+
+@dataclass(frozen=True)
+class ScheduleStep:
+    """An action of a rank, and how often each of its stages has run before it. All counts are by stage.
+
+    Attributes:
+        action: What runs.
+        forwards: Forwards that have ended.
+        inputs: Backwards, or halves for the inputs, that have ended.
+        weights: Backwards, or halves for the weights, that have ended.
+    """
+
+    action: Action
+    forwards: Mapping[int, int]
+    inputs: Mapping[int, int]
+    weights: Mapping[int, int]
+
+    def whole(self, stage: int) -> int:
+        """How many microbatches a stage holds whole, without the one that runs."""
+        own = self.action.stage == stage and self.action.kind in (BACKWARD, INPUTS)
+        return self.forwards[stage] - self.inputs[stage] - own
+
+    def half(self, stage: int) -> int:
+        """How many microbatches of a stage wait for the gradients of weights, without the one that runs."""
+        own = self.action.stage == stage and self.action.kind == WEIGHTS
+        return self.inputs[stage] - self.weights[stage] - own
+
+    def live(self, stage: int) -> int:
+        """How many microbatches a stage holds, whole or half, the one that runs included."""
+        return self.whole(stage) + self.half(stage) + (self.action.stage == stage)
+
+
+def schedule_steps(actions: Sequence[Action]) -> tuple[ScheduleStep, ...]:
+    """The actions of one rank, with what is in flight during each.
+
+    Raises:
+        ArgumentError: A backward comes before its forward, one of the two halves before the other, or one of them
+            twice.
+    """
+    forwards, inputs, weights = (Counter({action.stage: 0 for action in actions}) for _ in range(3))
+    counted = {FORWARD: (forwards,), BACKWARD: (inputs, weights), INPUTS: (inputs,), WEIGHTS: (weights,)}
+    ended: set[Action] = set()
+    found: list[ScheduleStep] = []
+    for action in actions:
+        _check(action, ended)
+        found.append(ScheduleStep(action, dict(forwards), dict(inputs), dict(weights)))
+        for counter in counted[action.kind]:
+            counter[action.stage] += 1
+        ended.add(action)
+    return tuple(found)
+
+
+def _check(action: Action, ended: set[Action]) -> None:
+    of = {kind: Action(action.stage, kind, action.microbatch) for kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS)}
+    before = of[INPUTS] if action.kind == WEIGHTS else of[FORWARD]
+    if action.kind != FORWARD and before not in ended:
+        raise errors.ArgumentError(
+            f"the schedule does {action!s} before {before!s}, which it needs.\n"
+            "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and "
+            "then for its weights (W)."
+        )
+    again = [of[action.kind], *([of[BACKWARD]] if action.kind in (INPUTS, WEIGHTS) else [])]
+    again += [of[INPUTS]] if action.kind == BACKWARD else []
+    for other in again:
+        if other in ended:
+            raise errors.ArgumentError(
+                f"the schedule does {action!s} after {other!s}, which is the same work.\n"
+                "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W."
+            )
+
+
+def in_flight(orders: Orders) -> dict[int, int]:
+    """The most microbatches that each stage holds at once, whole or half, the one that runs counted.
+
+        in_flight(one_f_one_b(4, 8))     # {0: 4, 1: 3, 2: 2, 3: 1}
+
+    Args:
+        orders: The actions of each rank.
+
+    Returns:
+        By the number of the stage, in order.
+    """
+    most: dict[int, int] = {}
+    for actions in orders.values():
+        for step in schedule_steps(actions):
+            for stage in step.forwards:
+                most[stage] = max(most.get(stage, 0), step.live(stage))
+    return dict(sorted(most.items()))
+
+
+def in_flight_on_rank(orders: Orders) -> dict[int, int]:
+    """The most microbatches that each rank holds at once, those of all its stages added up."""
+    return {
+        rank: max((sum(step.live(stage) for stage in step.forwards) for step in schedule_steps(actions)), default=0)
+        for rank, actions in orders.items()
+    }
+
+
+def gpipe(stages: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
+    """GPipe: all forwards, then all backwards. One stage per rank."""
+    return {
+        stage: tuple(Action(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in range(microbatches))
+        for stage in range(stages)
+    }
+
+
+def one_f_one_b(stages: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
+    """1F1B: as many forwards as stages lie from here to the end, then a backward and a forward in turn."""
+    return {stage: tuple(_one_f_one_b(stage, stages - stage, microbatches)) for stage in range(stages)}
+
+
+def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Iterable[Action]:
+    warmup = min(warmup, microbatches)
+    yield from (Action(stage, FORWARD, m) for m in range(warmup))
+    for m in range(microbatches):
+        yield Action(stage, BACKWARD, m)
+        if m + warmup < microbatches:
+            yield Action(stage, FORWARD, m + warmup)
+
 
 _WRITTEN = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -55,12 +227,10 @@ def _flat(actions: Iterable[Any]) -> Iterable[Action]:
 
 
 def _unknown_schedule(name: object, names: Sequence[str]) -> str:
-    """Text for the name of a schedule that is not there."""
     return f"schedule={name!r} is not known.\n  Known are {', '.join(names)}, as in torch.distributed.pipelining."
 
 
 def _schedule_refuses(name: str, why: str) -> str:
-    """Text for numbers that a schedule does not take."""
     return f"the schedule {name} does not take these numbers: {why.rstrip('.')}.\n  Pass others, or another schedule."
 
 
@@ -121,3 +291,51 @@ def _built(name: str, pipeline: int, microbatches: int, chunks: int) -> Any:
         return make(stages, microbatches)
     except (ValueError, AssertionError) as error:
         raise errors.ArgumentError(_schedule_refuses(name, str(error))) from None
+
+
+class Schedule(Protocol):
+    """A schedule of `torch.distributed.pipelining`."""
+
+    pipeline_order: Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule over the layers of a model.
+
+    Attributes:
+        name: The schedule's, without `Schedule`.
+        orders: What each rank does.
+        microbatches: How many a step has.
+        bounds: The layers of each stage: the first, and the first of the next.
+    """
+
+    name: str
+    orders: Orders
+    microbatches: int
+    bounds: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(stages: Stages | Schedule, paths: Sequence[str]) -> Pipeline:
+        """The pipeline that a `Stages`, or a schedule of torch's, describes for these layers.
+
+        Raises:
+            ArgumentError: The schedule is none, or does not take these numbers, or the split does not fit.
+        """
+        if not isinstance(stages, Stages):
+            if not hasattr(stages, "pipeline_order"):
+                raise errors.ArgumentError(
+                    f"stages is {errors.say(stages)}, where a pipeline is expected.\n"
+                    '  Write stages=Stages("1F1B", pipeline=4, microbatches=8), or pass a schedule of '
+                    "torch.distributed.pipelining."
+                )
+            stages = Stages(stages)
+        if isinstance(stages.schedule, str):
+            orders = orders_named(stages.schedule, stages.pipeline, stages.microbatches, stages.chunks)
+            name = stages.schedule
+        else:
+            orders, name = orders_of(stages.schedule), type(stages.schedule).__name__
+        actions = [action for order in orders.values() for action in order]
+        count = 1 + max(action.stage for action in actions)
+        microbatches = 1 + max(action.microbatch for action in actions)
+        return Pipeline(name.removeprefix("Schedule"), orders, microbatches, tuple(stages.bounds(count, paths)))

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from torch_recompute import ArgumentError
-from torch_recompute.plan.inflight import Action, gpipe, in_flight, in_flight_on_rank, moments, one_f_one_b
-from torch_recompute.planning.schedules import NAMES, orders_named
+from torch_recompute.planning.schedules import (
+    NAMES,
+    Action,
+    gpipe,
+    in_flight,
+    in_flight_on_rank,
+    one_f_one_b,
+    orders_named,
+    schedule_steps,
+)
 
 CHUNKS = {"GPipe": 1, "1F1B": 1}  # all others have two here
 
@@ -51,7 +59,7 @@ def test_every_schedule_begins_and_ends_with_nothing(name: str) -> None:
     stages = [stage for actions in orders.values() for stage in {action.stage for action in actions}]
     assert sorted(stages) == list(range(2 * CHUNKS.get(name, 2)))
     for actions in orders.values():
-        last = moments(actions)[-1]
+        last = schedule_steps(actions)[-1]
         assert last.live(last.action.stage) == sum(last.live(stage) for stage in last.forwards) == 1
         for stage in last.forwards:
             assert last.forwards[stage] == 6
@@ -60,7 +68,7 @@ def test_every_schedule_begins_and_ends_with_nothing(name: str) -> None:
 def test_a_half_is_held_until_its_weights_have_their_gradients() -> None:
     """Between the halves of a backward a microbatch is no more whole, but counts as in flight."""
     actions = [Action.from_text(text) for text in ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")]
-    found = moments(actions)
+    found = schedule_steps(actions)
     assert [moment.whole(0) for moment in found] == [0, 1, 1, 0, 0, 0]
     assert [moment.half(0) for moment in found] == [0, 0, 0, 1, 1, 0]
     assert [moment.live(0) for moment in found] == [1, 2, 2, 2, 2, 1]
@@ -77,4 +85,4 @@ def test_zero_bubbles_of_one_chunk_per_rank_hold_what_1f1b_holds() -> None:
 def test_an_order_that_cannot_be_is_refused(texts: tuple[str, ...]) -> None:
     """Backward before forward, work done twice, and halves of what was done whole."""
     with pytest.raises(ArgumentError):
-        moments([Action.from_text(text) for text in texts])
+        schedule_steps([Action.from_text(text) for text in texts])
