@@ -67,7 +67,7 @@ def measured(name: str) -> list[dict[str, Any]]:
     """One model at nine budgets."""
     known = planner(name)
     costs = known.costs
-    plain = only(costs, lambda option: option.span == 1 and not any(" " in path for path, _ in option.regions))
+    plain = only(costs, lambda option: option.span == 1 and not any(len(choice.paths) > 1 for choice in option.regions))
     least, most = smallest(plain).peak_bytes, known.plain.peak_bytes
     rows: list[dict[str, Any]] = []
     for tenth in range(1, 10):

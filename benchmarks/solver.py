@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from _measure import RESULTS, arguments, finish
 
+from torch_recompute import Choice
 from torch_recompute.plan.bound import bound
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment
 from torch_recompute.plan.solve import choose, frontier, smallest
@@ -70,7 +71,7 @@ def kind(feed_forward: int) -> Kind:
         seconds = sum(layer.nodes[index].seconds for index in sorted(again))
         saved = layer.input_bytes + sum(layer.nodes[index].bytes for index in kept)
         forward = saved + max((layer.nodes[index].bytes for index in again), default=0)
-        regions = () if all(keeps) else (("", tuple(str(index) for index in sorted(kept))),)
+        regions = () if all(keeps) else (Choice(("",), tuple(str(index) for index in sorted(kept))),)
         options.append(
             Option(regions, saved, forward, whole + 2 * feed_forward * UNIT, seconds, round(seconds * 400e12))
         )

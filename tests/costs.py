@@ -11,6 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from torch_recompute import Choice
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment, Solution
 
 
@@ -116,7 +117,7 @@ def _options(rng: random.Random, count: int) -> list[Option]:
         kept = sum(size for (size, _), keep in zip(results, subset, strict=True) if keep)
         seconds = math.fsum(price for (_, price), keep in zip(results, subset, strict=True) if not keep)
         saved = 2 * mib + kept
-        regions = () if all(subset) else (("", tuple(f"call{i}" for i, keep in enumerate(subset) if keep)),)
+        regions = () if all(subset) else (Choice(("",), tuple(f"call{i}" for i, keep in enumerate(subset) if keep)),)
         backward = whole + 2 * mib + rng.randint(0, 8) * mib
         options.append(
             Option(regions, saved, saved + rng.randint(1, 6) * mib, backward, seconds, round(seconds * 1e12))
@@ -176,7 +177,7 @@ def _options_of(graph: Graph, transient: int) -> Iterator[Option]:
         if seconds < math.inf:
             saved = graph.input_bytes + sum(graph.nodes[index].bytes for index in kept)
             keep = tuple(map(str, sorted(kept)))
-            yield Option((("", keep),), saved, saved + transient, saved + transient, seconds)
+            yield Option((Choice(("",), keep),), saved, saved + transient, saved + transient, seconds)
 
 
 def _needed(graph: Graph) -> list[int]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torch_recompute import doing_recompute, recompute
-from torch_recompute.plan.calls import Carry, Keep, kind_of
+from torch_recompute.plan.calls import Carry, KeepCalls, kind_of
 
 
 def rand(*size: int) -> torch.Tensor:
@@ -35,22 +35,22 @@ class Count(TorchFunctionMode):
 
 
 KEPT = {
-    "linear": ("@product", lambda x: F.linear(x, W), F.linear),
-    "matmul": ("@product", lambda x: torch.matmul(x, W), torch.matmul),
-    "at sign": ("@product", lambda x: x @ W, torch.Tensor.matmul),
-    "method": ("@product", lambda x: x.matmul(W), torch.Tensor.matmul),
-    "addmm": ("@product", lambda x: torch.addmm(x[0], x, W), torch.addmm),
-    "stacked": ("@product", lambda x: torch.bmm(x.expand(2, 4, 4), STACK), torch.bmm),
-    "one of a stack": ("@product", lambda x: x @ STACK[1], torch.Tensor.matmul),
-    "transposed": ("@product", lambda x: torch.mm(x, W.t()), torch.mm),
-    "convolution": ("@product", lambda x: F.conv1d(x[None], KERNEL), F.conv1d),
-    "einsum": ("@product", lambda x: torch.einsum("ab,bc->ac", x, W), torch.einsum),
-    "to fewer": ("@down", lambda x: F.linear(x, FEW), F.linear),
-    "to fewer, by columns": ("@down", lambda x: x @ FEW.t(), torch.Tensor.matmul),
-    "to fewer, as a product": ("@product", lambda x: F.linear(x, FEW), F.linear),
-    "scores": ("@matmul", lambda x: x @ x.cos(), torch.Tensor.matmul),
+    "linear": ("product", lambda x: F.linear(x, W), F.linear),
+    "matmul": ("product", lambda x: torch.matmul(x, W), torch.matmul),
+    "at sign": ("product", lambda x: x @ W, torch.Tensor.matmul),
+    "method": ("product", lambda x: x.matmul(W), torch.Tensor.matmul),
+    "addmm": ("product", lambda x: torch.addmm(x[0], x, W), torch.addmm),
+    "stacked": ("product", lambda x: torch.bmm(x.expand(2, 4, 4), STACK), torch.bmm),
+    "one of a stack": ("product", lambda x: x @ STACK[1], torch.Tensor.matmul),
+    "transposed": ("product", lambda x: torch.mm(x, W.t()), torch.mm),
+    "convolution": ("product", lambda x: F.conv1d(x[None], KERNEL), F.conv1d),
+    "einsum": ("product", lambda x: torch.einsum("ab,bc->ac", x, W), torch.einsum),
+    "to fewer": ("down", lambda x: F.linear(x, FEW), F.linear),
+    "to fewer, by columns": ("down", lambda x: x @ FEW.t(), torch.Tensor.matmul),
+    "to fewer, as a product": ("product", lambda x: F.linear(x, FEW), F.linear),
+    "scores": ("matmul", lambda x: x @ x.cos(), torch.Tensor.matmul),
     "attention": (
-        "@attention",
+        "attention",
         lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
         F.scaled_dot_product_attention,
     ),
@@ -60,10 +60,10 @@ KEPT = {
 @pytest.mark.parametrize(
     ("kind", "func", "counts"),
     [
-        ("@product", torch.nn.functional.linear, (2, 0)),
-        ("@attention", F.scaled_dot_product_attention, (1, 0)),
-        ("@attention", torch.nn.functional.linear, (2, 2)),
-        ("@matmul", torch.nn.functional.linear, (2, 2)),
+        ("product", torch.nn.functional.linear, (2, 0)),
+        ("attention", F.scaled_dot_product_attention, (1, 0)),
+        ("attention", torch.nn.functional.linear, (2, 2)),
+        ("matmul", torch.nn.functional.linear, (2, 2)),
     ],
 )
 def test_calls_inside_multi_head_attention_are_kept(kind: str, func: Any, counts: tuple[int, int]) -> None:
@@ -74,7 +74,7 @@ def test_calls_inside_multi_head_attention_are_kept(kind: str, func: Any, counts
 
     def body(x: torch.Tensor) -> torch.Tensor:
         h = x.sin()
-        with Count(func) as count, Keep([kind]):
+        with Count(func) as count, KeepCalls([kind]):
             try:
                 y, _ = attention(h, h, h, need_weights=False)
             finally:
@@ -96,7 +96,7 @@ def test_a_kept_call_runs_once(name: str) -> None:
     x = rand(4, 4)
 
     def body(x: torch.Tensor, kinds: tuple[str, ...] = (kind,)) -> torch.Tensor:
-        with Count(func) as count, Keep(kinds):
+        with Count(func) as count, KeepCalls(kinds):
             y = call(x.sin()).cos()
         seen.append((doing_recompute(), count.calls))
         return y.sin().exp()
@@ -139,7 +139,7 @@ def test_a_product_that_narrows_is_known_by_its_matrix(narrows: bool, call: Call
     kinds: list[str | None] = []
     with Seen():
         call(rand(4, 4))
-    assert ("@down" in kinds) == narrows
+    assert ("down" in kinds) == narrows
 
 
 def test_a_product_without_a_parameter_is_not_kept() -> None:
@@ -147,7 +147,7 @@ def test_a_product_without_a_parameter_is_not_kept() -> None:
     x = rand(4, 4)
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        with Count(torch.Tensor.matmul) as count, Keep(["@product"]):
+        with Count(torch.Tensor.matmul) as count, KeepCalls(["product"]):
             y = x.sin() @ x.cos()
         calls.append(count.calls)
         return y.sin().exp()

@@ -158,7 +158,7 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
     assert (alone.replays, alone.step_seconds) == (5.0, 6.5)  # put together: 2 s forward, 4.5 s backward
     noisy = Scale.of(Clocked(2.0, 2.0, 3.0, 1.5), plain, 0.5, 0.0)
     assert noisy.replays == 3.0  # never less than the replays themselves
-    option = Option((("", ()),), 1, 1, 1, 0.2, 7)
+    option = Option((Choice(("",)),), 1, 1, 1, 0.2, 7)
     costs = Costs({"a": Kind((option,), Graph((Node(0.1, 4, (-1,)),), 0, 4))}, (Segment("x", "a", 0, 0),), (), 1.0)
     scaled = both(costs)
     assert scaled.step_seconds == 7.0

@@ -24,7 +24,7 @@ from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, doing_
 from torch_recompute.integrations import door
 from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
 from torch_recompute.plan import observe
-from torch_recompute.plan.placed import placed_on
+from torch_recompute.plan.wrappers import wrappers_on
 from zoo import LAYERS, build
 
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
@@ -376,7 +376,7 @@ def test_the_callback_watches_as_often_as_it_is_told(every: int | None, tmp_path
 
     class Looks(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            region: Any = placed_on(model.model.layers[0])[0]
+            region: Any = wrappers_on(model.model.layers[0])[0]
             watched.append(region.figures is not None)
 
     callback = RecomputeCallback("full", every=every)

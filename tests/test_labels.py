@@ -6,8 +6,8 @@
 import pytest
 
 from torch_recompute.plan import Choice, Plan
-from torch_recompute.plan.anatomy import Unit, Units, inside
 from torch_recompute.plan.labels import LABELS, choices, matching, merge, routed
+from torch_recompute.plan.roles import Unit, Units, inside
 from torch_recompute.plan.units import find_units
 from zoo import ZOO, build
 

@@ -87,7 +87,7 @@ from torch_recompute.integrations import door, huggingface
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
-from torch_recompute.plan.prediction import Prediction
+from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planning.hosts import link_of
@@ -954,7 +954,7 @@ class OverFull:
 
 
 COSTS = Costs(
-    {"layer": Kind((Option((), 2 * GIB, 3 * GIB, 4 * GIB, 0.0), Option((("", ()),), GIB, 3 * GIB, 4 * GIB, 0.5)))},
+    {"layer": Kind((Option((), 2 * GIB, 3 * GIB, 4 * GIB, 0.0), Option((Choice(("",)),), GIB, 3 * GIB, 4 * GIB, 0.5)))},
     tuple(Segment(f"layers.{i}", "layer", GIB, 5 * GIB // 4) for i in range(4)),
     (Point(4, 5 * GIB + 1, "in the loss"),),
 )

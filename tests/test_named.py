@@ -22,7 +22,7 @@ from torch_recompute import (
     recompute,
     saved_activations,
 )
-from torch_recompute.plan.named import find
+from torch_recompute.plan.config import find
 
 WIDTH, ROWS, LAYERS = 16, 4, 3
 ROW = 4 * ROWS * WIDTH

@@ -27,7 +27,6 @@ from torch_recompute import (
     solve,
 )
 from torch_recompute._loop import Loop
-from torch_recompute.plan.cost import paths_of
 from torch_recompute.plan.solve import smallest
 from torch_recompute.planning.capture import capture
 from torch_recompute.planning.guesses import all_guesses
@@ -331,7 +330,7 @@ def test_a_guess_is_what_a_trial_finds() -> None:
         if option.span > 1:
             continue
         guess = guessed[option.regions]
-        regions = sum(len(paths_of(region)) for region, _ in option.regions)
+        regions = sum(len(choice.paths) for choice in option.regions)
         generators = 8192 * regions  # what a region keeps of the generator's state is no activation
         assert abs(guess.saved - option.saved_bytes) <= generators
         assert guess.seconds == option.flops
@@ -377,8 +376,8 @@ def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     assert found.calls == [("@product",), ("@down",)]
     assert found.within == [{1}, set()]
     guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
-    assert set(guessed) == {(("", keep),) for keep in ((), ("@down",), ("@product",))}
-    none, down, every = (guessed[("", keep),] for keep in ((), ("@down",), ("@product",)))
+    assert set(guessed) == {(Choice(("",), keep),) for keep in ((), ("@down",), ("@product",))}
+    none, down, every = (guessed[Choice(("",), keep),] for keep in ((), ("@down",), ("@product",)))
     rows = 64 * WIDTH * 4
     assert (down.saved - none.saved, every.saved - none.saved) == (2 * rows, 10 * rows)
     both = 2 * 2 * 2 * 64 * WIDTH * 4 * WIDTH
@@ -487,7 +486,7 @@ def test_a_part_is_recomputed_with_its_norm() -> None:
     model, args = made("gpt")
     planner = Planner(model, args, None, device="h100", loss=mean_loss)
     options = {option.regions: option for option in planner.costs.kinds["0"].options}
-    together = [regions for regions in options if any(path == "norm1 attn" for path, _ in regions)]
+    together = [regions for regions in options if any(choice.paths == ("norm1", "attn") for choice in regions)]
     assert together
     paths = {choice.paths for share in (0.1, 0.75) for choice in planner.plan(share)}
     assert any(len(path) == 2 and path[0].endswith("norm1") and path[1].endswith("attn") for path in paths)

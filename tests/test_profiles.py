@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torch_recompute import ArgumentError, Plan, Profile, solve
+from torch_recompute import ArgumentError, Choice, Plan, Profile, solve
 from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, peak
 
 MIB = 2**20
@@ -19,8 +19,10 @@ def graph(seconds: float, count: int) -> Graph:
 def made(mib: int = 4, seconds: float = 0.002, *, kept: bool = True, layers: int = 4) -> Profile:
     """A model of layers whose plain form keeps `mib`, and whose replay takes `seconds`."""
     options = [Option((), mib * MIB, mib * MIB, (mib + 2) * MIB, 0.0)]
-    options += [Option((("", ("@product",)),), 2 * MIB, mib * MIB, (mib + 1) * MIB, seconds / 2, 50)] if kept else []
-    options += [Option((("", ()),), MIB, (mib + 1) * MIB, (mib + 3) * MIB, seconds, 100)]
+    options += (
+        [Option((Choice(("",), ("@product",)),), 2 * MIB, mib * MIB, (mib + 1) * MIB, seconds / 2, 50)] if kept else []
+    )
+    options += [Option((Choice(("",)),), MIB, (mib + 1) * MIB, (mib + 3) * MIB, seconds, 100)]
     costs = Costs(
         {"0": Kind(tuple(options), graph(seconds / 2, mib * MIB // 2))},
         tuple(Segment(f"layers.{i}", "0", 10 * MIB, (10 + i) * MIB) for i in range(layers)),
@@ -94,7 +96,7 @@ def test_what_fits_the_merged_profile_fits_each() -> None:
 
 
 def _peak(profile: Profile, plan: Plan) -> int:
-    regions = {choice.paths[0]: (("", choice.keep),) for choice in plan.choices}
+    regions = {choice.paths[0]: (Choice(("",), choice.keep),) for choice in plan.choices}
     options = profile.costs.kinds["0"].options
     chosen = [next(o for o in options if o.regions == regions.get(s.path, ())) for s in profile.costs.segments]
     return peak(profile.costs, chosen).bytes
@@ -103,7 +105,7 @@ def _peak(profile: Profile, plan: Plan) -> int:
 def test_ways_that_not_all_have_are_left_out() -> None:
     """An option that one profile has not tried is no option of the merged one; graphs that differ bound nothing."""
     one = made().merge(made(kept=False))
-    assert [option.regions for option in one.costs.kinds["0"].options] == [(), (("", ()),)]
+    assert [option.regions for option in one.costs.kinds["0"].options] == [(), (Choice(("",)),)]
     without = made()
     kind = without.costs.kinds["0"]
     without = replace(without, costs=replace(without.costs, kinds={"0": replace(kind, graph=None)}))

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_recompute import ArgumentError, Choice, Plan, apply
-from torch_recompute.plan.placed import placed_on
 from torch_recompute.plan.report import Report, Row
+from torch_recompute.plan.wrappers import wrappers_on
 
 ROWS, WIDTH, FAT = 32, 16, 64
 UNIT = 4 * ROWS * WIDTH
@@ -207,7 +207,7 @@ def test_a_copy_has_figures_of_its_own() -> None:
         other = copy.deepcopy(m)
         steps(other, 2)
     assert handle.report().rows[0].replays == 0
-    assert all(placed.figures is None for module in other for placed in placed_on(module))
+    assert all(placed.figures is None for module in other for placed in wrappers_on(module))
 
 
 @pytest.mark.parametrize(

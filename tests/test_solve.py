@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costs import choices, figures, some_costs, stack, taken
-from torch_recompute import errors
+from torch_recompute import Choice, errors
 from torch_recompute.plan import solve
 from torch_recompute.plan.bound import bound
 from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
@@ -112,7 +112,7 @@ def test_a_larger_budget_never_costs_more(costs: Costs, more: int, yet_more: int
 
 def test_groups_of_layers_are_chosen_where_only_they_fit() -> None:
     """A group stands in the forward of its first layer and the backward of its last."""
-    one, two = Option((("", ()),), 10, 30, 30, 1.0), Option((("", ()),), 10, 60, 60, 2.5, span=2)
+    one, two = Option((Choice(("",)),), 10, 30, 30, 1.0), Option((Choice(("",)),), 10, 60, 60, 2.5, span=2)
     costs = Costs({"a": Kind((one, two))}, tuple(Segment(f"{i}", "a", 0, 0) for i in range(100)))
     for budget, groups in ((545, 48), (560, 46), (1020, 0)):
         solution = choose(costs, budget)
@@ -135,10 +135,17 @@ def test_ties_go_to_fewer_flops_then_a_smaller_peak_then_the_simpler_option() ->
         return choose(Costs({"a": Kind(options)}, (Segment("x", "a", 0, 0),)), 100).options[0]
 
     plain = Option((), 10, 20, 20, 0.0, flops=1)
-    fewer_flops, smaller = Option((("", ("a",)),), 10, 30, 30, 0.0), Option((("", ("a", "b")),), 10, 25, 25, 0.0)
+    fewer_flops, smaller = (
+        Option((Choice(("",), ("a",)),), 10, 30, 30, 0.0),
+        Option((Choice(("",), ("a", "b")),), 10, 25, 25, 0.0),
+    )
     assert chosen(plain, fewer_flops) == fewer_flops
     assert chosen(plain, fewer_flops, smaller) == smaller
-    same = [Option((("", ("a",)),), 10, 20, 20, 0.0), Option((("", ()),), 10, 20, 20, 0.0), Option((), 10, 20, 20, 0.0)]
+    same = [
+        Option((Choice(("",), ("a",)),), 10, 20, 20, 0.0),
+        Option((Choice(("",)),), 10, 20, 20, 0.0),
+        Option((), 10, 20, 20, 0.0),
+    ]
     assert chosen(*same) == same[2]
     assert chosen(*same[:2]) == same[1]
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .memory import Measurement, SavedActivations, measure, saved_activations
     from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
     from .plan.config import RecomputeConfig
+    from .plan.plan import Prediction
     from .plan.planned import solve
-    from .plan.prediction import Prediction
     from .plan.profile import Profile
     from .plan.stages import StagePlan, StagePlans, Stages
     from .planning import make_plan, profile
@@ -48,8 +48,8 @@ else:  # imported when they are first asked for
             "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
             "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
             "plan.config": ("RecomputeConfig",),
+            "plan.plan": ("Prediction",),
             "plan.planned": ("solve",),
-            "plan.prediction": ("Prediction",),
             "plan.profile": ("Profile",),
             "plan.stages": ("StagePlan", "StagePlans", "Stages"),
             "planning": ("make_plan", "profile"),

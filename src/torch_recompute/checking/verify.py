@@ -279,7 +279,7 @@ class _Comparison:
         gradients = [row.name.removeprefix("the gradient of ") for row in found if row.kind == "gradients"]
 
         def place(choice: Choice) -> tuple[bool, int]:
-            modules = [path.partition("@")[0] for path in choice.paths]
+            modules = choice.modules
             inside = (
                 index
                 for index, name in enumerate(gradients)

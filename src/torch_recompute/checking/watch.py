@@ -31,7 +31,7 @@ from .._compat.compiling import fallbacks
 from ..memory import allocator
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
-from ..plan.placed import placed_on
+from ..plan.wrappers import wrappers_on
 
 if TYPE_CHECKING:
     from ..distributed import Reentrant
@@ -131,7 +131,7 @@ class StepWatcher:
             model.register_forward_hook(self._has_run),
         ]
         self._close: list[Any] = []
-        regions = [placed for m in model.modules() for placed in placed_on(m) if isinstance(placed, Region)]
+        regions = [placed for m in model.modules() for placed in wrappers_on(m) if isinstance(placed, Region)]
         self._watching = ExitStack()
         figures = self._watching.enter_context(watching(regions))
         self._figures = list(zip([region.path for region in regions], figures, strict=True))

@@ -31,10 +31,10 @@ from torch import nn
 
 from .._loop import COMMON, Loop
 from ..memory import Block
-from ..plan.anatomy import inside
 from ..plan.apply import apply
-from ..plan.plan import Choice, Plan, stored_in
-from ..plan.prediction import Line, Prediction
+from ..plan.choice import Choice, stored_in
+from ..plan.plan import Line, Plan, Prediction
+from ..plan.roles import inside
 from ..plan.sizes import Sizes, parameters, size_of
 from ..planning.hosts import stores_for
 from ..planning.ops import Op, op_of
@@ -380,7 +380,7 @@ def placements(
 
 def _line(pattern: str, what: str, choices: list[Choice], step: Timed, plain: Timed) -> Line:
     """One row, its figures the mean of regions that are treated alike."""
-    paths = [path.partition("@")[0] for choice in choices for path in choice.paths]
+    paths = [path for choice in choices for path in choice.modules]
     count = len(choices)
     kept = _sum(step.simulation.saved_by_module, paths)
     return Line(

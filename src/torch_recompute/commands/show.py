@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ..plan.anatomy import Units
+from ..plan.roles import Units
 from ..plan.labels import LABELS, choices, matching
 from ..plan.units import find_units
 from .models import PRESETS, load

@@ -17,6 +17,7 @@ import torch
 
 from .. import errors
 from ..plan.calls import COLLECTIVES, KeepCollectives
+from ..plan.choice import Target
 from ..values import thread
 
 P = ParamSpec("P")
@@ -45,16 +46,17 @@ def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callab
     """
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("keep_collectives", fn))
-    if kind not in COLLECTIVES:
+    known: dict[str, str] = {Target.of(calls=name): name for name in COLLECTIVES}
+    if kind not in known:
         raise errors.ArgumentError(
-            f"keep_collectives: kind={kind!r}, where one of {', '.join(map(repr, tuple(COLLECTIVES)))} is expected."
+            f"keep_collectives: kind={kind!r}, where one of {', '.join(map(repr, known))} is expected."
         )
 
     @functools.wraps(fn, updated=())
     def kept(*args: P.args, **kwargs: P.kwargs) -> R:
         if thread.run is None or torch.compiler.is_compiling():
             return fn(*args, **kwargs)
-        with KeepCollectives((kind,)):
+        with KeepCollectives((known[kind],)):
             return fn(*args, **kwargs)
 
     return kept

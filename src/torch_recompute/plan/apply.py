@@ -1,17 +1,12 @@
 """Putting a plan into a model, and taking it out again.
 
 `apply` is the only function of the library that changes a model. It gives the instances that a plan names a `forward`
-of their own, an object that can be pickled and deep-copied, and changes nothing else: no module path, no `state_dict`
-key, no class, no hook. Hooks registered on a module stay outside of its region, so they run once.
+of their own (`wrappers.py`), and changes nothing else: no module path, no `state_dict` key, no class, no hook. Hooks
+registered on a module stay outside of its region, so they run once.
 
-A region over several modules that the model calls one after the other (`uniform` with more than one layer) is a chain:
-each is a region of its own, and hands its result over to the next, which then holds no input but rebuilds it
-(`_discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
-is kept, and no layer runs more than once in forward and once in backward.
-
-A model that has a checkpointing switch of its own gets, besides the regions, a switch that keeps the plan
-(`switch.py`), and regions that can be given a cache (`caches.py`). From the inside out a module's `forward` is then:
-its own, `Inside`, the region; on a whole model, `Root` is outside of these, and `BySize` outermost.
+A model that has a checkpointing switch of its own gets, besides the regions, a switch that keeps the plan, and regions
+that can be given a cache (`libraries.py`). From the inside out a module's `forward` is then: its own,
+`CachesFromSnapshot`, the region; on a whole model, `NoCacheInTraining` is outside of these, and `BySize` outermost.
 
 A plan with sizes places all that any of its sets of choices asks for; each object is the plain call unless the present
 call of the model goes by a set that asks for it (`sizes.py`).
@@ -23,192 +18,32 @@ flags on modules. Each call finds its own state, so a module may have any number
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import nn
 
-from .. import _compat, errors
-from .._discard import Discard
-from .._frame import Options
-from .._observer import observing
-from .._tree import copied
-from ..region import no_recompute, recompute
+from .. import errors
 from ..stores import OnHost, Store
-from ..values import thread
-from .anatomy import inside
-from .caches import Inside, Root
-from .calls import Carry, enter_keeping
-from .chain import Chain
+from .choice import Choice, Target, joined
 from .exhausted import planned_models
-from .named import Listed, module_of, name_in
+from .libraries import CachesFromSnapshot, CheckpointingSwitch, NoCacheInTraining, roots
 from .observe import Figures, watching
-from .placed import Placed, Promised, described
-from .plan import Choice, Plan, kind_in
+from .plan import Plan
 from .report import Report, Row
+from .roles import inside
 from .sizes import BySize, Sizes
-from .switch import Switch, roots
-
-
-class Region(Placed):
-    """A module that is recomputed.
-
-    Attributes:
-        choice: The choice that asks for it.
-        name: What the region is called.
-        store: Where its inputs lie; None for where they are.
-        resting: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
-        figures: What it frees and costs, while somebody watches; else None.
-        promised: What the first call of a training step is compared with; None when that is over.
-    """
-
-    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
-        super().__init__(module, path)
-        self.choice = choice
-        self.name = path or type(module).__name__
-        self.store = store
-        self._kinds = tuple(word for word in choice.keep if word.startswith("@"))
-        self._carry = choice.carry
-        self.resting = False
-        self.figures: Figures | None = None
-        self.promised: Promised | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module as a region."""
-        if self.idle or self.resting:
-            return self.plain(*args, **kwargs)
-        if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.promised.compare(self.module)
-            self.promised = None
-        region = recompute(self.body, name=self.name, inputs=self.store)
-        return region(*args, **kwargs) if self.figures is None else self.watched(region)(*args, **kwargs)
-
-    def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """A region whose calls are shown to the figures, if there are any now."""
-        if self.figures is None or torch.compiler.is_compiling():
-            return region
-        figures = self.figures
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with observing(figures):
-                return region(*args, **kwargs)
-
-        return call
-
-    def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is run in forward and again in a replay."""
-        return self.run(self.plain, args, kwargs)
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function as the region does, in forward and in a replay."""
-        if not self._kinds and not self._carry:
-            return fn(*args, **kwargs)
-        if thread.run is None and not torch.compiler.is_compiling():  # without gradients there is no region
-            return fn(*args, **kwargs)
-        with ExitStack() as stack:
-            enter_keeping(stack, self._kinds)
-            if self._carry:
-                stack.enter_context(Carry())
-            return fn(*args, **kwargs)
-
-
-class NamedCalls(Region):
-    """Calls of one name, made while a module runs, that are recomputed.
-
-    Each is a region of its own, or a part of the region that it is made in, which runs it again anyway.
-    """
-
-    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
-        super().__init__(module, path, choice, store)
-        self._name = name_in(path)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, and decides about calls in it."""
-        if self.idle or self.resting:
-            return self.plain(*args, **kwargs)
-        around = thread.overrides
-        thread.overrides = Listed(self._name, self.region, around)
-        try:
-            return self.plain(*args, **kwargs)
-        finally:
-            thread.overrides = around
-
-    def region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in the place of a call with the name."""
-        if thread.run is not None:
-            return fn
-
-        def body(*args: Any, **kwargs: Any) -> Any:
-            return self.run(fn, args, kwargs)
-
-        return self.watched(recompute(body, name=self.path, inputs=self.store))
-
-
-class Saved(Placed):
-    """A module whose call is not repeated when a region around it is.
-
-    The model gets a copy of the result, because models change results in place (`mlp_output += attention_output`), and
-    what is handed out again by the replay must be what was returned.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module as a saved call."""
-        if self.idle or thread.run is None or torch.compiler.is_compiling():
-            return self.plain(*args, **kwargs)
-        result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
-        leaves, spec = _compat.tree_flatten(result)
-        return _compat.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
-
-
-class Scope(Placed):
-    """A module in which the calls of some kinds are saved when a region around it runs."""
-
-    def __init__(self, module: nn.Module, path: str, kinds: Iterable[str]) -> None:
-        super().__init__(module, path)
-        self._kinds = tuple(kinds)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these calls saved."""
-        if self.idle or thread.run is None or torch.compiler.is_compiling():
-            return self.plain(*args, **kwargs)
-        with ExitStack() as stack:
-            enter_keeping(stack, self._kinds)
-            return self.plain(*args, **kwargs)
-
-
-class Member(Region):
-    """One of several modules that are recomputed together. Only the first one's inputs are kept, and need a store."""
-
-    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None, chain: Chain) -> None:
-        self._first, self._last = path == choice.paths[0], path == choice.paths[-1]
-        super().__init__(module, path, choice, store if self._first else None)
-        self._chain = chain
-
-    def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is run in forward and again in a replay; where members are nested, one with a region in it."""
-        if not self.choice.nested or thread.run is None or torch.compiler.is_compiling():
-            return super().body(*args, **kwargs)
-        return recompute(super().body, name=self.path)(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module as a region whose result the next member rebuilds."""
-        if self.idle or self.resting or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        if self._first:
-            self._chain.check()
-        before, self._chain.waiting = None if self._first else self._chain.waiting, None
-        if self._last:
-            result = super().__call__(*args, **kwargs)
-        else:
-            begin = Discard if self.figures is None else self.watched(Discard)
-            call = begin(Options(self.path, self.store), self.body, args, kwargs)
-            result = call.result
-            self._chain.waiting = call
-        if before is not None:
-            before.hand_over()
-        return result
+from .wrappers import (
+    Chain,
+    ChainedRegion,
+    ForwardWrapper,
+    KeepCallsWithin,
+    NamedCalls,
+    Promised,
+    Region,
+    SavedModule,
+    described,
+)
 
 
 class Applied:
@@ -219,7 +54,7 @@ class Applied:
         plan: The plan.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, placed: list[Placed | Switch]) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, placed: list[ForwardWrapper | CheckpointingSwitch]) -> None:
         self.model = model
         self.plan = plan
         self._placed = placed
@@ -319,7 +154,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     modules = dict(model.named_modules(remove_duplicate=False))
     already = next(
-        (path for path, module in modules.items() if isinstance(module.__dict__.get("forward"), Placed)), None
+        (path for path, module in modules.items() if isinstance(module.__dict__.get("forward"), ForwardWrapper)), None
     )
     if already is not None:
         raise errors.ArgumentError(
@@ -337,7 +172,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             )
     by_word = _stores(plan, stores or {})
     sizes, promised = Sizes(plan), Promised(plan)
-    placed: list[Placed] = []
+    placed: list[ForwardWrapper] = []
     wanted: dict[tuple[int, int, str], str] = {}
 
     def find(path: str) -> nn.Module:
@@ -347,10 +182,10 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         return modules[path]
 
     for choice in plan.all_choices:
-        chain = Chain([find(module_of(path)) for path in choice.paths], model)
+        chain = Chain([find(path) for path in choice.modules], model)
         for path, module in zip(choice.paths, chain.modules, strict=True):
             for when in sizes.of(choice):
-                key = when, id(module), name_in(path)
+                key = when, id(module), Target(path).calls
                 if wanted.setdefault(key, path) != path:
                     raise errors.ArgumentError(
                         f"{path!r} and {wanted[key]!r} are one and the same module, which can be placed only once.\n"
@@ -358,36 +193,42 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                     )
             store = by_word[choice.store]
             if len(choice.paths) > 1:
-                region = Member(module, path, choice, store, chain)
+                region = ChainedRegion(module, path, choice, store, chain)
             else:
-                region = (NamedCalls if name_in(path) else Region)(module, path, choice, store)
+                region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
             region.when, region.promised = sizes.when([choice]), promised
             placed.append(region)
-    kept: dict[tuple[int, str], tuple[Placed, list[Choice]]] = {}
+    kept: dict[tuple[int, str], tuple[ForwardWrapper, list[Choice]]] = {}
     for choice in plan.all_choices:
-        for word in choice.keep:
-            kind = kind_in(word)
-            every = [f"{path}.{word.removesuffix(kind)}".strip(".") for path in choice.paths]
-            for path in ([path for path in every if path in modules] or every[:1]) if word != kind else ():
+        for keep in choice.kept:
+            kind = keep.calls
+            every = [joined(path, keep.module) for path in choice.paths]
+            for path in ([path for path in every if path in modules] or every[:1]) if keep.module or not kind else ():
                 module = find(path)
-                new = Scope(module, path, [kind]) if kind else Saved(module, path)
+                new = KeepCallsWithin(module, path, [kind]) if kind else SavedModule(module, path)
                 kept.setdefault((id(module), kind), (new, []))[1].append(choice)
     regions = [one for one in placed if isinstance(one, Region)]
     for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
-        if any(inside(path, module_of(one.path)) or inside(module_of(one.path), path) for one in regions):
+        if any(inside(path, Target(one.path).module) or inside(Target(one.path).module, path) for one in regions):
             raise errors.ArgumentError(errors.other_checkpointing_inside(path))
     tops = list(roots(model))
-    inner: dict[int, tuple[Placed, list[Choice]]] = {}
+    inner: dict[int, tuple[ForwardWrapper, list[Choice]]] = {}
     for one in regions:
         if tops and one.module not in tops:
-            inner.setdefault(id(one.module), (Inside(one.module, one.path), []))[1].append(one.choice)
+            inner.setdefault(id(one.module), (CachesFromSnapshot(one.module, one.path), []))[1].append(one.choice)
     for one, choices in (*inner.values(), *kept.values()):
         one.when = sizes.when(choices)
-    outer: list[Placed] = [Root(top, "") for top in tops]
+    outer: list[ForwardWrapper] = [NoCacheInTraining(top, "") for top in tops]
     if plan.sizes:
         outer.append(BySize(model, "", sizes))
     innermost, saved = ([one for one, _ in some.values()] for some in (inner, kept))
-    everything: list[Placed | Switch] = [*innermost, *placed, *saved, *outer, Switch(model, regions)]
+    everything: list[ForwardWrapper | CheckpointingSwitch] = [
+        *innermost,
+        *placed,
+        *saved,
+        *outer,
+        CheckpointingSwitch(model, regions),
+    ]
     for one in everything:
         one.put()
     planned_models[model] = plan

@@ -1,4 +1,4 @@
-"""Calls inside a region that are met by their kind: saved ones (`Keep.keep`), and decisions that are carried.
+"""Calls inside a region that are met by their kind: saved ones (`Choice.keep`), and decisions that are carried.
 
 A module can be wrapped; a function that a module calls cannot, without editing the module. So while a placed region
 runs, in forward and in every replay, a TorchFunctionMode looks at the functions called: a product with a parameter or
@@ -64,11 +64,11 @@ MATRICES = PRODUCTS - _named(
     *("nn.functional.linear", "nn.functional.bilinear", "einsum"),
     *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
 )
-ALL_PRODUCTS = frozenset({"@product", "@down", "@matmul"})
+ALL_PRODUCTS = frozenset({"product", "down", "matmul"})
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "shard_dim_alltoall"})
 COLLECTIVES: dict[str, frozenset[str]] = {
-    "@reduction": REDUCTIONS,
-    "@collective": REDUCTIONS | {"all_gather_into_tensor"},
+    "reduction": REDUCTIONS,
+    "collective": REDUCTIONS | {"all_gather_into_tensor"},
 }
 
 
@@ -83,27 +83,27 @@ def declare_product(func: Function) -> None:
 def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Which of a plan's kinds of call this one is, the narrowest; None where it is of no kind."""
     if func in ATTENTION:
-        return "@attention"
+        return "attention"
     if func in PRODUCTS or func in _declared:
         if not _has_parameter(args, kwargs):
-            return "@matmul"
-        return "@down" if _narrows(func, args, kwargs) else "@product"
+            return "matmul"
+        return "down" if _narrows(func, args, kwargs) else "product"
     return None
 
 
-class Keep(TorchFunctionMode):
+class KeepCalls(TorchFunctionMode):
     """Makes saved calls of all calls of some kinds.
 
     Args:
-        kinds: Of `plan.KINDS`; what is both unread and kept is unread.
+        kinds: Of `choice.KINDS`; what is both unread and kept is unread.
     """
 
     def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
         self._kinds = frozenset(kinds)
-        if "@product" in self._kinds:
-            self._kinds |= {"@down"}
-        self._unread = ALL_PRODUCTS if "@unread" in self._kinds else frozenset[str]()
+        if "product" in self._kinds:
+            self._kinds |= {"down"}
+        self._unread = ALL_PRODUCTS if "unread" in self._kinds else frozenset[str]()
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,11 +146,11 @@ class KeepCollectives(_compat.TorchDispatchMode):
 
 
 def enter_keeping(stack: ExitStack, kinds: Sequence[str]) -> None:
-    """Enters what makes saved calls of all calls of some kinds, of `plan.KINDS`."""
+    """Enters what makes saved calls of all calls of some kinds, of `choice.KINDS`."""
     functions = [kind for kind in kinds if kind not in COLLECTIVES]
     collectives = [kind for kind in kinds if kind in COLLECTIVES]
     if functions:
-        stack.enter_context(Keep(functions))
+        stack.enter_context(KeepCalls(functions))
     if collectives and not torch.compiler.is_compiling():
         stack.enter_context(KeepCollectives(collectives))
 

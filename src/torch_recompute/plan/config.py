@@ -21,7 +21,7 @@ import argparse
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -30,12 +30,13 @@ from torch import nn
 
 from .. import errors
 from ..memory import saved_activations
+from ..values import thread
 from . import settings
-from .anatomy import inside
 from .apply import apply
+from .choice import Choice, Target, joined
 from .labels import choices, matching, merge, named, routed
-from .named import Found, find, module_of
-from .plan import Choice, Plan
+from .plan import Plan
+from .roles import inside
 from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
 from .units import find_units
 
@@ -575,6 +576,69 @@ def _parts(
     return merged
 
 
+# --- names of calls, found by calling the model once ---
+
+
+@dataclass
+class Found:
+    """The named calls that one forward made.
+
+    Attributes:
+        calls: For each name of a saved call, the modules that make such calls, in the order of the first.
+        regions: The same for regions.
+    """
+
+    calls: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    regions: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+class _Looking:
+    """Writes down who calls what."""
+
+    def __init__(self) -> None:
+        self.around = thread.overrides
+        self.found = Found()
+        self.path = [""]
+
+    def saved_call(self, name: str, fn: Callable[..., Any]) -> None:
+        self._note(self.found.calls, name)
+
+    def region(self, name: str) -> None:
+        self._note(self.found.regions, name)
+
+    def _note(self, places: dict[str, list[str]], name: str) -> None:
+        if self.path[-1] not in places.setdefault(name, []):
+            places[name].append(self.path[-1])
+
+
+def find(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Found:
+    """The named calls of a model, found by calling it once on an example.
+
+    Args:
+        model: The model; it is as before afterwards.
+        args: Positional arguments of the call.
+        kwargs: Its keyword arguments.
+    """
+    looking = _Looking()
+
+    def entered(path: str) -> Callable[..., None]:
+        return lambda *_: looking.path.append(path)
+
+    def left(*_: Any) -> None:
+        looking.path.pop()
+
+    hooks = [module.register_forward_pre_hook(entered(path)) for path, module in model.named_modules()]
+    hooks += [module.register_forward_hook(left, always_call=True) for module in model.modules()]
+    thread.overrides = looking
+    try:
+        saved_activations(model, args, None if kwargs is None else dict(kwargs))
+    finally:
+        thread.overrides = looking.around
+        for hook in hooks:
+            hook.remove()
+    return looking.found
+
+
 # --- reductions of tensor parallel layers ---
 #
 # Under tensor parallelism a layer ends its attention and its MLP with a reduction over the ranks. A replay that repeats
@@ -593,7 +657,9 @@ def _reductions_kept(config: RecomputeConfig, model: nn.Module, chosen: tuple[Ch
     splits = [_runs_one(choice, weights) for choice in chosen]
     if not config.repeat_collectives:
         pairs = zip(chosen, splits, strict=True)
-        return tuple(replace(one, keep=(*one.keep, "@reduction")) if split else one for one, split in pairs)
+        return tuple(
+            replace(one, keep=(*one.keep, Target.of(calls="reduction"))) if split else one for one, split in pairs
+        )
     if not any(splits):
         why = "no weight in what is recomputed is split over ranks as parallelize_module splits it"
         _no_effect("repeat_collectives", True, why, "Plan after parallelize_module")
@@ -624,8 +690,8 @@ def _split_weights(model: nn.Module) -> list[str]:
 
 def _runs_one(choice: Choice, weights: Iterable[str]) -> bool:
     """Whether a replay of this region runs a module with one of these weights."""
-    regions = [module_of(path) for path in choice.paths]
-    skipped = [f"{regions[0]}.{word}".strip(".") for word in choice.keep if "@" not in word]
+    regions = choice.modules
+    skipped = [joined(regions[0], keep) for keep in choice.kept if not keep.calls]
     return any(
         any(inside(weight, region) for region in regions) and not any(inside(weight, path) for path in skipped)
         for weight in weights

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .. import errors
+from .choice import Choice
 
 
 @dataclass(frozen=True)
@@ -36,35 +37,35 @@ class Option:
     """One way to treat a segment, or several segments in a row as one.
 
     Attributes:
-        regions: The regions in it, each a path below the segment ("" for all of it) and the calls that are not repeated
-            (`Choice.keep`); none where nothing is recomputed. Several paths separated by spaces are modules that are
-            recomputed together, such as a norm and the attention it feeds.
+        regions: The regions in it, with paths below the segment ("" for all of it); none where nothing is recomputed.
+            Of a region over several segments the path is that in each of them.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
         backward_bytes: The most that lives in its backward beyond the level before its forward.
         seconds: What it adds to the step: its replay, and waiting for a store.
         flops: FLOPs of its replay.
         span: How many segments in a row it covers, all of the same kind; 1 except where layers are grouped.
-        store: Where its inputs are kept (`Choice.store`).
-        nested: Whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`).
         host_bytes: What it keeps in host memory from its forward to its backward.
     """
 
-    regions: tuple[tuple[str, tuple[str, ...]], ...]
+    regions: tuple[Choice, ...]
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
     seconds: float
     flops: int = 0
     span: int = 1
-    store: str = ""
-    nested: bool = False
     host_bytes: int = 0
 
+    @property
+    def store(self) -> str:
+        """The store of its regions (`Choice.store`)."""
+        return self.regions[0].store if self.regions else ""
 
-def paths_of(region: str) -> list[str]:
-    """The paths that a region of an option is made of."""
-    return region.split(" ")
+    @property
+    def nested(self) -> bool:
+        """Whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`)."""
+        return any(choice.nested for choice in self.regions)
 
 
 @dataclass(frozen=True)
@@ -257,8 +258,9 @@ def highest_points(points: Sequence[Point]) -> tuple[Point, ...]:
 
 def simplicity(option: Option) -> tuple[object, ...]:
     """Sorts options: few regions first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
-    kept = sum(len(keep) for _, keep in option.regions)
-    return len(option.regions), bool(option.store), kept, option.span, option.nested, option.regions, option.store
+    kept = sum(len(choice.keep) for choice in option.regions)
+    said = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
+    return len(option.regions), bool(option.store), kept, option.span, option.nested, said, option.store
 
 
 def check(costs: Costs) -> None:
@@ -308,7 +310,7 @@ def _of_option(option: Option) -> Iterator[str]:
         yield "has bytes in host memory that are not whole and at least 0"
     if option.span < 1:
         yield "takes no segment"
-    elif option.span > 1 and any(path for path, _ in option.regions):
+    elif option.span > 1 and any(path for choice in option.regions for path in choice.paths):
         yield "takes several segments, but has a region around a part of one"
 
 

@@ -17,7 +17,7 @@ layer, an MLP that its layer calls itself), a region around the layer in which e
     mla_up_proj      region around each MLA attention, down-projections, output projection and attention call saved
 
 Anything else is a path of a module, or a glob over paths: a region around each match, the outermost where they nest;
-or, if there is no such module, a name that the model's author gave to calls (`named.py`): a region around each call.
+or, if there is no such module, a name that the model's author gave to calls (`wrappers.py`): a region around each call.
 
 `merge` settles what happens when labels meet. In one region a call is saved only if every label that asked for the
 region saves it. Of two regions, one in the other: if the inner one lies in a call that the outer one saves, both stay,
@@ -33,15 +33,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from .anatomy import inside, relative
-from .plan import Choice
+from .choice import ATTENTION, PRODUCT, Choice, Target, joined
+from .roles import Unit, Units, inside, relative
 
-if TYPE_CHECKING:
-    from .anatomy import Unit, Units
-
-PRODUCT, ATTENTION = "@product", "@attention"
+KEEP_PRODUCTS, KEEP_ATTENTION = Target.of(calls=PRODUCT), Target.of(calls=ATTENTION)
 PRODUCTS = ("product", "down_projection", "up_projection")
 # What is worth saving whole around a norm: everything that holds a matrix.
 WEIGHTY = (*PRODUCTS, "attention", "router", "experts", "moe", "mixer")
@@ -68,11 +64,11 @@ def _around(units: Units, unit: Unit, label: str, holding: tuple[str, ...], part
     calls = units.by_role("core_attention", within=unit.path)
     loose = any(not any(inside(call.path, path) for path in kept) for call in calls)
     names = [relative(path, unit.path) for path in kept]
-    return _region(units, label, unit.path, [*names, *([ATTENTION] if loose else [])])
+    return _region(units, label, unit.path, [*names, *([KEEP_ATTENTION] if loose else [])])
 
 
 def _core_attn(units: Units) -> list[Choice]:
-    return [_region(units, "core_attn", unit.path, [PRODUCT]) for unit in units.by_role("attention")]
+    return [_region(units, "core_attn", unit.path, [KEEP_PRODUCTS]) for unit in units.by_role("attention")]
 
 
 def _whole(role: str, label: str) -> Callable[[Units], list[Choice]]:
@@ -92,7 +88,7 @@ def _moe_act(units: Units) -> list[Choice]:
     for unit in units.by_role("experts"):
         around = [block.path for block in blocks if inside(unit.path, block.path)]
         paths.append(unit.path if unit.path in known or not around else around[-1])
-    return [_region(units, "moe_act", path, [PRODUCT]) for path in paths if path in known]
+    return [_region(units, "moe_act", path, [KEEP_PRODUCTS]) for path in paths if path in known]
 
 
 def _layernorm(units: Units) -> list[Choice]:
@@ -110,7 +106,7 @@ def _mla_up_proj(units: Units) -> list[Choice]:
         if units.by_role("up_projection", within=unit.path):
             kept = units.by_role("down_projection", "product", within=unit.path)
             found.append(
-                _region(units, "mla_up_proj", unit.path, [*(relative(k.path, unit.path) for k in kept), ATTENTION])
+                _region(units, "mla_up_proj", unit.path, [*(relative(k.path, unit.path) for k in kept), KEEP_ATTENTION])
             )
     return found
 
@@ -150,7 +146,7 @@ def named(units: Units, label: str, paths: Iterable[str]) -> tuple[Choice, ...]:
         label: The name.
         paths: The modules that make such calls.
     """
-    return tuple(Choice((f"{path}@{label}",), (), routed(units, path), (label,)) for path in paths)
+    return tuple(Choice((Target.of(path, label),), (), routed(units, path), (label,)) for path in paths)
 
 
 def matching(units: Units) -> dict[str, int]:
@@ -168,8 +164,8 @@ def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
     merged: list[Choice] = []
 
     def place(choice: Choice) -> tuple[int, str]:
-        path, _, name = choice.paths[0].partition("@")
-        return order.get(path, len(order)), name
+        target = Target(choice.paths[0])
+        return order.get(target.module, len(order)), target.calls
 
     # The outer ones first, so that each is complete before one inside it is looked at.
     for choice in sorted(choices, key=place):
@@ -184,47 +180,50 @@ def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
 def _replays(outer: Choice, inner: Choice) -> bool:
     """Whether the outer region runs the inner one's module again, rather than saving it."""
     (top, *more), (low, *others) = outer.paths, inner.paths
-    if more or others or "@" in top + low or not inside(low, top):  # a named call finds out for itself
+    if (
+        more or others or Target(top).calls or Target(low).calls or not inside(low, top)
+    ):  # a named call finds out for itself
         return False
-    kept = [_absolute(word, top) for word in outer.keep if not word.startswith("@")]
+    kept = [joined(top, keep) for keep in outer.kept if not _everywhere(keep)]
     return not any(inside(low, path) for path in kept)
 
 
-def _absolute(word: str, path: str) -> str:
-    return f"{path}.{word}" if path else word
+def _everywhere(keep: Target) -> bool:
+    """Whether calls of a kind are kept in the whole region."""
+    return bool(keep.calls) and not keep.module
 
 
 def _united(units: Units, outer: Choice, inner: Choice) -> Choice:
     """One region around both that saves, where the inner one is, only what both save."""
     top, low = outer.paths[0], inner.paths[0]
-    mine = _Kept(units, outer)
-    theirs = _Kept(units, inner)
+    mine = _SavedBy(units, outer)
+    theirs = _SavedBy(units, inner)
     products = [unit.path for unit in units.by_role(*PRODUCTS, within=top)]
     kept = [path for path in mine.paths if not inside(path, low) or theirs.keeps(path)]
     kept += [path for path in theirs.paths if mine.keeps(path)]
     kept += [path for path in products if mine.keeps(path) and (not inside(path, low) or theirs.keeps(path))]
     words: list[str] = []
     if mine.products and (theirs.products or not units.by_role(*WEIGHTY, within=low)):
-        words.append(PRODUCT)
+        words.append(KEEP_PRODUCTS)
         kept = [path for path in kept if path not in products]
     chosen = set(kept)
     outermost = [p for p in units.modules if p in chosen and not any(inside(p, o) and p != o for o in chosen)]
     calls = [call.path for call in units.by_role("core_attention", within=top)]
     loose = [call for call in calls if not any(inside(call, path) for path in outermost)]
     if loose and all(mine.calls(call) and (theirs.calls(call) or not inside(call, low)) for call in calls):
-        words.append(ATTENTION)
+        words.append(KEEP_ATTENTION)
     labels = tuple(dict.fromkeys((*outer.labels, *inner.labels)))
     names = [relative(path, top) for path in outermost]
     return Choice((top,), (*names, *words), outer.carry or inner.carry, labels, outer.store)
 
 
-class _Kept:
+class _SavedBy:
     """What one choice saves, with paths as the model has them."""
 
     def __init__(self, units: Units, choice: Choice) -> None:
-        self.paths = [_absolute(word, choice.paths[0]) for word in choice.keep if not word.startswith("@")]
-        self.products = PRODUCT in choice.keep
-        self.attention = ATTENTION in choice.keep
+        self.paths = [joined(choice.paths[0], keep) for keep in choice.kept if not _everywhere(keep)]
+        self.products = KEEP_PRODUCTS in choice.keep
+        self.attention = KEEP_ATTENTION in choice.keep
         self._leaves = {unit.path for unit in units.by_role(*PRODUCTS, within=choice.paths[0])}
 
     def keeps(self, path: str) -> bool:

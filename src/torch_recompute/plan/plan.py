@@ -1,29 +1,11 @@
 """A plan is plain data: which modules of a model are regions, and which calls inside them are saved.
 
 It knows neither torch nor the model it was made for, so it can be printed, saved, compared and sent to another rank.
-A choice names modules by their paths, as `named_modules()` does. Inside a region, `keep` names the calls that are not
-repeated: modules by their paths relative to the region, or all calls of a kind by a word with an at sign, in the whole
-region or, with a path before the sign, in one module of it:
-
-    @product             products with a parameter: linear layers, convolutions, stacked experts
-    @down                those of them with a matrix that make less than they read, as the last one of an MLP does
-    @matmul              products without one: attention scores written by hand
-    @attention           scaled dot product attention, and flex attention
-    @unread              products of any kind whose values nothing that is rebuilt needs, such as the last one in front
-                         of a dropout that ends a region: neither kept nor repeated (`no_recompute(fn, unread=True)`)
-    @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
-                         all-reduce, reduce-scatter, all-to-all, broadcast
-    @collective          these, and all-gather
-    mlp.up_proj@product  the products that run in this module; of several regions in those that have such a module
-
-Where a region's inputs lie between forward and replay is said by a word, too: "host" is host memory, "sharded" one
-part on each rank of a group, and any other word is one that the stores given to `apply` are called by.
+What it consists of are choices (`choice.py`), one per region; a plan made for a budget carries a `Prediction` of its
+step besides, and the profile it was chosen from.
 
 A plan may hold other choices for calls up to a size than for larger ones (`SizeClass`), so that short batches pay no
 replays that only long ones need.
-
-A path may also mean calls rather than a module: `layers.0.attn@scores` are the calls that its author named "scores"
-(`no_recompute(fn, name="scores")`), made while that module runs.
 
 Everything that users say in other words (Megatron's labels, a budget) becomes these choices.
 """
@@ -35,55 +17,127 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import errors
 from .._loop import COMMON, Loop
-from .prediction import Prediction
-from .reading import read
-
-if TYPE_CHECKING:
-    from .profile import Profile
+from .._text import table
+from .choice import KINDS, Choice, Target
+from .profile import MIB, Profile, read
 
 VERSION = 1
-KINDS = ("@product", "@down", "@matmul", "@attention", "@unread", "@reduction", "@collective")
-_WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One region.
+class Line:
+    """Segments of one kind that were treated alike.
 
     Attributes:
-        paths: The module, or several that the model calls one after the other and that are recomputed together; or
-            named calls in one.
-        keep: Calls inside that are not repeated. Several modules take kinds of calls only, no modules to keep whole.
-        carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
-            replay and not made again; for whatever routes tokens.
-        labels: The words that asked for it.
-        store: The store in which the region's inputs lie: "" for where they are, "host", "sharded", or another word
-            for a store that `apply` is given.
-        nested: Of several modules: whether each is a region of its own in the replay of them all. Then one of them at
-            a time is whole, and of the others only the inputs, for which all but the last run once more.
+        where: Their paths, numbers that differ written as `*`.
+        count: How many.
+        what: What becomes of each, in words.
+        saved_bytes: What each keeps from its forward to its backward.
+        freed_bytes: What each keeps less than without a region.
+        seconds: What each adds to the step.
+        host_bytes: What each keeps in host memory meanwhile.
     """
 
-    paths: tuple[str, ...]
-    keep: tuple[str, ...] = ()
-    carry: bool = False
-    labels: tuple[str, ...] = ()
-    store: str = ""
-    nested: bool = False
+    where: str
+    count: int
+    what: str
+    saved_bytes: int
+    freed_bytes: int
+    seconds: float
+    host_bytes: int = 0
+
+    @property
+    def why(self) -> str:
+        """The reason, as an exchange rate."""
+        if not self.freed_bytes:
+            return "its bytes are not needed"
+        if not self.seconds:
+            return "costs nothing"
+        return f"{self.freed_bytes / MIB / (1000 * self.seconds):,.1f} MiB per ms"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a planned step takes.
+
+    Attributes:
+        budget_bytes: What was asked for; the peak is at most this.
+        peak_bytes: The most bytes alive at any time of the step.
+        plain_peak_bytes: The same without the plan.
+        step_seconds: Seconds of operations in the step, replays included.
+        plain_step_seconds: The same without the plan.
+        replay_flops: FLOPs of products in all replays.
+        bound_seconds: No schedule that keeps or recomputes the same operations takes less within the budget.
+        device: What the seconds are of.
+        solver: Which solver chose, and how good it says its choice is.
+        lines: The segments, those treated alike together.
+        timing: Where the seconds are from, in words.
+        host_bytes: The most that lies in host memory.
+        loop: The training loop that the peak is of; None where the plan does not say.
+        advice: What else would lower this peak, in words; "" where nothing is to be said.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    step_seconds: float
+    plain_step_seconds: float
+    replay_flops: int
+    bound_seconds: float
+    device: str
+    solver: str
+    lines: tuple[Line, ...]
+    timing: str = ""
+    host_bytes: int = 0
+    loop: Loop | None = None
+    advice: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far from the bound the step can be at most, as a share of the step."""
+        return max(0.0, self.step_seconds - self.bound_seconds) / self.step_seconds if self.step_seconds else 0.0
+
+    @staticmethod
+    def from_data(lines: Iterable[dict[str, Any]], loop: Any = None, **rest: Any) -> Prediction:
+        """A prediction from the dictionary that `dataclasses.asdict` made of it."""
+        read = None if loop is None else Loop(**loop)
+        return Prediction(lines=tuple(Line(**line) for line in lines), loop=read, **rest)
 
     def __str__(self) -> str:
-        where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
-        again = ", then each again" if self.nested else ""
-        kept = f", but not {', '.join(self.keep)}" if self.keep else ""
-        carried = ", decisions carried" if self.carry else ""
-        stored = f", inputs {stored_in(self.store)}" if self.store else ""
-        asked = f"  ({' '.join(self.labels)})" if self.labels else ""
-        return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
+        more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
+        head = [
+            f"peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)} allowed ({_mib(self.plain_peak_bytes)} with no "
+            "region)" + (f", and {_mib(self.host_bytes)} of host memory" if self.host_bytes else ""),
+            f"step {1000 * self.step_seconds:,.1f} ms on {self.device}: {more:+.1%} for {self.replay_flops / 1e9:,.1f} "
+            f"GFLOP replayed; no schedule saves more than {self.gap:.1%} of it",
+        ]
+        if self.loop is not None:
+            head.append(f"counted: {self.loop}")
+        if self.timing:
+            head.append(f"seconds: {self.timing}")
+        rows = [("", "keeps MiB", "frees MiB", "costs ms", "why", "")]
+        rows += [
+            (
+                f"{line.count} x",
+                f"{line.saved_bytes / MIB:,.2f}",
+                f"{line.freed_bytes / MIB:,.2f}",
+                f"{1000 * line.seconds:,.3f}",
+                line.why,
+                f"{line.where}: {line.what}",
+            )
+            for line in self.lines
+        ]
+        return "\n".join([*head, *table(rows, right=5), *filter(None, [self.advice])])
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:,.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -245,21 +299,20 @@ def _check(choices: tuple[Choice, ...]) -> None:
         twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
         if twice:
             raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
-        if not choice.paths or (len(choice.paths) > 1 and any("@" not in word for word in choice.keep)):
+        if not choice.paths or (len(choice.paths) > 1 and not all(word.calls for word in choice.kept)):
             raise errors.ArgumentError(errors.bad_plan(f"{choice!r} has no path, or keeps modules inside of several"))
-        unknown = [word for word in choice.keep if kind_in(word) not in ("", *KINDS)]
+        unknown = [word for word in choice.kept if word != word.module and word.calls not in KINDS]
         if unknown:
-            raise errors.ArgumentError(
-                errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {', '.join(KINDS)}")
-            )
+            known = ", ".join(f"@{kind}" for kind in KINDS)
+            raise errors.ArgumentError(errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {known}"))
         if not isinstance(choice.store, str):
             why = f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
             raise errors.ArgumentError(errors.bad_plan(why))
         if choice.nested and len(choice.paths) == 1:
             why = f"nested=True is for several modules, and {choice.paths[0]!r} is one"
             raise errors.ArgumentError(errors.bad_plan(why))
-        calls = next((path for path in choice.paths if "@" in path), None)
-        if calls is not None and (len(choice.paths) > 1 or any(not word.startswith("@") for word in choice.keep)):
+        calls = next((path for path in choice.paths if Target(path).calls), None)
+        if calls is not None and (len(choice.paths) > 1 or any(word.module or not word for word in choice.kept)):
             why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
             raise errors.ArgumentError(errors.bad_plan(why))
         seen.update(choice.paths)
@@ -273,16 +326,6 @@ def fits(shape: tuple[int, ...], size: tuple[int, ...]) -> bool:
 def shape_in_words(shape: tuple[int, ...]) -> str:
     """Such as `8 x 512`."""
     return " x ".join(map(str, shape)) or "no dimension"
-
-
-def stored_in(word: str) -> str:
-    """Where the store of a word keeps things."""
-    return _WHERE.get(word, f"in {word!r}")
-
-
-def kind_in(word: str) -> str:
-    """The kind that a word of `Choice.keep` names, such as `@product`; empty where it names a module."""
-    return word[word.index("@") :] if "@" in word else ""
 
 
 def _plan(data: dict[str, Any]) -> Plan:

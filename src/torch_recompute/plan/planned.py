@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import errors
-from .anatomy import inside
 from .bound import bound
 from .budget import read_budget
-from .cost import Costs, Option, Solution, begins, paths_of
-from .plan import Choice, Plan, stored_in
-from .prediction import Line, Prediction
+from .choice import Choice, joined, stored_in
+from .cost import Costs, Option, Solution, begins
+from .plan import Line, Plan, Prediction
 from .profile import Profile
+from .roles import inside
 from .solve import choose, smallest
 
 
@@ -80,10 +80,9 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
     for start in begins(solution.options):
         option = solution.options[start]
         together = tuple(names[start : start + option.span])
-        for below, keep in option.regions:
-            paths = tuple(f"{path}.{part}".strip(".") for path in together for part in paths_of(below))
-            carry = decides(paths, profile.carries)
-            found[Choice(paths, keep, carry, store=option.store, nested=option.nested)] = None
+        for region in option.regions:
+            paths = tuple(joined(path, part) for path in together for part in region.paths)
+            found[dataclasses.replace(region, paths=paths, carry=decides(paths, profile.carries))] = None
     return tuple(found)
 
 
@@ -166,8 +165,8 @@ def _what(option: Option) -> str:
         return "not recomputed"
     whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
-        (f"{' with '.join(paths_of(path))} recomputed" if path else whole + ", then each again" * option.nested)
-        + (f" but not {', '.join(keep)}" if keep else "")
-        for path, keep in option.regions
+        (f"{' with '.join(c.paths)} recomputed" if any(c.paths) else whole + ", then each again" * c.nested)
+        + (f" but not {', '.join(c.keep)}" if c.keep else "")
+        for c in option.regions
     ]
     return "; ".join(parts) + (f"; inputs {stored_in(option.store)}" if option.store else "")

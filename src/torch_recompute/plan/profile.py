@@ -18,17 +18,44 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import errors
 from .._loop import Loop
 from .._text import table
+from .choice import Choice
 from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, highest_points
-from .reading import read
 
 VERSION = 1
 MIB = 2**20
 _FIGURES = ("keeps MiB", "least MiB", "backward MiB", "least costs ms", "ways")
+
+
+T = TypeVar("T")
+
+
+def read(text: str, version: int, build: Callable[[dict[str, Any]], T], refuse: Callable[[str], str]) -> T:
+    """What a text says.
+
+    Args:
+        text: JSON, an object with its version.
+        version: What can be read.
+        build: Makes it from the object, without the version.
+        refuse: The text of the error, from why.
+
+    Raises:
+        ArgumentError: The text is no JSON, of another version, or holds something else.
+    """
+    try:
+        data: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise errors.ArgumentError(refuse(f"no JSON: {error}")) from None
+    if not isinstance(data, dict) or data.pop("version", None) != version:  # pyright: ignore[reportUnknownMemberType]
+        raise errors.ArgumentError(refuse(f"this version of the library reads version {version}"))
+    try:
+        return build(data)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise errors.ArgumentError(refuse(f"a field is missing or unknown: {error}")) from None
 
 
 def _bad_profile(why: str) -> str:
@@ -70,7 +97,10 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile as JSON text; `from_json` reads it."""
-        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
+        data = dataclasses.asdict(self)
+        for name, kind in self.costs.kinds.items():
+            data["costs"]["kinds"][name]["options"] = [_option_data(option) for option in kind.options]
+        return json.dumps({"version": VERSION, **data}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Profile:
@@ -126,8 +156,16 @@ def _kind(options: Any, graph: Any) -> Kind:
     return Kind(tuple(_option(**option) for option in options), None if graph is None else _graph(**graph))
 
 
-def _option(regions: Any, **rest: Any) -> Option:
-    return Option(tuple((path, tuple(keep)) for path, keep in regions), **rest)
+def _option(regions: Any, store: str = "", nested: bool = False, **rest: Any) -> Option:
+    choices = (Choice(path.split(" "), keep, store=store, nested=nested) for path, keep in regions)
+    return Option(tuple(choices), **rest)
+
+
+def _option_data(option: Option) -> dict[str, Any]:
+    """What `_option` reads: each region as its paths in one string, and what it keeps."""
+    data = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
+    regions = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
+    return {**data, "regions": regions, "store": option.store, "nested": option.nested}
 
 
 def _graph(nodes: Any, **rest: Any) -> Graph:
@@ -252,7 +290,7 @@ def _same(what: str, one: object, other: object) -> None:
 
 
 def _merged_kind(kinds: Sequence[Kind]) -> Kind:
-    ways = [{(o.regions, o.span, o.store, o.nested): o for o in kind.options} for kind in kinds]
+    ways = [{(o.regions, o.span): o for o in kind.options} for kind in kinds]
     shared = [key for key in ways[0] if all(key in way for way in ways)]
     return Kind(
         tuple(_merged_option([way[key] for way in ways]) for key in shared),

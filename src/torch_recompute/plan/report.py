@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .._text import table
+from .choice import Choice, Target
 from .observe import Figures
-from .plan import Choice
 
 WORTH = 0.01
 HOW = "with handle.watch(): train_step()"
@@ -116,7 +116,7 @@ class Report:
                 f"{row.flips} of {row.decisions} decisions came out differently in the replay: carry them (carry=True)"
             )
         if row.saved_bytes is None:
-            outside = " outside of other regions" if "@" in row.choice.paths[0] else ""
+            outside = " outside of other regions" if Target(row.choice.paths[0]).calls else ""
             return f"has not run with gradients{outside}"
         if not row.saved_bytes:
             return "frees nothing: all that is saved inside are inputs, parameters and what saved calls store"

@@ -8,9 +8,9 @@ holds for every call that is no larger in any dimension: less of everything is s
 call takes the first set that holds for it; one that is larger than all takes the plan's own choices, those of the
 largest size in a plan made for a budget, and if a promise was made a warning says once that it does not hold for this.
 
-`BySize` lies on the model, outermost, and notes the set on the thread, among its overrides, while the model runs. What
-the plan has placed in the model asks whether the set is one of its own (`Placed.when`). A region takes the note along,
-and its replay finds what its forward found, whatever other calls of the model came in between, on this thread or
+`BySize` is on the model, outermost, and notes the set on the thread, among its overrides, while the model runs. What
+the plan has placed in the model asks whether the set is one of its own (`ForwardWrapper.when`). A region takes the note
+along, and its replay finds what its forward found, whatever other calls of the model came in between, on this thread or
 another. A part of the model that is called by itself goes by the plan's own choices.
 
 Rejected: the number of elements as the size. Eight rows of 512 and one of 4096 are the same number, and scores that are
@@ -30,8 +30,9 @@ from torch import nn
 
 from .. import _compat
 from ..values import Overrides, thread
-from .placed import Placed
-from .plan import Choice, Plan, fits, shape_in_words
+from .choice import Choice
+from .plan import Plan, fits, shape_in_words
+from .wrappers import ForwardWrapper
 
 Shape = tuple[int, ...]
 
@@ -120,7 +121,7 @@ class _Set(NamedTuple):
             self.around.region(name)
 
 
-class BySize(Placed):
+class BySize(ForwardWrapper):
     """What stands as `forward` on a whole model: it says which set of choices the call goes by.
 
     Args:

@@ -351,7 +351,7 @@ def _tied(costs: Costs) -> Iterator[Costs]:
 def _ways(costs: Costs, path: str) -> list[dict[str, Option]]:
     """The choices that there are for every call of a module, each as the option of each kind of call."""
     kinds = dict.fromkeys(segment.kind for segment in costs.segments if segment.path == path)
-    options = [{(o.regions, o.store): o for o in costs.kinds[kind].options if o.span == 1} for kind in kinds]
+    options = [{o.regions: o for o in costs.kinds[kind].options if o.span == 1} for kind in kinds]
     common = [choice for choice in options[0] if all(choice in others for others in options)]
     return [{kind: option[choice] for kind, option in zip(kinds, options, strict=True)} for choice in common]
 

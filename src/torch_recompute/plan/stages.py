@@ -15,10 +15,9 @@ from typing import Any, cast
 
 from .. import errors
 from .._text import table
-from .anatomy import inside
 from .plan import Plan
-from .prediction import MIB
-from .reading import read
+from .profile import MIB, read
+from .roles import inside
 
 VERSION = 1
 

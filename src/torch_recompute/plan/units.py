@@ -3,9 +3,22 @@
 Problem. "Recompute the core attention of this model" needs to know where attention is. Libraries answer with a list of
 class names per model, which grows by one with every model and breaks with every rename.
 
-Idea. Two halves. This file looks at each module by itself: is it a product with a matrix, a norm, a list, and how wide.
-`structure.py` sees only these facts and finds roles by how they lie together. What that cannot see, a user says in
-three lines, and it comes before everything else:
+Idea. Two halves. `_fact` looks at each module by itself: is it a product with a matrix, a norm, a list, and how wide.
+`RoleFinder` sees only these facts and finds roles (`roles.py`) by how they are nested, each step by what the earlier
+ones left over:
+
+    experts     weights stacked by expert, or a list of alike MLPs, next to a router: a product with an output for each
+    attention   the innermost module that holds the products for queries, keys and values, apart or fused; where it has
+                no output projection, the module around it that has one
+    stack       the container of alike modules with at least two products; if these hold a stack themselves and little
+                else, they are stages, and the stack is the inner one
+    mlp         of what is left in a layer, the smallest module that holds two or three products, one of which ends in
+                the width that another begins with; a layer may hold them itself (`nn.TransformerEncoderLayer`)
+    norm        of the residual stream, if it is inside none of the above
+
+Names are looked at only where shape does not tell: queries from keys, a router from another small product. They are
+words of the field (`q_proj`, `wq`, `query`), parts of names, never the name of a model. What structure cannot show, a
+user registers in three lines, and it comes before everything else:
 
     from torch_recompute.plan.units import register
     register("attention", MyAttention)
@@ -15,20 +28,22 @@ Rejected: tracing a forward pass to see what feeds what. It needs an input and t
 user could write into a configuration; structure is known on the meta device before there are weights.
 
 Invariants: nothing runs, nothing is changed, no value of a parameter is read. A weight that is computed when it is
-asked for (a parametrization, a property) is not asked for.
+asked for (a parametrization, a property) is not asked for. What is not understood is left out, never guessed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from .. import errors
-from .anatomy import Unit, Units
-from .structure import Fact, Finder, Product
+from .choice import ATTENTION, Target
+from .roles import ROLES, Unit, Units
 
 __all__ = ["Unit", "Units", "find_units", "register"]
 
@@ -129,7 +144,7 @@ def find_units(model: nn.Module) -> Units:
     if not isinstance(model, nn.Module):
         raise errors.ArgumentError(f"find_units(model) needs a torch.nn.Module, but got {errors.say(model)}.")
     facts = {path: _fact(module) for path, module in model.named_modules()}
-    return Finder(facts).units(type(model).__name__)
+    return RoleFinder(facts).units(type(model).__name__)
 
 
 def _fact(module: nn.Module) -> Fact:
@@ -178,3 +193,394 @@ def _weight(module: nn.Module) -> object:
         return next(made["weight"].parameters(recurse=False), None)
     own = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
     return own.get("weight", vars(module).get("weight"))
+
+
+# --- words of the field in names ---
+
+
+def _words(name: str) -> set[str]:
+    """The words of an attribute's name: `linear_kv_up_proj`, `toQ`, `wkv_a`."""
+    parts = re.split(r"[_.\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return {part[1:] if part in {"wq", "wk", "wv", "wkv", "wqkv"} else part for part in parts}
+
+
+def feeds(name: str) -> set[str]:
+    """Which of queries, keys and values a product with this name makes."""
+    found = _words(name)
+    if name == "c_attn" or any("qkv" in word for word in found) or {"query", "key", "value"} <= found:
+        return {"q", "k", "v"}
+    long = {"query": "q", "key": "k", "value": "v"}
+    letters = {long.get(word, word) for word in found}
+    return (letters & {"q", "k", "v"}) | ({"k", "v"} if "kv" in letters else set())
+
+
+def says_router(path: str) -> bool:
+    """Whether a module on this path is called a router; a `gate_proj` is not one."""
+    return any("router" in _words(name) or name in {"gate", "wg", "gating"} for name in path.split("."))
+
+
+# --- roles from structure ---
+
+
+class Product(NamedTuple):
+    """A matrix product with a parameter: its widths, and whether it looks at one position at a time."""
+
+    takes: int
+    gives: int
+    pointwise: bool
+
+
+class Fact(NamedTuple):
+    """What is known of one module by itself.
+
+    Attributes:
+        cls: The name of its class.
+        role: What a register says it is.
+        product: If it is a product.
+        container: Whether it is a list, a dict or a sequence of modules.
+        listed: Whether it is a list or a dict, which does not call what is in it by itself.
+        called: Whether it can be called.
+        opaque: Whether it uses the modules inside it without calling them.
+        heavy: Whether there are parameters in it.
+        stacked: Of its own parameters with three dimensions, the first.
+        matrices: How many of its own parameters have two dimensions or more.
+    """
+
+    cls: str
+    role: str | None
+    product: Product | None
+    container: bool
+    listed: bool
+    called: bool
+    opaque: bool
+    heavy: bool
+    stacked: tuple[int, ...]
+    matrices: int
+
+
+def _up(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_mlp(products: Iterable[Product]) -> bool:
+    """Two or three products that go out of a width and come back to it; a fused gate doubles the width between."""
+    several = list(products)
+    return (
+        2 <= len(several) <= 3
+        and all(product.pointwise for product in several)
+        and any(
+            up.takes == down.gives and up.gives in (down.takes, 2 * down.takes)
+            for up in several
+            for down in several
+            if up is not down
+        )
+    )
+
+
+class RoleFinder:
+    """One search; each step fills a dict with the paths that it found."""
+
+    def __init__(self, facts: dict[str, Fact]) -> None:
+        self.facts = facts
+        self.order = list(facts)
+        self.position = {path: number for number, path in enumerate(self.order)}
+        self.children: dict[str, list[str]] = {path: [] for path in facts}
+        self.end = {path: number + 1 for path, number in self.position.items()}
+        for path in reversed(self.order[1:]):
+            above = _up(path)
+            self.children[above].insert(0, path)
+            self.end[above] = max(self.end[above], self.end[path])
+        self.opaque = {path for path, fact in facts.items() if fact.opaque}
+        self.products: dict[str, Product] = {}
+        self.moes: dict[str, tuple[str, str]] = {}  # block -> experts, router
+        self.lone: set[str] = set()  # experts without a router
+        self.attentions: dict[str, str] = {}  # attention -> the module in which the call is
+        self.stacks: dict[str, list[tuple[str, int]]] = {}  # container -> layers with their numbers
+        self.registered = {path for path, fact in facts.items() if fact.role == "layer"}
+        self.found: list[Unit] = []
+        for path, fact in facts.items():
+            if fact.product is not None and not self.under(path, self.products) and not self.under(path, self.opaque):
+                self.products[path] = fact.product
+
+    def under(self, path: str, others: Collection[str]) -> bool:
+        """Whether the path is one of the others or below one."""
+        while path and path not in others:
+            path = _up(path)
+        return path in others
+
+    def within(self, path: str, others: Collection[str]) -> list[str]:
+        """Which of the others are the path or below it, in order."""
+        return [other for other in self.order[self.position[path] : self.end[path]] if other in others]
+
+    def units(self, model: str) -> Units:
+        """Runs the steps, and puts what they found in order."""
+        self._find_experts()
+        self._find_attentions()
+        self._find_stacks("", self.stacks)
+        for path in sorted(self.registered, key=self.position.__getitem__):
+            if not any(path == layer for layers in self.stacks.values() for layer, _ in layers):
+                layers = self.stacks.setdefault(_up(path), [])
+                layers.append((path, len(layers)))
+        layers = [(path, number, stack) for stack, paths in self.stacks.items() for path, number in paths]
+        if not layers and 0 < len(self.attentions) <= 2 and self._is_layer("") and "" not in self.attentions:
+            layers = [("", 0, None)]
+        for path, number, stack in layers:
+            self._read_layer(path, number, stack)
+        self._read_rest({path for path, _, _ in layers})
+        ranks = {role: number for number, role in enumerate(ROLES)}
+        found = sorted(dict.fromkeys(self.found), key=lambda unit: (self.position[unit.path], ranks[unit.role]))
+        callable_ = tuple(path for path, fact in self.facts.items() if fact.called)
+        return Units(model, tuple(found), tuple(self.stacks), callable_)
+
+    # --- experts --------------------------------------------------------------------------------------------------
+
+    def _find_experts(self) -> None:
+        for path in self.order[1:]:
+            if self.under(path, self.products) or self.under(path, self.lone) or self._in_experts(path):
+                continue
+            count = self._experts_in(path)
+            found = self._router(path, count) if count else None
+            if found is not None:
+                block, router = found
+                while _up(path) != block:
+                    path = _up(path)
+                self.moes[block] = path, router
+            elif count and self._says_experts(path):
+                self.lone.add(path)
+
+    def _in_experts(self, path: str) -> bool:
+        return any(self.under(path, {experts}) for experts, _ in self.moes.values())
+
+    def _says_experts(self, path: str) -> bool:
+        name = path.rpartition(".")[2].lower() + self.facts[path].cls.lower()
+        return self.facts[path].role == "experts" or ("expert" in name and "shared" not in name)
+
+    def _experts_in(self, path: str) -> int:
+        """How many experts a module may be; 0 if it cannot be the experts of a mixture."""
+        fact, below = self.facts[path], [child for child in self.children[path] if self.facts[child].heavy]
+        if fact.role == "experts":
+            return max(*fact.stacked, len(below), 1, 1)
+        if fact.listed:
+            alike = len(below) >= 2 and len({self.facts[child].cls for child in below}) == 1
+            mlps = alike and all(self._looks_like_mlp(child) for child in below)
+            return len(below) if mlps else 0
+        alike = len(set(fact.stacked)) == 1 or (fact.stacked and self._says_experts(path))
+        return max(fact.stacked) if alike and fact.product is None else 0
+
+    def _looks_like_mlp(self, path: str) -> bool:
+        return path not in self.products and _is_mlp(self.products[inner] for inner in self.within(path, self.products))
+
+    def _router(self, experts: str, count: int) -> tuple[str, str] | None:
+        """The smallest module around the experts that has a router beside them, and that router."""
+        block = experts
+        while block:
+            block = _up(block)
+            beside = [
+                p for p in self.within(block, self.products) if not self.under(p, {experts}) and "shared" not in p
+            ]
+            named = [p for p in beside if says_router(p[len(block) :])]
+            sized = [p for p in beside if self.products[p].gives == count]
+            registered = [p for p in self.within(block, self.facts) if self.facts[p].role == "router"]
+            both = [p for p in sized if p in named]
+            routers = registered or both or (sized or named if self._says_experts(experts) else [])
+            if routers:
+                router = routers[0]
+                while _up(router) != block:
+                    router = _up(router)
+                return block, router
+            if block and self.facts[_up(block)].container:
+                return None  # that was a layer
+        return None
+
+    # --- attention ------------------------------------------------------------------------------------------------
+
+    def _find_attentions(self) -> None:
+        taken = {path for pair in self.moes.values() for path in pair} | self.lone
+        for path, fact in self.facts.items():
+            if fact.role == "attention":
+                self.attentions[path] = path
+        for path, fact in self.facts.items():
+            free = fact.role is None and not self.under(path, self.products) and not self.under(path, taken)
+            if free and not self.under(path, self.attentions):
+                self._try_attention(path)
+        for path, fact in self.facts.items():
+            near = self.within(path, self.attentions) or self.under(path, self.attentions) or self.under(path, taken)
+            direct = any(child in self.products for child in self.children[path])
+            if direct and not near and fact.role is None and re.search("Attention|Attn", fact.cls):
+                self.attentions[path] = path
+
+    def _try_attention(self, path: str) -> None:
+        alone = [child for child in self.children[path] if len(self.within(child, self.products)) == 1]
+        makes = [feeds(child.rpartition(".")[2]) for child in alone]
+        if set[str]().union(*makes) != {"q", "k", "v"}:
+            return
+        attention, above = path, _up(path)
+        if path and all(makes):
+            more = [product for product in self.within(above, self.products) if not self.under(product, {path})]
+            if len(more) == 1 and not (above and self.facts[_up(above)].container):
+                attention = above
+        self.attentions[attention] = path
+
+    # --- stacks ---------------------------------------------------------------------------------------------------
+
+    def _weight(self, path: str) -> int:
+        """How many products there are in a module; experts count as two, and so does an opaque module."""
+        return len(self.within(path, self.products)) + 2 * len(
+            self.within(path, self.opaque | {experts for experts, _ in self.moes.values()})
+        )
+
+    def _is_layer(self, path: str) -> bool:
+        fact = self.facts[path]
+        if fact.role is not None or self.within(path, self.registered):
+            return fact.role == "layer"
+        return fact.called and path not in self.products and self._weight(path) >= 2
+
+    def _find_stacks(self, path: str, stacks: dict[str, list[tuple[str, int]]]) -> None:
+        if any(self.under(path, found) for found in (self.products, self.attentions, self.moes, self.lone)):
+            return
+        inner: dict[str, list[tuple[str, int]]] = {}
+        for child in self.children[path]:
+            self._find_stacks(child, inner)
+        layers = [(child, n) for n, child in enumerate(self.children[path]) if self.facts[child].heavy]
+        alike = self.facts[path].container and self._alike([child for child, _ in layers])
+        if alike and not any(self._is_stage(child, inner) for child, _ in layers):
+            stacks[path] = layers
+        else:
+            stacks.update(inner)
+
+    def _alike(self, paths: list[str]) -> bool:
+        kinds = {self.facts[path].cls for path in paths}
+        last = {(re.findall("[A-Z][a-z0-9]*", kind) or [kind])[-1] for kind in kinds}
+        return bool(paths) and len(last) == 1 and all(self._is_layer(path) for path in paths)
+
+    def _is_stage(self, path: str, stacks: dict[str, list[tuple[str, int]]]) -> bool:
+        mine = self.within(path, stacks)
+        found = self.within(path, self.attentions)
+        apart = [attention for attention in found if not self.under(_up(attention), mine) or _up(attention) in mine]
+        return bool(mine) and not apart and 2 * sum(map(self._weight, mine)) >= self._weight(path)
+
+    # --- what is in a layer ---------------------------------------------------------------------------------------
+
+    def _read_layer(self, path: str, number: int, stack: str | None) -> None:
+        start = len(self.found)
+        self._add(path, "layer")
+        zones = self._read_attentions(path) | self._read_moes(path)
+        apart = zones | self.attentions.keys()
+        left = [product for product in self.within(path, self.products) if not self.under(product, apart)]
+        mlps = [p for p in self.within(path, self.facts) if self.facts[p].role == "mlp" and not self.under(p, zones)]
+        groups = dict.fromkeys(mlps, "mlp") | self._groups(path, [p for p in left if not self.under(p, mlps)])
+        for group, role in groups.items():
+            self._add(group, role)
+        zones |= groups.keys()
+        single = [product for product in left if not self.under(product, groups)]
+        spread = tuple(product for product in single if self.products[product].pointwise)
+        alone = not self.within(path, self.moes) and "mlp" not in groups.values()
+        if alone and _is_mlp(self.products[product] for product in spread):
+            self._add(path, "mlp", spread)
+        for product in left:
+            self._add(product, "product")
+        for module in self.within(path, self.facts):
+            role = self.facts[module].role
+            if role == "norm":
+                self._add(module, "inner_norm" if self.under(module, zones) else "norm")
+            elif role == "activation":
+                self._add(module, "activation")
+            elif re.search("Router|Indexer", self.facts[module].cls):  # whatever it chooses, choose once
+                self._add(module, "router")
+        self.found[start:] = [dataclasses.replace(unit, layer=number, stack=stack) for unit in self.found[start:]]
+
+    def _groups(self, path: str, products: list[str]) -> dict[str, str]:
+        """The smallest modules below the path that hold several of these products together."""
+        found: dict[str, str] = {}
+        for child in self.children[path]:
+            mine = set(self.within(child, set(products)))
+            if len(mine) < 2:
+                continue
+            deeper = self._groups(child, products)
+            parts = [p for p in self.within(child, self.attentions) if p != child] + self.within(child, self.moes)
+            whole = not parts and self.facts[child].called
+            if whole and any(set(self.within(group, mine)) == mine for group in deeper):
+                found |= deeper
+            elif whole and _is_mlp(map(self.products.__getitem__, mine)) and not self.facts[child].matrices:
+                found[child] = "mlp"
+            elif whole and "mlp" not in deeper.values():
+                found[child] = "mixer"
+            else:
+                found |= deeper
+        return found
+
+    def _read_attentions(self, path: str) -> set[str]:
+        zones: set[str] = set()
+        for attention in self.within(path, self.attentions):
+            inner = self.attentions[attention]
+            zones.add(inner)
+            self._add(attention, "attention")
+            cores = [
+                p
+                for p in self.within(inner, self.facts)
+                if p != inner and not self.facts[p].heavy and re.search("Attention|Attn|SDPA", self.facts[p].cls)
+            ]
+            self._add(cores[0], "core_attention") if cores else self._add(
+                inner, "core_attention", (Target.of("", ATTENTION),)
+            )
+            names = {p: _words(p.rpartition(".")[2]) for p in self.within(attention, self.products)}
+            down = {p for p, name in names.items() if name & {"a", "down"} and name & {"q", "kv", "qkv"}}
+            up = {p for p, name in names.items() if name & {"b", "up"} and name & {"q", "kv"}}
+            if down and up:
+                up |= {p for p, name in names.items() if "q" in name and p not in down}
+            latent = bool(down and up)
+            for product in names:
+                role = "down_projection" if product in down else "up_projection" if product in up else "product"
+                self._add(product, role if latent else "product")
+        return zones
+
+    def _read_moes(self, path: str) -> set[str]:
+        zones = set(self.within(path, self.lone))
+        for experts in zones:
+            self._add(experts, "experts")
+        for block in self.within(path, self.moes):
+            experts, router = self.moes[block]
+            spread = (router, experts) if block == path or not self.facts[block].called else ()
+            self._add(block if self.facts[block].called else path, "moe", spread)
+            self._add(router, "router")
+            self._add(experts, "experts")
+            zones |= {experts, router}
+            if spread:
+                continue
+            zones.add(block)
+            apart = [p for p in self.within(block, self.products) if not self.under(p, {experts, router})]
+            for shared in self._groups(block, apart):
+                self._add(shared, "shared_experts")
+            for product in apart + self.within(experts, self.products):
+                self._add(product, "product")
+        return zones
+
+    # --- what is outside ------------------------------------------------------------------------------------------
+
+    def _read_rest(self, layers: set[str]) -> None:
+        rest = [path for path in self.order if path not in layers and not self.under(path, layers)]
+        embeddings: set[str] = set()
+        heads: set[str] = set()
+        last = max((self.end[stack] for stack in self.stacks), default=len(self.order))
+        for path in rest:
+            fact = self.facts[path]
+            if fact.role == "norm":
+                self._add(path, "norm")
+            outermost = not self.under(path, embeddings | heads) and fact.called and path
+            if not outermost or not fact.heavy or any(self.within(path, found) for found in (layers, self.stacks)):
+                continue
+            if fact.role == "embedding" or "Embed" in fact.cls:
+                embeddings.add(path)
+                self._add(path, "embedding")
+            elif self.position[path] >= last and self.within(path, self.products):
+                heads.add(path)
+                self._add(path, "head")
+        if not layers:
+            self._read_attentions("")
+            self._read_moes("")
+            return
+        for path in [p for p in rest if p in self.attentions]:
+            self._read_attentions(path)
+
+    def _add(self, path: str, role: str, parts: tuple[str, ...] = ()) -> None:
+        self.found.append(Unit(path, role, self.facts[path].cls, parts=parts))

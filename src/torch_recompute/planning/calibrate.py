@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..plan.anatomy import inside
 from ..plan.cost import Costs, Kind, Option, Point, Segment, begins, highest_points
+from ..plan.roles import inside
 from ..simulation import Moment, Simulation
 from ..simulation.places import Calls
 

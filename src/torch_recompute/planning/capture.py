@@ -26,10 +26,10 @@ from torch import nn
 
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
-from ..plan.anatomy import Units, inside
 from ..plan.apply import apply
-from ..plan.caches import Note, is_cache
+from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
+from ..plan.roles import Units, inside
 from ..plan.units import find_units
 from ..simulation.faking import Faker
 from ..simulation.pretending import Pretend
@@ -175,7 +175,7 @@ class _Seen:
                 self.autocast = _compat.autocast_dtype(*self._device_types)
             if leaves and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor):
                 self.chained.add(path)
-            noted = tuple(Note(leaf) if is_cache(leaf) else leaf for leaf in leaves)
+            noted = tuple(CacheSnapshot(leaf) if is_cache(leaf) else leaf for leaf in leaves)
             self.calls.append((path, Call((module,), (noted,), (spec,), _autocast(leaves)), self._open[-1]))
 
         return enter

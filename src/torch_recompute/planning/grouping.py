@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..plan.plan import Choice
+from ..plan.choice import ATTENTION, DOWN, Choice, Target
 from .capture import Captured
 from .trials import Call
 
 TOGETHER = 2
 LARGEST = 8
-KEEPS = ((), ("@attention",), ("@attention", "@down"))
+KEEPS = ((), (ATTENTION,), (ATTENTION, DOWN))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[Gro
     Args:
         captured: The segments.
         start: The first of that kind.
-        kinds: What kinds of calls it makes, such as `@attention`.
+        kinds: What kinds of calls it makes, such as "attention".
     """
     runs = _runs(captured, captured.kinds[start])
     if not runs:
@@ -71,8 +71,14 @@ def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[Gro
         )
         inside = tuple(map(str, range(span)))
         for keep in keeps:
+            kept = tuple(Target.of(calls=kind) for kind in keep)
+            kept = tuple(Target.of(calls=kind) for kind in keep)
             for nested in (False, True) if span == TOGETHER else (True,):
-                yield Group(call, tuple(captured.paths[start : start + span]), Choice(inside, keep, nested=nested))
+                yield Group(
+                    call,
+                    tuple(captured.paths[start : start + span]),
+                    Choice(inside, kept, nested=nested),
+                )
         span *= 2
 
 

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._hollow import goes_through
-from ..plan.anatomy import inside, relative
 from ..plan.calls import ALL_PRODUCTS
-from ..plan.cost import paths_of
-from ..plan.plan import kind_in
+from ..plan.choice import DOWN, PRODUCT, UNREAD, Choice, Target
+from ..plan.roles import inside, relative
 from .ops import Op
 from .trace import Trace
 
-Regions = Mapping[str, frozenset[int]]
+Regions = Mapping[tuple[str, ...], frozenset[int]]
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,13 @@ class Guess:
     """What a choice would cost.
 
     Attributes:
-        regions: Each region's path below the segment, and the words of what it keeps.
+        regions: The regions, with paths below the segment.
         saved: Bytes stored.
         rebuilt: Bytes made by the largest of its replays that backward needs.
         seconds: Of the replays.
     """
 
-    regions: tuple[tuple[str, tuple[str, ...]], ...]
+    regions: tuple[Choice, ...]
     saved: int
     rebuilt: int
     seconds: float
@@ -60,7 +59,7 @@ def all_guesses(found: Trace, price: Callable[[Op], float]) -> list[Guess]:
 def guesses(found: Trace, price: Callable[[Op], float], most: int) -> list[Guess]:
     """The choices worth trying, at most so many."""
     every = all_guesses(found, price)
-    every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(keep) for _, keep in g.regions)))
+    every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
     best: list[Guess] = []
     for guess in every:
         if not any(
@@ -77,15 +76,15 @@ def guesses(found: Trace, price: Callable[[Op], float], most: int) -> list[Guess
 def _choices(found: Trace) -> Iterator[Regions]:
     """All sets of regions and kept calls: one region around the segment, or any of its parts."""
     numbers = range(len(found.calls))
-    yield from ({"": kept} for kept in _kept(found, numbers))
+    yield from ({("",): kept} for kept in _kept(found, numbers))
     if not found.parts:
         return
     ways: list[list[Regions]] = []
     for part in found.parts:
-        own = [n for n in numbers if all(inside(word.removesuffix(kind_in(word)), part) for word in found.calls[n])]
-        ways.append([{}, *({part: kept} for kept in _kept(found, own))])
+        own = [n for n in numbers if all(inside(word.module, part) for word in found.calls[n])]
+        ways.append([{}, *({(part,): kept} for kept in _kept(found, own))])
         if part in found.feeders:
-            together = f"{found.feeders[part]} {part}"
+            together = found.feeders[part], part
             ways[-1] += [{together: kept} for kept in _by_kind(found, own)]
     for chosen in itertools.product(*ways):
         regions = {part: kept for way in chosen for part, kept in way.items()}
@@ -110,13 +109,16 @@ def _by_kind(found: Trace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
     names = sorted({found.kinds[number] for number in numbers})
     for chosen in _subsets(range(len(names))):
         kinds = {names[i] for i in chosen}
-        if "@product" not in kinds or "@down" in kinds or "@down" not in names:
+        if PRODUCT not in kinds or DOWN in kinds or DOWN not in names:
             yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
 def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
     """Follows what backward needs back to what is stored."""
-    at = [next((path for path in regions if _covers(path, made.module)), None) for made in found.made]
+    at = [
+        next((paths for paths in regions if any(inside(made.module, path) for path in paths)), None)
+        for made in found.made
+    ]
     stored: set[int] = set()
     again: set[int] = set()
     asked: set[int] = set()
@@ -138,37 +140,31 @@ def _guess(found: Trace, seconds: Sequence[float], regions: Regions) -> Guess:
             again.add(i)
             open_.extend((read, region) for read in found.made[i].inputs)
     total, rebuilt = 0.0, 0
-    words: list[tuple[str, tuple[str, ...]]] = []
-    for path, kept in regions.items():
-        here = [i for i in again if at[i] == path]
-        passed = [i for i in range(max(here, default=-1) + 1) if at[i] == path and found.made[i].call not in kept]
+    choices: list[Choice] = []
+    for paths, kept in regions.items():
+        here = [i for i in again if at[i] == paths]
+        passed = [i for i in range(max(here, default=-1) + 1) if at[i] == paths and found.made[i].call not in kept]
         idle = {found.made[i].call for i in passed} - asked - {-1}
         idle = {call for call in idle if _goes_nowhere(found, call, passed)}
-        unread = {call: said for call in sorted(idle) if (said := _unread(found, path, call))}
+        unread = {call: said for call in sorted(idle) if (said := _unread(found, paths, call))}
         total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
         rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
-        words.append((path, (*_words(found, path, kept), *(word for said in unread.values() for word in said))))
+        choices.append(
+            Choice(paths, (*_words(found, paths, kept), *(word for said in unread.values() for word in said)))
+        )
     saved = sum(found.made[i].bytes for i in stored) + (found.input_bytes if takes_input else 0)
-    return Guess(tuple(words), saved, rebuilt, total)
+    return Guess(tuple(choices), saved, rebuilt, total)
 
 
-def _covers(region: str, module: str) -> bool:
-    return any(inside(module, path) for path in paths_of(region))
-
-
-def _words(found: Trace, path: str, kept: frozenset[int]) -> tuple[str, ...]:
+def _words(found: Trace, paths: tuple[str, ...], kept: frozenset[int]) -> tuple[Target, ...]:
     """The words of kept calls as seen from a region."""
     said = kept - frozenset().union(*(found.within[number] for number in kept))
     words = [word for number in sorted(said) for word in found.calls[number]]
-    if len(paths_of(path)) > 1:
+    if len(paths) > 1:
         kinds = {found.kinds[number] for number in kept}
-        return tuple(sorted(kinds - {"@down"} if "@product" in kinds else kinds))
-    return tuple(
-        relative(module, path) + kind_in(word)
-        if (module := word.removesuffix(kind_in(word))) != path
-        else kind_in(word)
-        for word in words
-    )
+        return tuple(Target.of(calls=kind) for kind in sorted(kinds - {DOWN} if PRODUCT in kinds else kinds))
+    path = paths[0]
+    return tuple(Target.of("" if word.module == path else relative(word.module, path), word.calls) for word in words)
 
 
 def _goes_nowhere(found: Trace, call: int, passed: Sequence[int]) -> bool:
@@ -182,16 +178,16 @@ def _goes_nowhere(found: Trace, call: int, passed: Sequence[int]) -> bool:
     return True
 
 
-def _unread(found: Trace, path: str, call: int) -> tuple[str, ...]:
+def _unread(found: Trace, paths: tuple[str, ...], call: int) -> tuple[Target, ...]:
     """The words that a call of products is unread, as seen from a region; none where words cannot tell it apart."""
-    modules = [word.removesuffix(kind_in(word)) for word in found.calls[call]]
-    others = [w.removesuffix(kind_in(w)) for n, words in enumerate(found.calls) if n != call for w in words]
+    modules = [word.module for word in found.calls[call]]
+    others = [word.module for n, words in enumerate(found.calls) if n != call for word in words]
     if found.kinds[call] not in ALL_PRODUCTS or any(inside(other, module) for other in others for module in modules):
         return ()
-    around = [next((part for part in paths_of(path) if inside(m, part) and m != part), None) for m in modules]
+    around = [next((part for part in paths if inside(m, part) and m != part), None) for m in modules]
     if None in around:
         return ()
-    return tuple(f"{relative(m, part or '')}@unread" for m, part in zip(modules, around, strict=True))
+    return tuple(Target.of(relative(m, part or ""), UNREAD) for m, part in zip(modules, around, strict=True))
 
 
 def _nearest(found: Sequence[Guess], size: Callable[[Guess], int]) -> list[Guess]:

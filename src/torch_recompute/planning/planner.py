@@ -32,12 +32,13 @@ from .. import errors
 from .._loop import COMMON, Loop
 from ..memory.free import free_bytes
 from ..plan.apply import apply
-from ..plan.cost import Costs, Host, Kind, Option, Solution, kinds_for_all, paths_of, simplicity
-from ..plan.placed import described
-from ..plan.plan import Choice, Plan
+from ..plan.choice import Choice, joined
+from ..plan.cost import Costs, Host, Kind, Option, Solution, kinds_for_all, simplicity
+from ..plan.plan import Plan
 from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
 from ..plan.solve import choose, frontier, smallest, untied
+from ..plan.wrappers import described
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .calibrate import calibrate
@@ -300,7 +301,7 @@ class Planner:
                 plain = attempt(call, [], captured.pretend)
                 options = [_option((), plain, plain, self._price)]
                 for regions in dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind]):
-                    choices = [self._choice(path, *region) for region in regions]
+                    choices = [self._alone(path, region) for region in regions]
                     try:
                         tried = attempt(call, choices, captured.pretend)
                     except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
@@ -321,12 +322,12 @@ class Planner:
         assert self._link is not None
         step = sum(self._price(op) * count for op, count in plain.ops.items())
         for option in options[1:]:
-            choices = [replace(self._choice(path, *region), store="host") for region in option.regions]
-            tried = attempt(call, choices, captured.pretend)
+            regions = tuple(replace(region, store="host") for region in option.regions)
+            tried = attempt(call, [self._alone(path, region) for region in regions], captured.pretend)
             if tried.saved_bytes < option.saved_bytes:
-                here = _option(option.regions, tried, plain, self._price)
+                here = _option(regions, tried, plain, self._price)
                 seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
-                yield replace(here, seconds=seconds, store="host", host_bytes=tried.host_bytes)
+                yield replace(here, seconds=seconds, host_bytes=tried.host_bytes)
 
     def _grouped(self, captured: Captured, kind: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
@@ -336,14 +337,13 @@ class Planner:
                 tried = attempt(group.call, [choice], captured.pretend)
             except errors.RecomputeError:  # as above
                 continue
-            option = _option((("", choice.keep),), tried, plain, self._price, group.span)
-            yield replace(option, span=group.span, nested=choice.nested)
+            region = Choice(("",), choice.keep, nested=choice.nested)
+            yield replace(_option((region,), tried, plain, self._price, group.span), span=group.span)
 
-    def _choice(self, path: str, below: str, keep: tuple[str, ...]) -> Choice:
-        """A region in a segment that is tried alone."""
-        parts = paths_of(below)
-        carry = decides([f"{path}.{part}".strip(".") for part in parts], self._routers)
-        return Choice(tuple(f"0.{part}".strip(".") for part in parts), keep, carry)
+    def _alone(self, path: str, region: Choice) -> Choice:
+        """A region in the segment at a path as it is in one that is tried alone."""
+        carry = decides([joined(path, part) for part in region.paths], self._routers)
+        return replace(region, paths=tuple(joined("0", part) for part in region.paths), carry=carry)
 
     def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
         known = getattr(self, "costs", None)
@@ -352,7 +352,7 @@ class Planner:
 
 
 def _option(
-    regions: tuple[tuple[str, tuple[str, ...]], ...],
+    regions: tuple[Choice, ...],
     tried: Tried,
     plain: Tried,
     price: Callable[[Op], float],

@@ -30,9 +30,10 @@ from .. import _compat
 from .._compat.functions import attention_in_parts
 from .._hollow import ASK_FOR_LAYOUT, DROPOUT
 from ..memory.ledger import storages
-from ..plan.anatomy import inside
 from ..plan.calls import kind_of
+from ..plan.choice import DOWN, PRODUCT, Target
 from ..plan.cost import Graph, Node
+from ..plan.roles import inside
 from .ops import Op, logging
 
 MOST = 8  # candidates, so that all their subsets can be looked at
@@ -76,7 +77,7 @@ class Trace:
     """
 
     made: list[Made] = field(default_factory=list["Made"])
-    calls: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    calls: list[tuple[Target, ...]] = field(default_factory=list[tuple[Target, ...]])
     kinds: list[str] = field(default_factory=list[str])
     within: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
     parts: list[str] = field(default_factory=list[str])
@@ -214,8 +215,8 @@ class _Calls(TorchFunctionMode):
         if kind is None or self.current >= 0:
             return func(*args, **kwargs)
         where = self._scope(self.module)
-        if kind == "@down" and where in self._products:  # a part of a product with an adapter
-            kind = "@product"
+        if kind == DOWN and where in self._products:  # a part of a product with an adapter
+            kind = PRODUCT
         self.current = self._found.setdefault((where, kind), len(self._found))
         try:
             return func(*args, **kwargs)
@@ -264,17 +265,17 @@ class _Calls(TorchFunctionMode):
                     found[part] = feeder
         return {part: feeder for part, feeder in found.items() if list(found.values()).count(feeder) == 1}
 
-    def words(self) -> list[tuple[str, ...]]:
+    def words(self) -> list[tuple[Target, ...]]:
         """The words of each candidate, in the order in which they ran."""
         return [
             tuple(self._word(where, kind) for where, kind in group if not _covered(where, kind, group))
             for group in self._groups()
         ]
 
-    def _word(self, where: str, kind: str) -> str:
+    def _word(self, where: str, kind: str) -> Target:
         """What says the calls of a kind in a module: where all products narrow, that they are products."""
-        others = any(other == "@product" and inside(path, where) for path, other in self._found)
-        return f"{where}{'@product' if kind == '@down' and not others else kind}"
+        others = any(other == PRODUCT and inside(path, where) for path, other in self._found)
+        return Target.of(where, PRODUCT if kind == DOWN and not others else kind)
 
     def kinds(self) -> list[str]:
         """The kind of each candidate; of one that has products of both kinds, that of all products."""
@@ -283,12 +284,12 @@ class _Calls(TorchFunctionMode):
     def within(self) -> list[frozenset[int]]:
         """For each candidate the narrowing ones that lie in its modules."""
         groups = self._groups()
-        narrow = [(i, group) for i, group in enumerate(groups) if _kind(group) == "@down"]
+        narrow = [(i, group) for i, group in enumerate(groups) if _kind(group) == DOWN]
         return [
             frozenset(
                 i
                 for i, inner in narrow
-                if _kind(group) == "@product" and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
+                if _kind(group) == PRODUCT and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
             )
             for group in groups
         ]
@@ -318,14 +319,14 @@ class _Calls(TorchFunctionMode):
 def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
     """Whether another word of the group says this one too."""
     return any(
-        inside(where, around) and ((other == kind and where != around) or (other, kind) == ("@product", "@down"))
+        inside(where, around) and ((other == kind and where != around) or (other, kind) == (PRODUCT, DOWN))
         for around, other in group
     )
 
 
 def _kind(group: Sequence[tuple[str, str]]) -> str:
     """The kind of the calls of a candidate."""
-    return next((kind for _, kind in group if kind == "@product"), group[0][1])
+    return next((kind for _, kind in group if kind == PRODUCT), group[0][1])
 
 
 def _can_be_called(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from .._hollow import refusing
 from ..memory.ledger import storages
 from ..memory.measurement import Measurement
 from ..plan.apply import apply
-from ..plan.caches import Note
+from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.pretending import Pretend
 from .hosts import HostApart
@@ -61,7 +61,7 @@ class Call:
         fresh = {id(old): new for old, new in zip(self.inputs, inputs, strict=True)}
         result: Any = None
         for number, (module, leaves, spec) in enumerate(zip(self.modules, self.leaves, self.specs, strict=True)):
-            given = [leaf.cache() if isinstance(leaf, Note) else fresh.get(id(leaf), leaf) for leaf in leaves]
+            given = [leaf.cache() if isinstance(leaf, CacheSnapshot) else fresh.get(id(leaf), leaf) for leaf in leaves]
             if number:
                 given[0] = result[0] if isinstance(result, tuple) else result
             args, kwargs = _compat.tree_unflatten(given, spec)

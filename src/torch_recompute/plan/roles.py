@@ -1,4 +1,4 @@
-"""What a model is made of, as plain data: units with a path and a role.
+"""The roles of a model's parts, as plain data: units with a path and a role.
 
 `units.py` looks at a model and writes this; labels, plans and reports read it and never see the model. So the words of
 a configuration can be tested without torch, and the units of a stage can be sent to another rank.
@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+from .choice import Target
 
 ROLES = (
     *("layer", "attention", "core_attention", "down_projection", "up_projection", "mlp", "moe", "router", "experts"),
@@ -138,16 +140,16 @@ class Units:
         """
         return "\n".join([self.model, *(line.text() for line in self.lines(notes or {}))])
 
-    def lines(self, notes: Mapping[str, str]) -> list[Line]:
+    def lines(self, notes: Mapping[str, str]) -> list[TreeRow]:
         """The rows of the tree."""
-        lines: list[Line] = []
+        lines: list[TreeRow] = []
         for path, unit, times in self._shown():
             here = [other for other in self.units if other.path == path]
             above = _depth_below([line.path for line in lines], path)
             name = relative(path, above) if above is not None else path
             roles = tuple(_said(other) for other in here)
             depth = 0 if above is None else next(line.depth for line in lines if line.path == above) + 1
-            lines.append(Line(path, name or "(model)", depth, times, roles, unit.cls, notes.get(path, "")))
+            lines.append(TreeRow(path, name or "(model)", depth, times, roles, unit.cls, notes.get(path, "")))
         return lines
 
     def _shown(self) -> Iterator[tuple[str, Unit, int]]:
@@ -176,7 +178,7 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Line:
+class TreeRow:
     """One row of the tree of a model: a module, what it is, and how many alike it stands for."""
 
     path: str
@@ -198,7 +200,7 @@ def _said(unit: Unit) -> str:
     role = unit.role.replace("_", " ")
     if not unit.parts:
         return role
-    if unit.parts[0].startswith("@"):
+    if Target(unit.parts[0]).calls:
         return f"{role} as a call"
     return f"{role} of {' and '.join(relative(part, unit.path) for part in unit.parts)}"
 

@@ -1,0 +1,117 @@
+"""One region as plain data: `Choice`, and `Target`, the words in it.
+
+A choice names modules by their paths, as `named_modules()` does. Inside a region, `keep` names the calls that are not
+repeated: modules by their paths relative to the region, or all calls of a kind by a word with an at sign, in the whole
+region or, with a path before the sign, in one module of it:
+
+    @product             products with a parameter: linear layers, convolutions, stacked experts
+    @down                those of them with a matrix that make less than they read, as the last one of an MLP does
+    @matmul              products without one: attention scores written by hand
+    @attention           scaled dot product attention, and flex attention
+    @unread              products of any kind whose values nothing that is rebuilt needs, such as the last one in front
+                         of a dropout that ends a region: neither kept nor repeated (`no_recompute(fn, unread=True)`)
+    @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
+                         all-reduce, reduce-scatter, all-to-all, broadcast
+    @collective          these, and all-gather
+    mlp.up_proj@product  the products that run in this module; of several regions in those that have such a module
+
+Where a region's inputs are kept between forward and replay is a word, too: "host" is host memory, "sharded" one part on
+each rank of a group, and any other word is a key of the stores given to `apply`.
+
+A path may also mean calls rather than a module: `layers.0.attn@scores` are the calls that the model's author named
+"scores" (`no_recompute(fn, name="scores")`), made while that module runs.
+
+A `Target` is the string that a person writes, so it is compared, sorted and written to JSON as such; nothing else in
+the package takes it apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRODUCT, DOWN, MATMUL, ATTENTION, UNREAD = "product", "down", "matmul", "attention", "unread"
+KINDS = (PRODUCT, DOWN, MATMUL, ATTENTION, UNREAD, "reduction", "collective")
+_WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
+
+
+class Target(str):
+    """A module by its path, or calls in it: `mlp.up_proj`, `mlp.up_proj@product`, `@attention`, `attn@scores`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(module: str = "", calls: str = "") -> Target:
+        """The target of some calls in a module; of the module itself without calls."""
+        return Target(f"{module}@{calls}" if calls else module)
+
+    @property
+    def module(self) -> str:
+        """The module's path; empty for the region or the model itself."""
+        return self.partition("@")[0]
+
+    @property
+    def calls(self) -> str:
+        """The kind of the calls, or the name their author gave them; empty where the module is meant."""
+        return self.partition("@")[2]
+
+    def below(self, path: str) -> Target:
+        """The same target as seen from around the module with this path."""
+        return Target.of(joined(path, self.module), self.calls)
+
+
+def joined(path: str, below: str) -> str:
+    """The path of a module below another."""
+    return f"{path}.{below}".strip(".")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One region.
+
+    Attributes:
+        paths: The module, or several that the model calls one after the other and that are recomputed together; or
+            named calls in one.
+        keep: Calls inside that are not repeated. Several modules take kinds of calls only, no modules to keep whole.
+        carry: Whether decisions inside (`topk`, `argmax`, sizes read from the device) are carried from forward to the
+            replay and not made again; for whatever routes tokens.
+        labels: The words that asked for it.
+        store: The store that keeps the region's inputs: "" for where they are, "host", "sharded", or another word for
+            a store that `apply` is given.
+        nested: Of several modules: whether each is a region of its own in the replay of them all. Then one of them at
+            a time is whole, and of the others only the inputs, for which all but the last run once more.
+    """
+
+    paths: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+    carry: bool = False
+    labels: tuple[str, ...] = ()
+    store: str = ""
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
+        object.__setattr__(self, "keep", tuple(map(Target, self.keep)))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the modules."""
+        return tuple(Target(path).module for path in self.paths)
+
+    @property
+    def kept(self) -> tuple[Target, ...]:
+        """`keep`, as targets."""
+        return tuple(map(Target, self.keep))
+
+    def __str__(self) -> str:
+        where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
+        again = ", then each again" if self.nested else ""
+        kept = f", but not {', '.join(self.keep)}" if self.keep else ""
+        carried = ", decisions carried" if self.carry else ""
+        stored = f", inputs {stored_in(self.store)}" if self.store else ""
+        asked = f"  ({' '.join(self.labels)})" if self.labels else ""
+        return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
+
+
+def stored_in(word: str) -> str:
+    """Where the store of a word keeps things."""
+    return _WHERE.get(word, f"in {word!r}")

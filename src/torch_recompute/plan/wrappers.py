@@ -1,0 +1,415 @@
+"""What a plan puts in the place of a module's `forward`: regions, saved modules, and calls kept within a module.
+
+Everything that a plan does to a model goes through `ForwardWrapper`: an object in the instance dictionary of a module,
+which can be pickled and deep-copied with it and which knows the forward that was there before. Several may be on one
+module, one around the other; they are taken out in the opposite order.
+
+`nn.DataParallel` makes a replica of a module by copying its dictionary, and gives the replica weights of its own. A
+wrapper knows its module, so each replica gets a copy that knows the replica: `DataParallel` asks each module for
+`_replicate_for_data_parallel`, which is placed beside `forward`.
+
+A region over several modules that the model calls one after the other (`uniform` with more than one layer) is a chain:
+each is a region of its own, and passes its result on to the next, which then holds no input but rebuilds it
+(`_discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
+is kept, and no layer runs more than once in forward and once in backward.
+
+Named calls are parts of a `forward` that are no modules: the author marks them with a saved call that has a name, which
+as written is the plain call outside of a region and is not repeated inside of one. A plan that lists the name turns it
+round: while the module runs, `thread.overrides` makes the call a region of its own, or a part of the region it is in; a
+replay finds there what decided in its forward. Nothing is written into the call, and other modules and threads do not
+see it. A region that the author named is a region without any plan, so there is nothing to decide about it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import _compat, errors
+from .._discard import Discard
+from .._frame import Options
+from .._observer import observing
+from .._tree import copied
+from ..region import no_recompute, recompute
+from ..stores import Store
+from ..values import Overrides, thread
+from .calls import Carry, enter_keeping
+from .choice import Choice, Target
+from .observe import Figures
+from .plan import Plan
+
+_FREED = ("FULL_SHARD", "HYBRID_SHARD")
+REPLICATE = "_replicate_for_data_parallel"
+
+
+def described(module: nn.Module) -> str:
+    """A module in words: its class, how many parameters, and their elements, over all ranks if it is sharded."""
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    name = type(module).__name__.removeprefix("FSDP")  # fully_shard makes a subclass of that name
+    return f"{name} with {len(sizes)} parameters of {sum(sizes):,} elements"
+
+
+def wrappers_on(module: nn.Module) -> list[ForwardWrapper]:
+    """What a plan has put on a module, outermost first."""
+    found: list[ForwardWrapper] = []
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ForwardWrapper):
+        found.append(forward)
+        forward = forward._before  # pyright: ignore[reportPrivateUsage]
+    return found
+
+
+class Promised:
+    """Compares the autocast that a plan was made under with that of the first training step, once.
+
+    Args:
+        plan: The plan; one that promises nothing is not compared.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        loop = None if plan.prediction is None else plan.prediction.loop
+        self._autocast = None if loop is None else loop.autocast
+
+    def compare(self, module: nn.Module) -> None:
+        """Warns if the autocast that a region's module finds is another one."""
+        planned, self._autocast = self._autocast, None
+        found = _compat.autocast_dtype(next((p.device.type for p in module.parameters()), "cpu"))
+        if planned is not None and found != planned:
+            made, trained = (
+                f"inside torch.autocast ({x})" if x else "outside torch.autocast" for x in (planned, found)
+            )
+            warnings.warn(
+                f"The plan was made {made}, and the model is trained {trained}: what layers keep, and so the peak and "
+                "the seconds that the plan promises, are of another dtype. Make the plan where the model is trained: "
+                "with torch.autocast(...): plan = make_plan(model, ...). (Said once.)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class ForwardWrapper:
+    """What stands as `forward` on a module: the module's own forward, called in some way.
+
+    Attributes:
+        module: The module.
+        path: Its path in the model that the plan was applied to.
+        out: Whether it has been taken out again.
+        when: Whether it is to act in the present call of the model; None for in every one.
+    """
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.module = module
+        self.path = str(path)  # of a plan's own class, which the compiler does not trace
+        self._before: Callable[..., Any] | None = None
+        self.out = False
+        self.when: Callable[[], bool] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is the plain call now."""
+        return self.out or (self.when is not None and not self.when())
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._before or types.MethodType(type(self.module).forward, self.module))
+
+    def put(self) -> None:
+        """Takes the place of the module's forward."""
+        here = self.module.__dict__
+        self._before = here.get("forward")
+        here["forward"] = self
+        here.setdefault(REPLICATE, self.replica)
+
+    def take_out(self) -> None:
+        """Gives the module its forward back; one that somebody has put on top stays, and calls the plain one."""
+        self.out = True
+        here = self.module.__dict__
+        if here.get(REPLICATE) == self.replica:
+            del here[REPLICATE]
+        if here.get("forward") is not self:
+            return
+        if self._before is None:
+            del here["forward"]
+        else:
+            here["forward"] = self._before
+
+    def replica(self) -> nn.Module:
+        """A replica of the module for `nn.DataParallel`, recomputed as the module is."""
+        made: nn.Module = getattr(type(self.module), REPLICATE)(self.module)
+        here = made.__dict__
+        if isinstance(here["forward"], ForwardWrapper):
+            top = here["forward"] = here["forward"]._on(made)
+            here[REPLICATE] = top.replica
+        return made
+
+    def _on(self, module: nn.Module) -> ForwardWrapper:
+        """The same on a replica, and what lies below it."""
+        made: Any = copy.copy(self)
+        before = self._before
+        made.module = module
+        made._before = before._on(module) if isinstance(before, ForwardWrapper) else before
+        return made
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Region(ForwardWrapper):
+    """A module that is recomputed.
+
+    Attributes:
+        choice: The choice that asks for it.
+        name: What the region is called.
+        store: Where its inputs lie; None for where they are.
+        disabled: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
+        figures: What it frees and costs, while somebody watches; else None.
+        promised: What the first call of a training step is compared with; None when that is over.
+    """
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
+        super().__init__(module, path)
+        self.choice = choice
+        self.name = path or type(module).__name__
+        self.store = store
+        self._kinds = tuple(keep.calls for keep in choice.kept if keep.calls and not keep.module)
+        self._carry = choice.carry
+        self.disabled = False
+        self.figures: Figures | None = None
+        self.promised: Promised | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a region."""
+        if self.idle or self.disabled:
+            return self.plain(*args, **kwargs)
+        if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.promised.compare(self.module)
+            self.promised = None
+        region = recompute(self.body, name=self.name, inputs=self.store)
+        return region(*args, **kwargs) if self.figures is None else self.watched(region)(*args, **kwargs)
+
+    def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
+        """A region whose calls are shown to the figures, if there are any now."""
+        if self.figures is None or torch.compiler.is_compiling():
+            return region
+        figures = self.figures
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with observing(figures):
+                return region(*args, **kwargs)
+
+        return call
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """What is run in forward and again in a replay."""
+        return self.run(self.plain, args, kwargs)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function as the region does, in forward and in a replay."""
+        if not self._kinds and not self._carry:
+            return fn(*args, **kwargs)
+        if thread.run is None and not torch.compiler.is_compiling():  # without gradients there is no region
+            return fn(*args, **kwargs)
+        with ExitStack() as stack:
+            enter_keeping(stack, self._kinds)
+            if self._carry:
+                stack.enter_context(Carry())
+            return fn(*args, **kwargs)
+
+
+class NamedCalls(Region):
+    """Calls of one name, made while a module runs, that are recomputed.
+
+    Each is a region of its own, or a part of the region that it is made in, which runs it again anyway.
+    """
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
+        super().__init__(module, path, choice, store)
+        self._name = Target(path).calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, and decides about calls in it."""
+        if self.idle or self.disabled:
+            return self.plain(*args, **kwargs)
+        around = thread.overrides
+        thread.overrides = Listed(self._name, self.region, around)
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            thread.overrides = around
+
+    def region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in the place of a call with the name."""
+        if thread.run is not None:
+            return fn
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            return self.run(fn, args, kwargs)
+
+        return self.watched(recompute(body, name=self.path, inputs=self.store))
+
+
+class Listed(NamedTuple):
+    """One name that a plan lists, and who decided about the others before."""
+
+    name: str
+    place: Callable[[Callable[..., Any]], Callable[..., Any]]
+    around: Overrides | None
+
+    def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is called in the place of a saved call."""
+        if name == self.name:
+            return self.place(fn)
+        return None if self.around is None else self.around.saved_call(name, fn)
+
+    def region(self, name: str) -> None:
+        """A region stays as it is written."""
+
+
+class SavedModule(ForwardWrapper):
+    """A module whose call is not repeated when a region around it is.
+
+    The model gets a copy of the result, because models change results in place (`mlp_output += attention_output`), and
+    what is handed out again by the replay must be what was returned.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a saved call."""
+        if self.idle or thread.run is None or torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
+        leaves, spec = _compat.tree_flatten(result)
+        return _compat.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+class KeepCallsWithin(ForwardWrapper):
+    """A module in which the calls of some kinds are saved when a region around it runs."""
+
+    def __init__(self, module: nn.Module, path: str, kinds: Iterable[str]) -> None:
+        super().__init__(module, path)
+        self._kinds = tuple(kinds)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with these calls saved."""
+        if self.idle or thread.run is None or torch.compiler.is_compiling():
+            return self.plain(*args, **kwargs)
+        with ExitStack() as stack:
+            enter_keeping(stack, self._kinds)
+            return self.plain(*args, **kwargs)
+
+
+class ChainedRegion(Region):
+    """One of several modules that are recomputed together. Only the first one's inputs are kept, and need a store."""
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None, chain: Chain) -> None:
+        self._first, self._last = path == choice.paths[0], path == choice.paths[-1]
+        super().__init__(module, path, choice, store if self._first else None)
+        self._chain = chain
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """What is run in forward and again in a replay; where members are nested, one with a region in it."""
+        if not self.choice.nested or thread.run is None or torch.compiler.is_compiling():
+            return super().body(*args, **kwargs)
+        return recompute(super().body, name=self.path)(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a region whose result the next member rebuilds."""
+        if self.idle or self.disabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        if self._first:
+            self._chain.check()
+        before, self._chain.waiting = None if self._first else self._chain.waiting, None
+        if self._last:
+            result = super().__call__(*args, **kwargs)
+        else:
+            begin = Discard if self.figures is None else self.watched(Discard)
+            call = begin(Options(self.path, self.store), self.body, args, kwargs)
+            result = call.result
+            self._chain.waiting = call
+        if before is not None:
+            before.hand_over()
+        return result
+
+
+class Chain:
+    """Modules recomputed together, and the calls of them that run on this thread.
+
+    Attributes:
+        modules: The modules, in the order of their calls.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], model: nn.Module | None = None) -> None:
+        self.modules = list(modules)
+        # Weak, and not in a copy: whoever copies one layer must not get the whole model with it.
+        self._model = None if model is None else weakref.ref(model)
+        self._local = threading.local()
+
+    def __getstate__(self) -> Any:
+        return self.modules  # a copy of the model has calls of its own
+
+    def __setstate__(self, modules: list[nn.Module]) -> None:
+        self.__init__(modules)
+
+    def check(self) -> None:
+        """Raises if the modules are sharded apart: one is replayed in the other's backward, without its parameters."""
+        asked = (getattr(module, "_get_fsdp_state", None) for module in self.modules)
+        states: list[Any] = [ask() for ask in asked if ask is not None]
+        if any(state is not states[0] for state in states):
+            raise errors.ArgumentError(
+                f"the plan recomputes {len(self.modules)} layers together, but each of them was sharded on its own: in "
+                "backward the earlier ones are replayed while only the last one's parameters are gathered.\n"
+                "  Shard what is recomputed together as one unit:  fully_shard([layers[0], layers[1]])\n"
+                "  or recompute them one by one:  recompute_num_layers=1"
+            )
+        model = None if self._model is None else self._model()
+        if model is not None:
+            around = [_wrapper_around(model, module) for module in self.modules]
+            if any(wrapper is not around[0] for wrapper in around):
+                raise errors.ArgumentError(
+                    f"the plan recomputes {len(self.modules)} layers together, but FullyShardedDataParallel was put "
+                    "around each of them alone: in backward the earlier ones are replayed while only the last one's "
+                    "parameters are sure to be there.\n"
+                    "  Wrap a module that holds all of them, or keep parameters after forward "
+                    "(ShardingStrategy.SHARD_GRAD_OP),\n"
+                    "  or recompute them one by one:  recompute_num_layers=1"
+                )
+            self._model = None  # a wrapper is found by looking for it, and stays: once is enough
+
+    @property
+    def waiting(self) -> Discard | None:
+        """The call whose result the next member is about to take."""
+        return getattr(self._local, "call", None)
+
+    @waiting.setter
+    def waiting(self, call: Discard | None) -> None:
+        self._local.call = call
+
+
+def _wrapper_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
+    """The innermost FullyShardedDataParallel around a module that frees its parameters between forward and backward.
+
+    That of the first generation is a module of its own, and the module inside knows nothing of it.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return None
+    found: nn.Module | None = None
+    for outer in model.modules():
+        strategy: Any = outer.sharding_strategy if isinstance(outer, fsdp.FullyShardedDataParallel) else None
+        if strategy is not None and strategy.name in _FREED:
+            inside = outer is not module and any(inner is module for inner in outer.modules())
+            found = outer if inside else found  # `modules()` names the outer ones first
+    return found
