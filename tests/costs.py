@@ -63,7 +63,7 @@ def taken(solution: Solution) -> tuple[Option, ...]:
 def an_option(draw: st.DrawFn, number: int, span: int = 1) -> Option:
     saved = draw(st.integers(0, 20))
     return Option(
-        regions=() if number == 0 else (("", tuple(f"call{i}" for i in range(draw(st.integers(0, 2))))),),
+        regions=() if number == 0 else (Choice(("",), tuple(f"call{i}" for i in range(draw(st.integers(0, 2))))),),
         saved_bytes=saved,
         forward_bytes=saved + draw(st.integers(0, 10)),
         backward_bytes=saved + draw(st.integers(0, 20)),

@@ -165,7 +165,8 @@ def _option_data(option: Option) -> dict[str, Any]:
     """What `_option` reads: each region as its paths in one string, and what it keeps."""
     data = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     regions = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
-    return {**data, "regions": regions, "store": option.store, "nested": option.nested}
+    host_bytes = data.pop("host_bytes")
+    return {**data, "regions": regions, "store": option.store, "nested": option.nested, "host_bytes": host_bytes}
 
 
 def _graph(nodes: Any, **rest: Any) -> Graph:
