@@ -160,10 +160,10 @@ def _words(found: Trace, paths: tuple[str, ...], kept: frozenset[int]) -> tuple[
     """The words of kept calls as seen from a region."""
     said = kept - frozenset().union(*(found.within[number] for number in kept))
     words = [word for number in sorted(said) for word in found.calls[number]]
-    if len(paths) > 1:
+    path, *more = paths
+    if more:
         kinds = {found.kinds[number] for number in kept}
         return tuple(Target.of(calls=kind) for kind in sorted(kinds - {DOWN} if PRODUCT in kinds else kinds))
-    path = paths[0]
     return tuple(Target.of("" if word.module == path else relative(word.module, path), word.calls) for word in words)
 
 
