@@ -117,10 +117,10 @@ def test_host_memory_and_groups_are_merged() -> None:
 
     def offloading(limit: int | None, count: int) -> Profile:
         one = made()
-        (whole,) = [option for option in one.costs.kinds["0"].options if option.regions == (("", ()),)]
+        (whole,) = [option for option in one.costs.kinds["0"].options if option.regions == (Choice(("",)),)]
         options = (
-            replace(whole, saved_bytes=0, store="host", host_bytes=count),
-            replace(whole, span=2, nested=True),
+            replace(whole, regions=(Choice(("",), store="host"),), saved_bytes=0, host_bytes=count),
+            replace(whole, regions=(Choice(("",), nested=True),), span=2),
             replace(whole, span=2),
         )
         kinds = {"0": replace(one.costs.kinds["0"], options=(*one.costs.kinds["0"].options, *options))}

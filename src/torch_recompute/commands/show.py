@@ -11,8 +11,8 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ..plan.roles import Units
 from ..plan.labels import LABELS, choices, matching
+from ..plan.roles import Units
 from ..plan.units import find_units
 from .models import PRESETS, load
 from .output import OK, Output, add_options, document, new_command
