@@ -21,13 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from test_planning import deep_is_made
-from torch_recompute import Choice, Plan, _observer, apply, doctor, make_plan, recompute
+from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
+from torch_recompute._loop import COMMON
 from torch_recompute.checking import watch
 from torch_recompute.checking.checks import CHECKS, look_for
-from torch_recompute.checking.regions import Accounts
+from torch_recompute.checking.simulated import SimulatedSteps
 from torch_recompute.checking.watch import AllocatorStats, Observations
 from torch_recompute.commands import cli
-from torch_recompute.simulation import simulate_step
 from unchanged import unchanged
 from zoo import mean_loss
 
@@ -291,19 +291,12 @@ PLANS = [*(each(part) for part in ("", "core", "soft", "up", "norm")), each("", 
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join(map(str, plan.choices[:2])))
-def test_the_books_are_what_the_step_keeps(plan: Plan) -> None:
-    """What regions free by the books is, to the byte, what a simulated step keeps less with them than without."""
-    model, books = stack(), Accounts()
-
-    def loss(output: torch.Tensor) -> torch.Tensor:
-        value = output.mean()
-        books.close(value)
-        return value
-
-    plain = simulate_step(model, (batch(),), loss=mean_loss)
-    with _observer.observing(books):
-        step = simulate_step(model, (batch(),), prepare=lambda copy: apply(copy, plan), watch=books.watch, loss=loss)
-    assert sum(account.freed_bytes for account in books.by_name.values()) == plain.saved_bytes - step.saved_bytes
+def test_what_regions_free_is_what_the_step_keeps_less(plan: Plan) -> None:
+    """What regions free by their accounts is, to the byte, what a step keeps less with them than without."""
+    steps = SimulatedSteps(stack(), (batch(),), {}, plan=plan, loop=COMMON, loss=mean_loss)
+    steps.run()
+    freed = sum(account.freed_bytes for account in steps.regions.by_name.values())
+    assert freed == steps.plain.saved_bytes - steps.step.saved_bytes
 
 
 def test_everything_is_as_before() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .checking.checks import CHECKS, KINDS, Check, Evidence, Finding, Report, Simulated
+from .checking.checks import CHECKS, KINDS, Check, Evidence, Finding, Report
 from .checking.doctor import Watching, examine, watch
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Evidence",
     "Finding",
     "Report",
-    "Simulated",
     "Watching",
     "examine",
     "watch",

@@ -3,7 +3,7 @@
 - `verify.py`: a step with a plan beside a step without it. What differs is named, and the region to blame is tried.
 - `audit.py`: each region runs twice (`recorder.py` writes down its operations), and the first operation that differs,
   waits for the device and side effects are named.
-- `doctor.py`: every kind of finding in `checks.py`, over a simulated step (`regions.py`), real steps under observation
+- `doctor.py`: every kind of finding in `checks.py`, over simulated steps (`simulated.py`), real steps under observation
   (`watch.py`) and an audit.
 
 All of them run a model and leave it as it was; how, and how two runs are compared, is in `evidence.py`. None of them

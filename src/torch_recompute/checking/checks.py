@@ -22,7 +22,7 @@ from .._text import document
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import Audit, AuditRow
-from .regions import Account, Accounts, starred
+from .simulated import Account, SimulatedSteps, starred
 from .watch import Observations
 
 SCHEMA_VERSION = 1
@@ -136,37 +136,6 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Steps on fake tensors.
-
-    Attributes:
-        step: The step as it is to be: with the plan, and with the regions in the model's own code.
-        plain: The step without the plan.
-        regions: What each region of `step` drops and runs again.
-        gradient_bytes: Of the gradients of all trainable parameters.
-        planned: The step with a part of the plan.
-        released: `step` in a loop that holds no output.
-    """
-
-    step: Simulation
-    plain: Simulation
-    regions: Accounts
-    gradient_bytes: int
-    planned: Callable[[Plan], Simulation]
-    released: Callable[[], Simulation]
-
-    @property
-    def accounts(self) -> list[Account]:
-        """Those of the regions that were called."""
-        return [account for account in self.regions.by_name.values() if account.calls]
-
-    @property
-    def outermost(self) -> list[Account]:
-        """Those of the regions that are in no other, and with which all that is dropped is booked."""
-        return [account for account in self.accounts if not account.inside]
-
-
-@dataclass(frozen=True)
 class Evidence:
     """What is known of a model.
 
@@ -177,17 +146,15 @@ class Evidence:
         simulated: Simulated steps.
         observed: Real steps, observed.
         audited: Each region run twice.
-        best: The plan that the planner makes for a number of bytes.
         missing: Why there is none of the above, by its name.
     """
 
     name: str = ""
     plan: Plan | None = None
     budget: int | None = None
-    simulated: Simulated | None = None
+    simulated: SimulatedSteps | None = None
     observed: Observations | None = None
     audited: Audit | None = None
-    best: Callable[[int], Plan] | None = None
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def without(self, name: str) -> Simulation | None:
@@ -226,7 +193,7 @@ class Check:
     """
 
     kind: str
-    simulated: Callable[[Evidence, Simulated], Iterable[_Found]] | None = None
+    simulated: Callable[[Evidence, SimulatedSteps], Iterable[_Found]] | None = None
     observed: Callable[[Evidence, Observations], Iterable[_Found]] | None = None
     audited: Callable[[list[AuditRow]], Iterable[_Found]] | None = None
     unless: Callable[[Evidence], str] | None = None
@@ -357,7 +324,7 @@ def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _over_budget(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _over_budget(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """A step that does not fit into the budget, and the nearest plan that does."""
     step, budget = simulated.step, evidence.budget
     if budget is None or step.peak_bytes <= budget:
@@ -369,18 +336,15 @@ def _over_budget(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
         f"the peak is {_mib(step.peak_bytes)}, {_mib(step.peak_bytes - budget)} more than the budget, in "
         f"{step.peak.phase}{where}: {kinds}.",
         f"one simulated step, counted: {step.loop}.",
-        _plan_within(evidence, budget),
+        _plan_within(simulated, budget),
         peak_bytes=step.peak_bytes,
         budget_bytes=budget,
     )
 
 
-def _plan_within(evidence: Evidence, budget: int) -> str:
-    word = _as_budget(budget)
-    if evidence.best is None:
-        return f'apply(model, make_plan(model, batch, budget="{word}")).'
+def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     try:
-        plan = evidence.best(budget)
+        plan = simulated.best(budget)
     except errors.BudgetError as error:
         return (
             f"a smaller batch, or an optimizer with less state, or shard the model: no plan takes less than "
@@ -391,7 +355,7 @@ def _plan_within(evidence: Evidence, budget: int) -> str:
     promise = plan.prediction
     assert promise is not None
     return (
-        f'apply(model, make_plan(..., budget="{word}")): {len(plan)} regions, a peak of '
+        f'apply(model, make_plan(..., budget="{_as_budget(budget)}")): {len(plan)} regions, a peak of '
         f"{_mib(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
     )
 
@@ -434,7 +398,7 @@ def _no_cuda(evidence: Evidence) -> str:
     return "the model is not on a CUDA device, whose allocator it is about" if no_cuda else ""
 
 
-def _loss_head(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """A peak in tensors as wide as the logits, where regions lower it by little or the budget is exceeded."""
     step, plain = simulated.step, simulated.plain
     over = evidence.budget is not None and step.peak_bytes > evidence.budget
@@ -453,7 +417,7 @@ def _loss_head(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
     )
 
 
-def _output_held(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """An output that the training loop holds through backward, when backward needs the loss alone."""
     step = simulated.step
     if step.loop.output_bytes < HELD * step.peak_bytes:
@@ -481,7 +445,7 @@ def _no_output(evidence: Evidence) -> str:
     return "" if held else "the training loop holds no output (hold_output=False)"
 
 
-def _optimizer_state(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """What no recomputation frees fills the budget, or the peak is in the optimizer's step."""
     step, budget, gradients = simulated.step, evidence.budget, simulated.gradient_bytes
     kept = {name: step.live_by_category[name] for name in ("parameters", "buffers", "optimizer")}
@@ -505,7 +469,7 @@ def _optimizer_state(evidence: Evidence, simulated: Simulated) -> Iterator[_Foun
     )
 
 
-def _saves_nothing(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions with nothing to drop, and choices whose modules were not called.
 
     The label that matched a module whose norm is fused into the next layer, the identity in the place of an activation,
@@ -546,7 +510,7 @@ def _is_fused_attention(account: Account) -> bool:
     return account.attention_flops > 0 and account.attention_flops >= FUSED * account.forward_flops
 
 
-def _output_pins(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions most of whose bytes are held elsewhere: what they drop is their own result, saved by the next operation.
 
     So it is with fused attention, softmax, and every activation function that is differentiated by its result. Systems
@@ -569,7 +533,7 @@ def _output_pins(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
         )
 
 
-def _made_worse(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions that keep more than they free: an input that nothing kept before.
 
     Operations that are differentiated by their result (softmax, sigmoid, tanh, exp) let go of their input. A region
@@ -599,7 +563,7 @@ def _is_nested(account: Account) -> bool:
     return bool(account.inside) and account.replay_ops > account.forward_ops
 
 
-def _recomputed_twice(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions whose operations are replayed more than once, and attention that is run again for little.
 
     An inner region runs in the forward, in the replay of the outer one, and in its own. That may be meant, where it
@@ -670,7 +634,7 @@ def _is_near_its_bound(evidence: Evidence) -> bool:
     return gap is not None and gap <= NEAR
 
 
-def _replayed_flops(evidence: Evidence, simulated: Simulated) -> Iterator[_Found]:
+def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Replays that take much of the step's FLOPs, and the unit that is replayed most."""
     flops = simulated.regions.flops
     total, replay = sum(flops.values()), flops["replay"]
@@ -690,14 +654,12 @@ def _replayed_flops(evidence: Evidence, simulated: Simulated) -> Iterator[_Found
     )
 
 
-def _less_replay(evidence: Evidence, simulated: Simulated, replay: float, name: str) -> str:
+def _less_replay(evidence: Evidence, simulated: SimulatedSteps, replay: float, name: str) -> str:
     """A plan with the same peak that replays less, where there is one."""
     keep = f'keep=("@product",) for {name}, which replays no products, for more memory'
-    if evidence.best is None:
-        return f"{keep}."
     budget = simulated.step.peak_bytes if evidence.budget is None else evidence.budget
     try:
-        better = evidence.best(budget)
+        better = simulated.best(budget)
     except errors.ArgumentError:  # no budget that the planner can meet, or nothing that it could plan
         return f"{keep}."
     flops = better.predicted_replay_flops or 0

@@ -20,10 +20,7 @@ Invariants. `examine` leaves the model, its gradients, buffers and all generator
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Generator
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,22 +29,16 @@ from torch import nn
 
 from .. import errors
 from .._loop import COMMON, Loop
-from .._observer import observing
 from .._tree import check_call
-from ..memory.free import free_bytes
 from ..plan.apply import apply
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
-from ..plan.planned import bytes_of
-from ..planning.hosts import stores_for
-from ..planning.planner import Loss, MakeOptimizer, Planner
-from ..planning.prices import where
-from ..simulation import Simulation, simulate_step
+from ..planning.planner import Loss, MakeOptimizer
 from ..simulation.step import loss_of
-from .audit import Audit, audit
-from .checks import CHECKS, Evidence, Report, Simulated, look_for
+from .audit import audit
+from .checks import CHECKS, Evidence, Report, look_for
 from .evidence import ModelCall, tensors_in
-from .regions import Accounts
+from .simulated import SimulatedSteps
 from .watch import CLOSELY, Observations, StepWatcher
 
 if TYPE_CHECKING:
@@ -114,129 +105,58 @@ def examine(
             "  Leave run out: then a step is simulated, and the report says what was not looked for."
         )
     running = not on_meta and run is not False
-    work = _Examination(model, args, kwargs or {}, plan, loss, optimizer, device, loop)
-    simulated = work.simulate(required=not running)
+    call = model, args, kwargs or {}
+    steps = SimulatedSteps(*call, plan=plan, loop=loop, loss=loss, optimizer=optimizer, device=device)
+    missing: dict[str, str] = {}
+    simulated: SimulatedSteps | None = None
+    try:
+        steps.run()
+        simulated = steps
+    except errors.RecomputeError as error:
+        if not running:
+            raise
+        missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
+    observed = audited = None
     if running:
-        observed, audited = work.run(simulated)
-    else:
-        observed = audited = None
-        why = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
-        work.missing.update(observed=why, audited=why)
-    limit = None if budget is None else work.bytes_of(budget, simulated)
-    best, missing = work.best, work.missing
-    return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, best, missing))
-
-
-class _Examination:
-    """One model, one batch; `missing` says why some evidence could not be had."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        plan: Plan | None,
-        loss: Loss,
-        optimizer: MakeOptimizer,
-        device: torch.device | str | None,
-        loop: Loop,
-    ) -> None:
-        self._model, self._args, self._kwargs, self._plan, self._loop = model, args, kwargs, plan, loop
-        self._loss: Callable[[Any], torch.Tensor] = loss or loss_of
-        self._optimizer, self._device = optimizer, device
-        self._known: Planner | None = None
-        self.missing: dict[str, str] = {}
-
-    def simulate(self, *, required: bool) -> Simulated | None:
-        """The simulated steps; None where the model cannot be simulated and that is not `required`."""
-        accounts = Accounts()
-
-        def closing(output: Any) -> torch.Tensor:
-            value = self._loss(output)
-            accounts.close(value)
-            return value
-
-        own = self._plan or Plan()
-        alone = replace(self._loop, accumulate=1, set_to_none=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a real step says the same, and means it
-                plain = self._step(Plan())
-                with observing(accounts):
-                    step = self._step(own, closing, accounts.watch, alone)
-                if self._loop.keeps_gradients:  # regions are booked in a step of one forward
-                    step = self._step(own)
-        except errors.RecomputeError as error:
-            if required:
-                raise
-            self.missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
-            return None
-        gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-        released = partial(self._step, own, loop=replace(self._loop, hold_output=False))
-        return Simulated(step, plain, accounts, gradients, self._step, released)
-
-    def _step(self, plan: Plan, loss: Any = None, watch: Any = None, loop: Loop | None = None) -> Simulation:
-        stores = stores_for(plan, self._model, self._device)
-        prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
-        return simulate_step(
-            self._model,
-            self._args,
-            self._kwargs,
-            prepare=prepare,
-            watch=watch,
-            loss=loss or self._loss,
-            optimizer=self._optimizer,
-            loop=loop or self._loop,
-            **where(self._device, self._model).step,
-        )
-
-    def _planner(self) -> Planner:
-        if self._known is None:
-            how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
-            self._known = Planner(self._model, self._args, self._kwargs, loop=self._loop, **how)
-        return self._known
-
-    def best(self, budget: int) -> Plan:
-        """The plan that the planner makes for a number of bytes."""
-        return self._planner().plan(budget)
-
-    def bytes_of(self, budget: int | float | str, simulated: Simulated | None) -> int:
-        """What a budget comes to."""
-        plain, free = 0, None
-        if simulated is not None:
-            plain, call = simulated.plain.peak_bytes, (self._args, self._kwargs)
-            free = partial(free_bytes, self._model, simulated.step.device, self._optimizer, call)
-        return bytes_of(budget, lambda: self._planner().least[1].peak_bytes, plain, free)
-
-    def run(self, simulated: Simulated | None) -> tuple[Observations, Audit | None]:
-        """One real step, observed, and an audit of the model's regions."""
-        applied = None if self._plan is None else apply(self._model, self._plan)
-        call = ModelCall(self._model, self._args, self._kwargs)
-        try:
-            watcher = StepWatcher(self._model)
-            try:
-                call.step(self._loss, needs_grad=False)  # without, nothing is trained: a finding and no failure
-            finally:
-                observed = watcher.end()
-                call.go_back()
-            if observed.untrained:
-                try:
-                    with _plain_checkpoints():
-                        again = call.step(self._loss, needs_grad=False).gradients
-                finally:
-                    call.go_back()
-                observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in again)
+        with contextlib.nullcontext() if plan is None else _applied(model, plan):
+            observed = _observe(ModelCall(*call), model, loss or loss_of)
+            missing["audited"] = "the model calls no region"
             if simulated is None or simulated.accounts:
                 try:
-                    return observed, audit(self._model, self._args, self._kwargs)
+                    audited = audit(*call)
                 except errors.ArgumentError as error:
-                    self.missing["audited"] = f"the audit says: {str(error).splitlines()[0]}"
-            else:
-                self.missing["audited"] = "the model calls no region"
-            return observed, None
-        finally:
-            if applied is not None:
-                applied.remove()
+                    missing["audited"] = f"the audit says: {str(error).splitlines()[0]}"
+    else:
+        missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
+        missing["audited"] = missing["observed"]
+    limit = None if budget is None else steps.bytes_of(budget, simulated=simulated is not None)
+    return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
+
+
+@contextlib.contextmanager
+def _applied(model: nn.Module, plan: Plan) -> Generator[None]:
+    applied = apply(model, plan)
+    try:
+        yield
+    finally:
+        applied.remove()
+
+
+def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor]) -> Observations:
+    """One real step; where parameters got no gradient, a second one with plain calls for torch's checkpoints."""
+    watcher = StepWatcher(model)
+    try:
+        call.step(loss, needs_grad=False)  # a loss that needs none trains nothing: a finding and no failure
+        observed = watcher.end()
+        if observed.untrained:
+            call.go_back()
+            with _plain_checkpoints():
+                again = call.step(loss, needs_grad=False).gradients
+            observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in again)
+        return observed
+    finally:
+        watcher.end()
+        call.go_back()
 
 
 class _Plain:

@@ -1,0 +1,294 @@
+"""Simulated steps with a plan and without; what each region drops, what of that stays alive, what it runs again.
+
+Problem. "I turned it on and the memory hardly moved": a region drops every reference it has, but what it drops may be
+held by others. The consumer of a fused attention saves its output; a softmax saves nothing but its output, and a region
+around it keeps the input as well, which nothing kept before.
+
+Idea. Count it where it happens, on the fake tensors of one simulated step. The engine says what each region drops
+(`_observer.py`); when the loss is there, the graph is walked (`memory/holders.py`), and memory that was dropped and is
+held by something else is *pinned*, memory that a region holds and nothing else does is *held*. What the region frees is
+
+    dropped - pinned - held
+
+and that is, to the byte, what the step keeps less than without it. Regions inside others are counted with the
+outermost; between a saved call of that one and a region inside it, what the latter is given counts as held, although
+the plain call keeps it too. Operations and their FLOPs are counted by the region they run in, forward and replay apart,
+so that work done a third time shows.
+
+Names are those of regions with the numbers in them as `*`: the layers of a stack are one account.
+
+Invariants. The step is that of `simulate`: nothing runs, and nothing here keeps a tensor or a region alive.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _compat
+from .._frame import Frame
+from .._loop import Loop
+from .._observer import Observer, observing, running
+from ..memory.free import free_bytes
+from ..memory.holders import Holders
+from ..memory.ledger import storages
+from ..plan.apply import apply
+from ..plan.plan import Plan
+from ..plan.planned import bytes_of
+from ..planning.hosts import stores_for
+from ..planning.ops import op_of
+from ..planning.planner import Loss, MakeOptimizer, Planner
+from ..planning.prices import flops_of, where
+from ..simulation import Simulation, simulate_step
+from ..simulation.step import loss_of
+from ..values import thread
+
+
+@dataclass
+class Account:
+    """The regions of one name, all their calls in one step together.
+
+    Attributes:
+        name: The name, numbers as `*`.
+        paths: The names themselves, in order of their calls.
+        calls: How often they were called in forward.
+        inside: The name of the region that they are called in; "" for none.
+        dropped_bytes: What autograd saved in them and they did not keep. This and the next three are 0 for regions
+            inside others: what those drop is counted with the outermost.
+        pinned_bytes: What of that something else holds.
+        pinned_by: What: nodes of the graph, as `MmBackward0 (self)`, and other regions.
+        held_bytes: What they keep, inputs mostly, and nothing else does.
+        forward_ops: Operations in their forwards.
+        replay_ops: Operations in their replays, and in replays of regions around them.
+        forward_flops: FLOPs of products and attention in their forwards.
+        replay_flops: The same for replays.
+        attention_flops: The FLOPs of fused attention in `forward_flops`.
+    """
+
+    name: str
+    paths: list[str] = field(default_factory=list)
+    calls: int = 0
+    inside: str = ""
+    dropped_bytes: int = 0
+    pinned_bytes: int = 0
+    pinned_by: list[str] = field(default_factory=list)
+    held_bytes: int = 0
+    forward_ops: int = 0
+    replay_ops: int = 0
+    forward_flops: float = 0
+    replay_flops: float = 0
+    attention_flops: float = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the step keeps less for them; below 0 where it keeps more."""
+        return self.dropped_bytes - self.pinned_bytes - self.held_bytes
+
+
+class Accounts(Observer):
+    """The accounts of the regions in one simulated step, by name; FLOPs of products and attention by phase."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Account] = {}
+        self.flops: dict[str, float] = dict.fromkeys(("forward", "replay", "backward"), 0.0)
+        self._tops: weakref.WeakKeyDictionary[Frame, _Outermost] = weakref.WeakKeyDictionary()
+        self._outermost: list[_Outermost] = []
+        self._around: dict[str, str] = {}
+        self._made: dict[int, weakref.ref[Any]] = {}
+
+    def operation(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Called with each operation of the step."""
+        run, op = thread.run, op_of(func, args, kwargs, out)
+        flops = 0 if op is None else flops_of(op)
+        given = {id(storage) for _, storage in storages((args, kwargs))}
+        self._made.update({id(s): weakref.ref(s) for _, s in storages(out) if id(s) not in given})
+        if run is None:
+            self.flops["backward" if _compat.in_backward() else "forward"] += flops
+            return
+        account, work = self._account(run.name), int(str(func) != "aten.detach.default")  # the engine's own
+        if run.replaying:
+            self.flops["replay"] += flops
+            account.replay_flops += flops
+            account.replay_ops += work
+            return
+        self.flops["forward"] += flops
+        if isinstance(run, Frame) and run not in self._tops:
+            self._enter([at.run for at in running() if at.kind == "forward"])
+        account.forward_ops += work
+        account.forward_flops += flops
+        if any(name in str(func) for name in ("scaled_dot_product", "flash_attention", "flex_attention")):
+            account.attention_flops += flops
+
+    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+        """Counts the memory of a tensor that a region drops, once, with the outermost region around it."""
+        top = self._tops.get(frame)
+        if top is None:
+            return
+        for _, storage in storages(tensor):
+            known = top.dropped.get(id(storage))
+            if known is None or known() is not storage:
+                top.dropped[id(storage)] = weakref.ref(storage)
+                top.account.dropped_bytes += int(storage.nbytes())
+
+    def close(self, value: object) -> None:
+        """Called when the loss is there, with it: counts who holds what."""
+        holders = Holders()
+        holders.start(value)
+        holders.walk()
+        for one in self._outermost:
+            account = one.account
+            for key, ref in one.dropped.items():
+                hold, storage = holders.of.get(key), ref()
+                if hold is None or storage is None:
+                    continue
+                others = [name for name in map(self._top, hold.regions) if name != one.name]
+                if hold.plain or others:
+                    account.pinned_bytes += int(storage.nbytes())
+                    account.pinned_by += hold.savers if hold.plain else [f"the region {starred(others[0])}"]
+            account.pinned_by = list(dict.fromkeys(account.pinned_by))
+        for key, hold in holders.of.items():
+            ref = self._made.get(key)
+            storage = None if ref is None else ref()
+            if storage is not None and hold.regions and not hold.plain and not hold.in_region:
+                self._account(self._top(hold.regions[0])).held_bytes += int(storage.nbytes())
+        self._outermost.clear()
+        self._made.clear()
+
+    def _account(self, name: str) -> Account:
+        key = starred(name)
+        return self.by_name.setdefault(key, Account(key))
+
+    def _top(self, held_by: str) -> str:
+        """The outermost region around the one of a name, or around a saved call in it, as `layer 3 / attention`."""
+        name = held_by.partition(" / ")[0]
+        return self._around.get(name, name)
+
+    def _enter(self, frames: list[Frame]) -> None:
+        """Notes the calls of regions that run now, the outermost first, at the first operation in the innermost."""
+        top = None
+        for around, frame in zip([None, *frames], frames, strict=False):
+            account = self._account(frame.name)
+            top = self._tops.get(frame, top)
+            if top is None:
+                top = _Outermost(frame.name, account)
+                self._outermost.append(top)
+            elif around is not None:
+                account.inside = starred(around.name)
+                self._around[frame.name] = top.name
+            if frame not in self._tops:
+                self._tops[frame] = top
+                account.calls += 1
+                account.paths.append(frame.name)
+
+
+@dataclass
+class _Outermost:
+    """One call of a region that is in no other, and the memory that it, or a region in it, drops."""
+
+    name: str
+    account: Account
+    dropped: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+
+
+def starred(name: str) -> str:
+    """A name with the numbers in it as `*`."""
+    return re.sub(r"\d+", "*", name)
+
+
+class SimulatedSteps:
+    """Steps of a model on fake tensors, and the planner, made when they are asked for; `run` makes the first.
+
+    Attributes:
+        step: The step as it is to be: with the plan, and with the regions in the model's own code.
+        plain: The step without the plan.
+        regions: What each region of `step` drops and runs again.
+    """
+
+    step: Simulation
+    plain: Simulation
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        plan: Plan | None,
+        loop: Loop,
+        loss: Loss = None,
+        optimizer: MakeOptimizer = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._call, self._plan, self._loop = (model, args, kwargs), plan or Plan(), loop
+        self._loss: Callable[[Any], torch.Tensor] = loss or loss_of
+        self._optimizer, self._device = optimizer, device
+        self.regions = Accounts()
+
+    def run(self) -> None:
+        """Simulates the step with the plan and the one without."""
+
+        def closing(output: Any) -> torch.Tensor:
+            value = self._loss(output)
+            self.regions.close(value)
+            return value
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a real step says the same, and means it
+            self.plain = self.planned(Plan())
+            alone = replace(self._loop, accumulate=1, set_to_none=True)  # regions are counted in a step of one forward
+            with observing(self.regions):
+                self.step = self.planned(self._plan, loop=alone, loss=closing, watch=self.regions.operation)
+            if self._loop.keeps_gradients:
+                self.step = self.planned(self._plan)
+
+    @property
+    def accounts(self) -> list[Account]:
+        """Those of the regions that were called."""
+        return [account for account in self.regions.by_name.values() if account.calls]
+
+    @property
+    def outermost(self) -> list[Account]:
+        """Those of the regions that are in no other, and with which all that is dropped is counted."""
+        return [account for account in self.accounts if not account.inside]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients of all trainable parameters."""
+        return sum(p.numel() * p.element_size() for p in self._call[0].parameters() if p.requires_grad)
+
+    def planned(self, plan: Plan, *, loop: Loop | None = None, loss: Any = None, watch: Any = None) -> Simulation:
+        """The step with another plan."""
+        stores = stores_for(plan, self._call[0], self._device)
+        prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
+        how: dict[str, Any] = {"optimizer": self._optimizer, "loop": loop or self._loop}
+        how.update(where(self._device, self._call[0]).step)
+        return simulate_step(*self._call, prepare=prepare, watch=watch, loss=loss or self._loss, **how)
+
+    def released(self) -> Simulation:
+        """The step in a loop that holds no output."""
+        return self.planned(self._plan, loop=replace(self._loop, hold_output=False))
+
+    @cached_property
+    def _planner(self) -> Planner:
+        how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
+        return Planner(*self._call, loop=self._loop, **how)
+
+    def best(self, budget: int) -> Plan:
+        """The plan that the planner makes for a number of bytes."""
+        return self._planner.plan(budget)
+
+    def bytes_of(self, budget: int | float | str, *, simulated: bool) -> int:
+        """What a budget comes to."""
+        plain, free, model = 0, None, self._call[0]
+        if simulated:
+            plain = self.plain.peak_bytes
+            free = partial(free_bytes, model, self.step.device, self._optimizer, self._call[1:])
+        return bytes_of(budget, lambda: self._planner.least[1].peak_bytes, plain, free)
