@@ -15,7 +15,7 @@ from torch_recompute._loop import Loop
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import DEVICES, Roofline, where
 from torch_recompute.simulation import Simulation, simulate_step
-from torch_recompute.simulation.composing import AsOnCuda
+from torch_recompute.simulation.cuda_decompositions import AsOnCuda
 from zoo import mean_loss
 
 WIDTH, ROWS = 64, 32

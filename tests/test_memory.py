@@ -40,97 +40,58 @@ class Program:
     live: float
 
 
-def views():
+def resized(*, comes_back: bool) -> object:
+    """Two blocks, of which one is freed behind the operators' back, and the other made then, or one is taken again."""
+    x, y = block(), block() if comes_back else None
+    x.untyped_storage().resize_(0)
+    if comes_back:
+        x.untyped_storage().resize_(BLOCK)
+    return x, y, None if comes_back else block()
+
+
+def set_to_another() -> object:
+    """A block that leaves its own storage for the other's."""
+    x, y = block(), block()
+    return x, y.set_(x)
+
+
+def views() -> object:
     """Any number of views of one block."""
     x = block()
     return x, x.view(-1), x[3:], x.t(), x.detach(), x.expand(2, 64, 64)
 
 
-def chain_of_temporaries():
-    """Each result gives up the one before."""
-    return block().sin().cos().exp()
-
-
-def in_place():
-    """Three operations on one block."""
-    return block().sin_().add_(1).mul_(2)
-
-
-def resize_of_a_tensor():
-    """Grows to two blocks, in the same storage."""
-    x = block()
-    x.resize_(128, 64)
-    return x
-
-
-def resize_of_a_storage():
-    """Frees behind the operators' back, so that the next block must not make a peak."""
-    x = block()
-    x.untyped_storage().resize_(0)
-    y = block()
-    return x, y
-
-
-def storage_that_comes_back():
-    """Given up and taken again, both behind the operators' back."""
-    x, y = block(), block()
-    x.untyped_storage().resize_(0)
-    x.untyped_storage().resize_(BLOCK)
-    return x, y
-
-
-def view_keeps_its_whole_base():
-    """One element, one block."""
-    return block()[0, 0]
-
-
-def set_moves_to_another_storage():
-    """Leaves its own block for the other's."""
-    x, y = block(), block()
-    y.set_(x)
-    return x, y
-
-
-def saved_by_softmax():
-    """Softmax saves its result, which nobody else holds here."""
-    return block(requires_grad=True).softmax(-1).sum()
-
-
-def saved_by_product():
+def product() -> torch.Tensor:
     """Saves both factors."""
-    x, y = block(requires_grad=True), block(requires_grad=True)
-    return (x * y).sum()
+    return (block(requires_grad=True) * block(requires_grad=True)).sum()
 
 
-def freed_by_backward():
+def freed_by_backward() -> torch.Tensor:
     """What was saved is gone, the gradient is there."""
     x = block(requires_grad=True)
     x.sin().sin().sum().backward()
     return x
 
 
-def born_outside_operators():
-    """From numpy, and from a list."""
-    return torch.from_numpy(np.ones((64, 64), np.float32)), torch.tensor([1.0] * 4096)
-
-
 SCALAR = 4 / BLOCK
 PROGRAMS = {
     "views": Program(views, 1, 1),
-    "chain_of_temporaries": Program(chain_of_temporaries, 2, 1),
-    "in_place": Program(in_place, 1, 1),
-    "resize_of_a_tensor": Program(resize_of_a_tensor, 2, 2),
-    "resize_of_a_storage": Program(resize_of_a_storage, 1, 1),
-    "storage_that_comes_back": Program(storage_that_comes_back, 2, 2),
-    "view_keeps_its_whole_base": Program(view_keeps_its_whole_base, 1, 1),
-    "set_moves_to_another_storage": Program(set_moves_to_another_storage, 2, 1),
+    "chain of temporaries": Program(lambda: block().sin().cos().exp(), 2, 1),
+    "in place": Program(lambda: block().sin_().add_(1).mul_(2), 1, 1),
+    "a tensor grows": Program(lambda: block().resize_(128, 64), 2, 2),
+    "a storage is emptied": Program(lambda: resized(comes_back=False), 1, 1),
+    "a storage comes back": Program(lambda: resized(comes_back=True), 2, 2),
+    "a view keeps its whole base": Program(lambda: block()[0, 0], 1, 1),
+    "set to another storage": Program(set_to_another, 2, 1),
     # The graph holds the leaf, to accumulate into it, and the saved result; of the sum, only the scalar.
-    "saved_by_softmax": Program(saved_by_softmax, 2 + SCALAR, 2 + SCALAR),
+    "softmax": Program(lambda: block(requires_grad=True).softmax(-1).sum(), 2 + SCALAR, 2 + SCALAR),
     # Both factors are leaves and saved; the product itself is not.
-    "saved_by_product": Program(saved_by_product, 3 + SCALAR, 2 + SCALAR),
+    "product": Program(product, 3 + SCALAR, 2 + SCALAR),
     # Inside the second sine's backward: x, sin x, its cosine, the product; the loss and its gradient are scalars.
-    "freed_by_backward": Program(freed_by_backward, 4 + 2 * SCALAR, 2),
-    "born_outside_operators": Program(born_outside_operators, 2, 2),
+    "freed by backward": Program(freed_by_backward, 4 + 2 * SCALAR, 2),
+    "made outside of operators": Program(
+        lambda: (torch.from_numpy(np.ones((64, 64), np.float32)), torch.tensor([1.0] * 4096)), 2, 2
+    ),
 }
 
 
@@ -141,34 +102,20 @@ def program(request: pytest.FixtureRequest) -> Program:
 
 
 def test_bytes_by_hand(program: Program) -> None:
-    """Peak and live bytes are those counted by hand."""
-    with measure() as m:
-        kept = program.run()
-    assert (m.peak_bytes / BLOCK, m.live_bytes / BLOCK) == (program.peak, program.live)
-    del kept
-
-
-def test_figures_agree_with_each_other(program: Program) -> None:
-    """Categories sum to the total, live never exceeds peak, and the timeline ends at live."""
-    with measure() as m:
-        kept = program.run()
-        inside = m.on()
-    after = m.on()
-    assert inside == after
-    assert list(after.by_category) == list(after.live_by_category) == list(CATEGORIES)
-    assert sum(after.by_category.values()) == after.peak_bytes
-    assert sum(after.live_by_category.values()) == after.live_bytes <= after.peak_bytes
-    assert max(sample.live_bytes for sample in after.timeline) == after.peak_bytes
-    assert [sample.event for sample in after.timeline] == sorted({sample.event for sample in after.timeline})
-    del kept
-
-
-def test_nothing_is_left(program: Program) -> None:
-    """What a program gives up is free at once: without a garbage collection, and also after the block."""
+    """Peak and live bytes are those counted by hand; all figures agree; what is given up is free without the gc."""
     gc.disable()
     try:
         with measure() as m:
             kept = program.run()
+            inside = m.on()
+        after = m.on()
+        assert (m.peak_bytes / BLOCK, m.live_bytes / BLOCK) == (program.peak, program.live)
+        assert inside == after
+        assert list(after.by_category) == list(after.live_by_category) == list(CATEGORIES)
+        assert sum(after.by_category.values()) == after.peak_bytes
+        assert sum(after.live_by_category.values()) == after.live_bytes <= after.peak_bytes
+        assert max(sample.live_bytes for sample in after.timeline) == after.peak_bytes
+        assert [sample.event for sample in after.timeline] == sorted({sample.event for sample in after.timeline})
         del kept
         assert m.live_bytes == 0
     finally:

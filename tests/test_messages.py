@@ -95,7 +95,7 @@ from torch_recompute.planning.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planning.prices import Roofline
 from torch_recompute.planning.schedules import Action, orders_named, orders_of, schedule_steps
 from torch_recompute.planning.tensor_parallel import divided
-from torch_recompute.simulation.faking import Faker
+from torch_recompute.simulation.fake_mode import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.lanes import Direct
 from torch_recompute.stores.parcels import Depot

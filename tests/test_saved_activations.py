@@ -230,40 +230,25 @@ def the_row(kept: SavedActivations, **wanted: Any) -> Row:
 
 
 def test_bytes_are_those_worked_out_by_hand(case: Case) -> None:
-    """The bytes of each kind, and those of the result, are exactly the row's."""
-    kept = saved_activations(case.model(), case.args())
+    """Bytes of each kind are the row's, all sums agree, each row is explained, and `measure` finds the same alive."""
+    model, args = case.model(), case.args()
+    kept = saved_activations(model, args)
     assert kept.by_kind() == {"saved": case.saved, "region": case.region, "escaped": case.escaped}
     assert kept.result_bytes == case.result
-
-
-def test_sums_agree(case: Case) -> None:
-    """Rows sum to the total, and so does every way to add them up."""
-    kept = saved_activations(case.model(), case.args())
     assert kept.total_bytes == case.saved + case.region + case.escaped
     for sums in (kept.by_kind(), kept.by_line(), kept.by_module(), kept.by_op(), kept.by_device()):
         assert sum(sums.values()) == kept.total_bytes
     assert not any(row.bytes for row in kept.existing)
-
-
-def test_agrees_with_measure(case: Case) -> None:
-    """What `measure` finds alive after the same call is the total and the result's own bytes."""
-    model, args = case.model(), case.args()
-    kept = saved_activations(model, args)
-    model = case.model()
-    with measure() as m:
-        result = model(*args)
-    assert m.live_bytes == kept.total_bytes + kept.result_bytes
-    del result
-
-
-def test_every_row_is_explained(case: Case) -> None:
-    """A row names the operation and line that made it and who keeps it; the table shows all rows."""
-    kept = saved_activations(case.model(), case.args())
     for row in kept.rows:
         assert row.op.startswith("aten.")
         assert row.line.rpartition(":")[0].endswith(".py")
         assert row.saved_by if row.kind == "saved" else row.held_by
     assert str(kept).startswith(f"{kept.total_bytes:,} bytes kept for backward in {len(kept.rows)} tensor")
+    model = case.model()
+    with measure() as m:
+        result = model(*args)
+    assert m.live_bytes == kept.total_bytes + kept.result_bytes
+    del result
 
 
 def test_nothing_is_left_behind(case: Case) -> None:

@@ -369,7 +369,7 @@ def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> 
     """Finding 13: the promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
     counted = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 8.0")
-    monkeypatch.setattr("torch_recompute.simulation.pretending.attention_on_cuda", lambda *_: 0)
+    monkeypatch.setattr("torch_recompute.simulation.fake_mode.attention_on_cuda", lambda *_: 0)
     without = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 8.0")
     assert counted.peak_bytes - without.peak_bytes == 4 * 2 * 2 * 128 * (32 + 1)
     assert counted.saved_bytes < kept_by_cublas((8, 0)) < without.peak_bytes

@@ -113,7 +113,7 @@ class OpTrace(_compat.TorchDispatchMode):
         self._forward = forward
 
     def __enter__(self) -> OpTrace:
-        """Starts anew: a region may be replayed more than once."""
+        """Starts again: a region may be replayed more than once."""
         self.entries = []
         return super().__enter__()
 

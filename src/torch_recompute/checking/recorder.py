@@ -234,14 +234,18 @@ class Recorder(Allocations):
         name = str(getattr(func, "overloadpacket", func))
         with _no_function_modes():
             place = self._place()
-            op = RecordedOp(name, self._module()) if place is None else RecordedOp(name, self._module(), *place[:3])
+            op = (
+                RecordedOp(name, self.modules.module)
+                if place is None
+                else RecordedOp(name, self.modules.module, *place[:3])
+            )
             written = [*_compat.written_by(func, args, kwargs), *(args[3:5] if name in _STATISTICS else ())]
             self._before_writing(written, op, () if place is None else place.runs)
         out = func(*args, **kwargs)
         with _no_function_modes():
             if name in _UNDEFINED:
                 out.zero_()
-            self._look(func, (args, kwargs), out)
+            self.show(func, args, kwargs, out)
             self._number(out)
             if place is not None and place.runs and name != "aten.detach":
                 _describe(op, func, args, kwargs, out, written)
@@ -258,7 +262,7 @@ class Recorder(Allocations):
         place = self._place() if self._running and self._listening else None
         if place is not None:
             for run in place.runs:
-                run.syncs.append(DeviceSync(what, self._module(), place.line, place.region))
+                run.syncs.append(DeviceSync(what, self.modules.module, place.line, place.region))
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +270,7 @@ class Recorder(Allocations):
         """Counts the storages that were made, in order."""
         for tensor in leaves(out):
             for _, storage in storages(tensor):
-                birth = self._births.get(id(storage))
+                birth = self._found.get(id(storage))
                 if birth is not None and self._made.get(id(storage), (None,))[0] is not birth:
                     self._count += 1
                     self._made[id(storage)] = birth, self._count
@@ -285,9 +289,6 @@ class Recorder(Allocations):
                 for run in runs:
                     if made <= run.start and key not in run.written:
                         run.written[key] = Written(storage, storage.clone(), op, run.arguments.get(key, ""))
-
-    def _module(self) -> str:
-        return self.name(self._modules[-1]) if self._modules else ""
 
     # --- places ---------------------------------------------------------------------------------------------------
 

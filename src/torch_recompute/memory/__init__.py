@@ -4,8 +4,8 @@ Problem. Every claim of this library is a number of bytes, and the usual sources
 CUDA allocator says how much but not what for, rounds, and does not exist on CPU; a sum of `tensor.nbytes` counts a
 view as if it were memory; saved tensors live in C++ where no Python list of tensors finds them.
 
-Idea. Memory belongs to a *storage*, so storages are what is counted (`ledger.py`), each once, whoever views it.
-A dispatch mode sees the result of every operation (`measurement.py`); autograd carries it to its own threads.
+Idea. Memory belongs to a *storage*, so storages are what is counted (`ledger.py`), each once, however many views there
+are. A dispatch mode sees the result of every operation (`measurement.py`); autograd carries it to its own threads.
 What of it a forward keeps for backward, and who keeps it, is `saved.py`.
 
 What each category means. A storage has one category for its whole life: the first of this list that it ever was.

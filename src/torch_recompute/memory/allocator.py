@@ -1,7 +1,7 @@
 """The CUDA allocator's own peaks, of what it handed out and of what it held, shared by all running measurements.
 
-The allocator keeps one of each per device and process, and resetting it is the only way to begin a new one. So whoever
-begins first hands the peak so far to every measurement still running; then a reset takes nothing from any of them.
+The allocator keeps one of each per device and process, and resetting it is the only way to begin a new one. So each new
+measurement first gives the peak so far to every one that still runs; then a reset takes nothing from any of them.
 CUDA is never initialised here: a peak before its first use is 0.
 
 What it holds beyond what it handed out is of blocks too small or too scattered for what was asked for (fragmentation),

@@ -4,7 +4,7 @@ Problem. Saved tensors live in C++. The public way to see them, saved-tensor hoo
 saved, and a region takes the hooks around it for its store: watching that way changes what is kept. Reading
 `node.saved_tensors` or `node._saved_*` afterwards opens them: that replays regions.
 
-Idea. `_raw_saved_*` gives the place without opening it, and what lies there: the tensor, or what a pack hook made of
+Idea. `_raw_saved_*` gives the place without opening it, and what is there: the tensor, or what a pack hook made of
 it. From that, Python's own garbage-collector interface leads on: a slot to its frame, the frame to the region's inputs
 and stored outputs, the closure of a foreign hook to what it holds. Nothing here knows the fields of any of them, only
 that a `Frame` is a region and a `SavedCall` a saved call, so a new way of holding a tensor is found too.
@@ -15,7 +15,7 @@ refers to them, up to something with a name: an attribute, a global, a closure v
 Rejected: `torch.autograd.graph.saved_tensors_hooks` around the forward (above); anomaly mode.
 
 Invariants. Nothing is opened, nothing is run. Modules, types, and the globals of functions are not searched: that is
-where the whole program would be found. What lies in a C++ node without `_raw_saved_*` (extensions) has no finder.
+where the whole program would be found. What a C++ node without `_raw_saved_*` (extensions) holds is not found.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Ledger:
 
 
 def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
-    """The storages under a nest of tensors; a tensor subclass that wraps others stands for those.
+    """The storages under a nest of tensors; of a tensor subclass that wraps others, theirs.
 
     Sparse and other tensors without a storage of their own yield nothing.
     """

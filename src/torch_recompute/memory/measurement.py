@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -91,14 +91,36 @@ def running() -> Measurement | None:
     return _running[-1] if _running else None
 
 
+class Source(Protocol):
+    """What shows operations to a measurement in the place of a mode that runs them."""
+
+    def showing(self, seen: Callable[..., None]) -> AbstractContextManager[Any]:
+        """Calls `seen` with each operation in the block, its positional and keyword arguments and its result."""
+        ...
+
+    def workspace(self, func: Any, inputs: Any) -> int:
+        """Bytes that an operation takes while it runs."""
+        ...
+
+
+Told = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None
+
+
 class Measurement:
     """Bytes alive in a `with` block, and what they are for; made by `measure`.
 
     It may be read inside the block and after it, as often as wanted, and measurements nest.
+
+    Args:
+        device: The device whose figures the properties show.
+        source: What shows operations, where they are simulated.
+        told: Called with each operation when it is booked.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, source: Source | None = None, told: Told = None) -> None:
         self._device = device
+        self._source = source
+        self._told = told
         self._lock = threading.RLock()
         self._ledgers: dict[torch.device, Ledger] = {}
         self._parameters: list[weakref.ref[torch.Tensor]] = []
@@ -236,7 +258,7 @@ class Measurement:
         allocator.begin(self._allocator_peaks)
         _running.append(self)
         with self._lock:
-            self._watch = self._watcher()
+            self._watch = self._watching()
             for parameter in self._parameters:
                 self._hook_parameter(parameter())
             for optimizer in self._optimizers:
@@ -262,18 +284,19 @@ class Measurement:
             self._handles.clear()
         allocator.end(self._allocator_peaks)
 
-    def record(self, func: object, inputs: object, outputs: object) -> None:
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Book one operation: its new storages, and any known one that changed size."""
+        inputs = (args, kwargs)
         with self._lock:
             self._events += 1
             known: set[int] = set()
             for device, storage in storages(inputs):
                 self._ledger(device).touch(storage)
                 known.add(id(storage))
-            if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a birth
+            if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
                 known.clear()
             place: Place | None = None
-            for device, storage in storages(outputs):
+            for device, storage in storages(out):
                 ledger = self._ledger(device)
                 if not ledger.touch(storage) and id(storage) not in known:
                     place = place or self._place(func)
@@ -282,6 +305,8 @@ class Measurement:
             if taken:
                 self._take(name, taken, inputs, place or self._place(func))
             self._close("" if taken else name)
+        if self._told is not None:
+            self._told(func, args, kwargs, out)
 
     def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
         """Book an operation's workspace; that it is given back is an event of its own, which begins."""
@@ -298,8 +323,10 @@ class Measurement:
             ledger.settle()
             ledger.sample(self._events, op)
 
-    def _workspace(self, func: object, inputs: object) -> int:
+    def _workspace(self, func: Any, inputs: Any) -> int:
         """Bytes that an operation takes while it runs; 0 where they are not known."""
+        if self._source is not None:
+            return self._source.workspace(func, inputs)
         return taken if isinstance(taken := workspace(func, inputs), int) else 0
 
     def _place(self, func: object) -> Place:
@@ -308,13 +335,10 @@ class Measurement:
         line, region = place_in_code()
         return Place(self._events, "optimizer" if self._in_step else phase, region, str(func), line=line)
 
-    def _watcher(self) -> AbstractContextManager[Any]:
-        """What shows every operation to `record` while it is entered."""
-        return self._watching()
-
     @contextmanager
     def _watching(self) -> Generator[None]:
-        with observing(), Operations(lambda func, args, kwargs, out: self.record(func, (args, kwargs), out)):
+        """Shows every operation to `record`."""
+        with observing(), Operations(self.record) if self._source is None else self._source.showing(self.record):
             yield
 
     def _ledger(self, device: torch.device) -> Ledger:

@@ -25,6 +25,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, cast
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._compat import TorchDispatchMode
+from .._compat import TorchDispatchMode, current_node, sequence_number, sequence_of
 from .._observer import observing, running
 from ..values import thread
 from .ledger import storages
@@ -43,6 +44,9 @@ _NN = os.path.join(_TORCH, "nn") + os.sep
 _STDLIB = os.path.dirname(contextlib.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = (os.path.join(_OURS, "demo"), os.path.join(_OURS, "bench"))  # users of the library that live inside it
+
+Calls = tuple[tuple[str, int], ...]
+PHASES = ("forward", "loss", "backward", "replay", "optimizer")
 
 
 class Operations(TorchDispatchMode):
@@ -54,7 +58,7 @@ class Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None) -> None:
         super().__init__()
         self._seen = seen
 
@@ -66,8 +70,105 @@ class Operations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._seen(func, args, kwargs or {}, out)
+        self.show(func, args, kwargs or {}, out)
         return out
+
+    def show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Shows an operation that has run."""
+        if self._seen is not None:
+            self._seen(func, args, kwargs, out)
+
+
+class ModuleStack:
+    """Which module runs, in which phase of a step, and whose backward runs.
+
+    A module is on the stack while it is called. In backward no module runs; there the node of the graph tells, by the
+    number that autograd gave it when the operation of some module made it. In a replay modules are called again, below
+    the region. A replay ends by an exception, which no hook of a module sees; so what is on the stack belongs to a run
+    of a region (or to none), and what does not belong to the present one is not looked at. Runs are known by `id`,
+    since a reference to one keeps alive what it has rebuilt.
+
+    Args:
+        names: The paths of modules, by `id`.
+        others: Whether other modules are on the stack too, under the name of their class.
+
+    Attributes:
+        step: The part of the step that runs: any of `PHASES` but "replay", which is found out.
+        calls: Of the module that was last found to run and those around it, the path and the number of the call; in
+            backward and in replays those of the node.
+    """
+
+    def __init__(self, names: Mapping[int, str], others: bool = False) -> None:
+        self.step = "forward"
+        self.calls: Calls = ()
+        self._names, self._others = names, others
+        self._stack: list[tuple[str, int, Calls]] = []
+        self._nodes: dict[int, tuple[str, Calls]] = {}
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def module(self) -> str:
+        """The path of the module that runs in a forward; "" for none."""
+        return self._stack[-1][0] if self._stack else ""
+
+    def now(self) -> tuple[str, str]:
+        """The phase and the path of the module; "" where that is the model itself or none."""
+        run = thread.run
+        if self.step == "optimizer":
+            self.calls = ()
+            return "optimizer", ""
+        replaying = run is not None and run.replaying
+        if replaying or self.step == "backward":
+            node = current_node()
+            found = self._nodes.get(sequence_of(node)) if node is not None else None
+            module, self.calls = found or ("", ())
+            if replaying:
+                return "replay", self._within(run)
+            self._stack.clear()
+            return "backward", module
+        module, _, self.calls = self._stack[-1] if self._stack else ("", 0, ())
+        self._nodes.setdefault(sequence_number() - 1, (module, self.calls))  # later ones may have made no node
+        return self.step, module
+
+    def _within(self, run: Any) -> str:
+        for i in range(len(self._stack) - 1, -1, -1):
+            if self._stack[i][1] == id(run):
+                del self._stack[i + 1 :]
+                return self._stack[i][0]
+        return run.name
+
+    @contextlib.contextmanager
+    def following(self) -> Generator[None]:
+        """Follows the calls of modules on this thread."""
+        here = threading.get_ident()
+
+        def name_of(module: nn.Module) -> str | None:
+            if threading.get_ident() != here:
+                return None
+            return self._names.get(id(module), type(module).__name__ if self._others else None)
+
+        def enter(module: nn.Module, _args: object) -> None:
+            name = name_of(module)
+            if name is not None:
+                self._counts[name] += thread.run is None or not thread.run.replaying
+                around = self._stack[-1][2] if self._stack else ()
+                self._stack.append((name, id(thread.run), (*around, (name, self._counts[name]))))
+
+        def leave(module: nn.Module, _args: object, _result: object) -> None:
+            name = name_of(module)
+            if name is not None and any(name == on for on, *_ in self._stack):
+                while self._stack.pop()[0] != name:
+                    pass
+
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._stack.clear()
+            self._nodes.clear()
+            self._counts.clear()
 
 
 class Allocation(weakref.ref[torch.UntypedStorage]):
@@ -96,92 +197,53 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
     result: bool
 
 
-class Allocations(TorchDispatchMode):
-    """Sees operations and modules while a model runs.
+class Allocations(Operations):
+    """Notes the storages that are made while a model runs.
 
     Args:
         names: What to call a module, by its `id`; others are called by their class.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._names = names
-        self._births: dict[int, Allocation] = {}
-        self._modules: list[nn.Module] = []
+        self.modules = ModuleStack(names, others=True)
+        self._found: dict[int, Allocation] = {}
         self._running = False
 
     def run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[int, Allocation]]:
-        """Calls `fn` and returns its result, and the storages born meanwhile by `id` of their Python object."""
+        """Calls `fn` and returns its result, and the storages made meanwhile by `id` of their Python object."""
         self._running = True
         try:
-            with self._hooks(), observing(), self:
+            with self.modules.following(), observing(), self:
                 result = fn(*args, **kwargs)
-            return result, self._births
+            return result, self._found
         finally:
             self._running = False
-            self._births, self._names = {}, {}
-            self._modules.clear()
+            self._found, self.modules = {}, ModuleStack({})
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._running:
-            self._look(func, (args, kwargs), out)
-        return out
-
-    def _look(self, func: Any, inputs: object, outputs: object) -> None:
-        known = {id(storage) for _, storage in storages(inputs)}
-        if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a birth
+    def show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Notes what an operation has made."""
+        if not self._running:
+            return
+        known = {id(storage) for _, storage in storages((args, kwargs))}
+        if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
             known.clear()
         place: tuple[str, str] | None = None
-        for tensor in leaves(outputs):
+        for tensor in leaves(out):
             for device, storage in storages(tensor):
-                old = self._births.get(id(storage))
+                old = self._found.get(id(storage))
                 if id(storage) in known or (old is not None and old() is storage):
                     continue
-                birth = Allocation(storage)
-                birth.op = str(getattr(func, "overloadpacket", func))
-                birth.shape = tuple(map(int, tensor.shape))
-                birth.dtype = str(tensor.dtype).removeprefix("torch.")
-                birth.device = str(device)
-                birth.module = self.name(self._modules[-1]) if self._modules else ""
-                birth.line, birth.region = place = place or place_in_code()
-                birth.result = False
-                self._births[id(storage)] = birth
-
-    def name(self, module: nn.Module) -> str:
-        """The path of a module; where it has none, its class."""
-        return self._names.get(id(module), type(module).__name__)
-
-    @contextlib.contextmanager
-    def _hooks(self) -> Generator[None]:
-        """Keeps the stack of running modules, those of this thread only."""
-        here = threading.get_ident()
-
-        def enter(module: nn.Module, _args: object) -> None:
-            if threading.get_ident() == here:
-                self._modules.append(module)
-
-        def leave(module: nn.Module, _args: object, _result: object) -> None:
-            if threading.get_ident() == here and module in self._modules:
-                while self._modules.pop() is not module:
-                    pass
-
-        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+                made = self._found[id(storage)] = Allocation(storage)
+                made.op = str(getattr(func, "overloadpacket", func))
+                made.shape = tuple(map(int, tensor.shape))
+                made.dtype = str(tensor.dtype).removeprefix("torch.")
+                made.device = str(device)
+                made.module = self.modules.module
+                made.line, made.region = place = place or place_in_code()
+                made.result = False
 
 
 def leaves(value: object) -> Iterator[torch.Tensor]:

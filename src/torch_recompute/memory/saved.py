@@ -1,6 +1,6 @@
 """`saved_activations`: what a forward keeps for backward, one row per storage, and the rows sum to the total.
 
-Problem. "Why does this layer cost 300 MiB?" The answer lies in C++, under operation names, and what lies there is not
+Problem. "Why does this layer cost 300 MiB?" The answer is in C++, under operation names, and what is there is not
 all: a region holds its inputs, a custom Function stashes on its `ctx`, a module caches what it computed last.
 
 Idea. Run the model once, watching allocations (`operations.py`). Then hold the graph alone and let the result go. What
@@ -91,12 +91,12 @@ def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     names = module_names(model, reach)
     holders = Holders()
     with as_before(reach, values):
-        births, with_result = _run(Allocations(names), holders, model, args, kwargs)
-    alive = _alive(births)  # the graph alone holds these, and whatever escaped
+        made, with_result = _run(Allocations(names), holders, model, args, kwargs)
+    alive = _alive(made)  # the graph alone holds these, and whatever escaped
     holders.start(values)  # a tensor changed in place has a history too
     holders.walk()
     cycles = _explain_the_rest(alive, holders, lambda module: names.get(id(module), type(module).__name__))
-    rows = [_row(birth, nbytes, holders.of.get(key), key in cycles) for key, (birth, nbytes) in alive.items()]
+    rows = [_row(one, nbytes, holders.of.get(key), key in cycles) for key, (one, nbytes) in alive.items()]
     rows.sort(key=lambda row: -row.bytes)
     known = _names_of_storages(reach, names, args, kwargs)
     existing = [_existing(hold, *known.get(key, ("other", ""))) for key, hold in holders.of.items() if key not in alive]
@@ -105,30 +105,30 @@ def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _run(
-    watch: Allocations, holders: Holders, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Allocations, holders: Holders, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[int, Allocation], dict[int, int]]:
     """Calls the model; leads `holders` to the graph and lets the result go.
 
     Returns:
-        What was born, and the bytes of those born that were alive while the result was held.
+        The storages made, and the bytes of those that were alive while the result was held.
     """
     with torch.inference_mode(False), torch.enable_grad():
         torch.clear_autocast_cache()  # a cast kept from before would not be seen, one kept from now is not the graph's
-        result, births = watch.run(model, args, kwargs)
+        result, made = mode.run(model, args, kwargs)
         torch.clear_autocast_cache()
     in_result = {id(storage) for tensor in holders.start(result) for _, storage in storages(tensor)}
-    for key in in_result & births.keys():
-        births[key].result = True
-    return births, {key: nbytes for key, (_, nbytes) in _alive(births).items()}
+    for key in in_result & made.keys():
+        made[key].result = True
+    return made, {key: nbytes for key, (_, nbytes) in _alive(made).items()}
 
 
-def _alive(births: Mapping[int, Allocation]) -> dict[int, tuple[Allocation, int]]:
+def _alive(made: Mapping[int, Allocation]) -> dict[int, tuple[Allocation, int]]:
     """The storages that are still there and not empty, with their bytes."""
     alive: dict[int, tuple[Allocation, int]] = {}
-    for key, birth in births.items():
-        storage = birth()
+    for key, one in made.items():
+        storage = one()
         if storage is not None and storage.nbytes():
-            alive[key] = birth, int(storage.nbytes())
+            alive[key] = one, int(storage.nbytes())
     return alive
 
 
@@ -195,10 +195,10 @@ def attributes_as_before(modules: list[nn.Module]) -> Generator[None]:
                 value.update(then)
 
 
-def _row(birth: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row:
+def _row(one: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row:
     kind, savers, holders = "escaped", (), ()
     if hold is not None:
-        regions = hold.regions or ([birth.region or "a region"] if hold.in_region else [])
+        regions = hold.regions or ([one.region or "a region"] if hold.in_region else [])
         kind = "saved" if hold.plain else "region" if regions else "escaped"
         savers, holders = tuple(hold.savers), (*regions, *hold.stashes)
     if in_cycle:
@@ -206,15 +206,15 @@ def _row(birth: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool) -> R
     return Row(
         bytes=nbytes,
         kind=kind,
-        op=birth.op,
+        op=one.op,
         saved_by=savers,
         held_by=holders,
-        module=birth.module,
-        line=birth.line,
-        shape=birth.shape,
-        dtype=birth.dtype,
-        device=birth.device,
-        in_result=birth.result,
+        module=one.module,
+        line=one.line,
+        shape=one.shape,
+        dtype=one.dtype,
+        device=one.device,
+        in_result=one.result,
     )
 
 

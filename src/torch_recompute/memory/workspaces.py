@@ -1,8 +1,8 @@
 """Workspaces: the memory that one operation takes and gives back while it runs.
 
 Problem. What an operation returns can be counted; what its kernel takes besides cannot be seen from outside, and it may
-be most of a step's peak. On the CPU a convolution lays its input and weights out anew, or writes every patch of the
-input out as a column: ten times what it returns. A norm or a gradient of GELU copies what is not contiguous, attention
+be most of a step's peak. On the CPU a convolution copies its input and weights into another layout, or
+writes every patch of the input out as a column: ten times what it returns. A norm or a gradient of GELU copies what is not contiguous, attention
 has a block of scores for each thread. A peak without them is too low, and a budget that it was planned for is broken.
 
 Idea. Ask the machine. The operation runs once alone, on tensors of zeros with the same layouts, under the allocator's
@@ -265,7 +265,7 @@ def _alone(
             with torch.no_grad():
                 args, kwargs = mapped(inputs, lambda tensor: _zeros(tensor, _place(tensor, device)))
                 found.append(ask(lambda: func(*args, **(kwargs or {}))))
-        except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: said by whoever asked
+        except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: the caller says so
             pass
 
     thread = threading.Thread(target=run)
@@ -317,7 +317,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _layout(value: Any) -> Any:
-    """What of an argument decides."""
+    """The part of an argument that a workspace depends on."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, dict):
@@ -328,7 +328,7 @@ def _layout(value: Any) -> Any:
 
 
 def _place(like: torch.Tensor, device: torch.device) -> torch.device:
-    """Where the twin of an argument lies: on the device, but for what a kernel reads on the host."""
+    """Where the copy of an argument is made: on the device, but for what a kernel reads on the host."""
     return torch.device("cpu") if device_of(like).type == "cpu" else device
 
 

@@ -30,6 +30,7 @@ from torch import nn
 
 from .. import errors
 from ..memory import saved_activations
+from ..memory.operations import ModuleStack
 from ..values import thread
 from . import settings
 from .apply import apply
@@ -595,10 +596,10 @@ class Found:
 class _Looking:
     """Writes down who calls what."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: ModuleStack) -> None:
         self.around = thread.overrides
         self.found = Found()
-        self.path = [""]
+        self.modules = modules
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> None:
         self._note(self.found.calls, name)
@@ -607,8 +608,8 @@ class _Looking:
         self._note(self.found.regions, name)
 
     def _note(self, places: dict[str, list[str]], name: str) -> None:
-        if self.path[-1] not in places.setdefault(name, []):
-            places[name].append(self.path[-1])
+        if self.modules.module not in places.setdefault(name, []):
+            places[name].append(self.modules.module)
 
 
 def find(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Found:
@@ -619,23 +620,13 @@ def find(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
         args: Positional arguments of the call.
         kwargs: Its keyword arguments.
     """
-    looking = _Looking()
-
-    def entered(path: str) -> Callable[..., None]:
-        return lambda *_: looking.path.append(path)
-
-    def left(*_: Any) -> None:
-        looking.path.pop()
-
-    hooks = [module.register_forward_pre_hook(entered(path)) for path, module in model.named_modules()]
-    hooks += [module.register_forward_hook(left, always_call=True) for module in model.modules()]
-    thread.overrides = looking
+    modules = ModuleStack({id(module): path for path, module in model.named_modules()})
+    looking = thread.overrides = _Looking(modules)
     try:
-        saved_activations(model, args, None if kwargs is None else dict(kwargs))
+        with modules.following():
+            saved_activations(model, args, None if kwargs is None else dict(kwargs))
     finally:
         thread.overrides = looking.around
-        for hook in hooks:
-            hook.remove()
     return looking.found
 
 

@@ -18,10 +18,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..memory.operations import Calls
 from ..plan.cost import Costs, Kind, Option, Point, Segment, begins, highest_points
 from ..plan.roles import inside
 from ..simulation import Moment, Simulation
-from ..simulation.places import Calls
 
 
 def calibrate(

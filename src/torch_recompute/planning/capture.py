@@ -31,8 +31,7 @@ from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
-from ..simulation.faking import Faker
-from ..simulation.pretending import Pretend
+from ..simulation.fake_mode import Faker, Pretend
 from .ops import Op, logging
 from .trials import Call
 

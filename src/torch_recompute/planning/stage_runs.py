@@ -30,13 +30,12 @@ from .. import _compat
 from .._compat.fakes import FakeTensorMode
 from .._compat.pipelines import backward_for_inputs, backward_for_weights, let_go
 from ..memory.ledger import OTHER, storages
+from ..memory.operations import ModuleStack
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
-from ..simulation.faking import Faker
-from ..simulation.places import Places
-from ..simulation.pretending import Pretend
-from ..simulation.recording import Recording
+from ..simulation.fake_mode import Faker, Pretend
+from ..simulation.step import Recording
 from ..state import DEFAULT
 from .ops import Op, op_of
 from .rank_memory import StageBytes
@@ -105,8 +104,8 @@ class StageRunner:
         self.model: nn.Module = faker.copy(model)
         self.call = faker.arguments(args, kwargs or {})
         self.loss, self.device, self.stages, self.release = loss, device, stages, release
-        self.places = Places({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = Pretend(fakes, lambda: self.places.now()[1], composed)
+        self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
+        self.pretend = Pretend(fakes, lambda: self.modules.now()[1], composed)
         self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
         self._rounding = rounding
         self._clear_gradients()
@@ -118,7 +117,7 @@ class StageRunner:
 
     def books(self, watch: Any = None) -> _Books:
         """Empty books."""
-        return _Books(self.pretend, self.places, self.device, self._rounding, watch)
+        return _Books(self.pretend, self.modules, self.device, self._rounding, watch)
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """The bytes of tensors on the device, each storage once."""
@@ -206,16 +205,16 @@ class _Books(Recording):
         self.prepared: dict[int, torch.UntypedStorage] = {}
         self.labels: dict[int, torch.UntypedStorage] = {}
 
-    def record(self, func: object, inputs: object, outputs: object) -> None:
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Books one operation."""
         if self.counting:
-            for device, storage in storages(inputs):
+            for device, storage in storages((args, kwargs)):
                 if id(storage) in self.prepared:
                     self._ledger(device).mark(storage, OTHER)
-            super().record(func, inputs, outputs)
+            super().record(func, args, kwargs, out)
         elif self.preparing:
-            known = {id(storage) for _, storage in storages(inputs)}
-            self.prepared.update({id(s): s for _, s in storages(outputs) if id(s) not in known})
+            known = {id(storage) for _, storage in storages((args, kwargs))}
+            self.prepared.update({id(s): s for _, s in storages(out) if id(s) not in known})
 
     def _mark_new(self, values: object) -> None:
         for device, storage in storages(values):
@@ -262,7 +261,7 @@ class _Run:
     def result(self) -> StageRun:
         """Runs them."""
         of, at = self._of, self._books.at
-        with of.places.watching(), self._books, self._gates():
+        with of.modules.following(), self._books, self._gates():
             self._microbatch(again=False)
             before, start = self._live, len(self._timeline)
             self._ran.clear()
@@ -324,7 +323,7 @@ class _Run:
             self._out, self._kept = None, []
             outputs = list(outputs) if self._is_last else [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
         whole = self._live - level
-        of.places.step, self._books.counting = "backward", of.release
+        of.modules.step, self._books.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
         half = 0
         self._books.counting = True
@@ -381,14 +380,14 @@ class _Run:
         """The forward of the stage, on the last one with the loss; leaves its output in `_out`."""
         of, books = self._of, self._books
         args, kwargs = of.call
-        of.places.step, books.counting, books.preparing = "forward", self._is_first, not self._is_first
+        of.modules.step, books.counting, books.preparing = "forward", self._is_first, not self._is_first
         try:
             with torch.set_grad_enabled(self._is_first):
                 self._out = of.model(*args, **kwargs)
         except _Left:
             pass
         if self._is_last:
-            of.places.step = "loss"
+            of.modules.step = "loss"
             self._kept.append((*_tensors(self._out), of.loss(self._out)))
         books.counting = books.preparing = False
         books.prepared.clear()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..memory.measurement import Measurement
 from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
-from ..simulation.pretending import Pretend
+from ..simulation.fake_mode import Pretend
 from .hosts import HostApart
 from .ops import Op, op_of
 
@@ -116,40 +116,27 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-class _Books(Measurement):
-    """A measurement that the fake tensors' own mode shows its operations to, and a count of these.
+class _Counts:
+    """What ran in a trial.
 
     Attributes:
         ran: How often each operation ran.
-        at_once_bytes: The most that one of them read and made, since `watch`, besides what was there before.
+        before: Storages that do not count below, by identity; None while nothing is looked at.
+        at_once_bytes: The most that one operation read and made, besides what was there before.
     """
 
-    def __init__(self, pretend: Pretend) -> None:
-        super().__init__()
-        self._pretend = pretend
-        self._before: set[int] | None = None
+    def __init__(self) -> None:
         self.ran: Counter[Op] = Counter()
+        self.before: set[int] | None = None
         self.at_once_bytes = 0
 
-    def watch(self, before: set[int]) -> None:
-        """Begins to look at what operations read and make; `before` are storages that do not count, by identity."""
-        self._before = before
-
-    def _watcher(self) -> AbstractContextManager[Any]:
-        return self._pretend.showing(self.record)
-
-    def _workspace(self, func: object, inputs: object) -> int:
-        return self._pretend.workspace(func, inputs)
-
-    def record(self, func: Any, inputs: Any, outputs: Any) -> None:
-        """Books one operation."""
-        super().record(func, inputs, outputs)
-        if self._before is not None:
-            met = {id(storage): int(storage.nbytes()) for _, storage in storages((inputs, outputs))}
-            here = sum(nbytes for storage, nbytes in met.items() if storage not in self._before)
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts an operation."""
+        if self.before is not None:
+            met = {id(storage): int(storage.nbytes()) for _, storage in storages((args, kwargs, out))}
+            here = sum(nbytes for storage, nbytes in met.items() if storage not in self.before)
             self.at_once_bytes = max(self.at_once_bytes, here)
-        args, kwargs = inputs
-        op = op_of(func, args, kwargs, outputs)
+        op = op_of(func, args, kwargs, out)
         if op is not None:
             self.ran[op] += 1
 
@@ -173,14 +160,16 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
     handle = apply(holder, Plan(tuple(choices)), stores=stores)
     try:
         with refusing():
-            return _run(call, holder, _Books(pretend), host)
+            return _run(call, holder, pretend, host)
     finally:
         handle.remove()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
 
-def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
+def _run(call: Call, holder: nn.Module, pretend: Pretend, host: HostApart) -> Tried:
+    counts = _Counts()
+    m = Measurement(None, pretend, counts.see)
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
     with m.track(holder):
@@ -202,8 +191,8 @@ def _run(call: Call, holder: nn.Module, m: _Books, host: HostApart) -> Tried:
         saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
-        m.watch(before)
+        counts.before = before
         call.backward(edges, given)
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
-    return Tried(saved - level, forward - level, backward - level, m.ran, host_bytes, m.at_once_bytes)
+    return Tried(saved - level, forward - level, backward - level, counts.ran, host_bytes, counts.at_once_bytes)

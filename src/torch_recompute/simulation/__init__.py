@@ -1,7 +1,7 @@
 """A training step on fake tensors: its memory and its FLOPs, without a device and without running anything.
 
-`pretending.py` is the mode under which the step runs; `faking.py` copies the model; `places.py` knows where the step
-is; `recording.py` keeps the books; `step.py` is the step; `result.py` is what is known afterwards.
+`step.py` is the step and its books, `fake_mode.py` the copy of the model and the mode under which it runs,
+`cuda_decompositions.py` what PyTorch composes otherwise on CUDA, `result.py` what is known afterwards.
 """
 
 from .result import Moment, Simulation

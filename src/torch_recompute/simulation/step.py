@@ -14,7 +14,7 @@ The step that is recorded is the last of those that are accumulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,18 +23,31 @@ from torch import nn
 
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
+from .._compat.flops import flops
 from .._loop import COMMON, Loop
 from .._tree import check_call
-from ..memory.ledger import ACTIVATIONS, Block, Entry, Place, Sample, blocks_of, by_category
+from ..memory.ledger import (
+    ACTIVATIONS,
+    OTHER,
+    Block,
+    Entry,
+    Ledger,
+    Place,
+    Sample,
+    blocks_of,
+    by_category,
+    storages,
+)
+from ..memory.measurement import Measurement
+from ..memory.operations import PHASES, ModuleStack
 from ..memory.workspaces import kept_by_cublas
 from ..state import DEFAULT
-from .faking import Faker
-from .places import Places
-from .pretending import Pretend
-from .recording import Recording, Watch
+from .fake_mode import Faker, Pretend
 from .result import Moment, Simulation
 
 _WHAT = "simulate"
+USES = ("saved", "loss", "transient")
+Watch = Callable[[str, Any, Any, Any, Any], None]
 _WORTH_ADVICE = 0.1
 
 
@@ -65,7 +78,7 @@ def simulate_step(
         device: Where the step is to run.
         loop: The training loop around the call.
         rounding: What sizes are rounded up to.
-        composed: The device that functions are composed for, as "cuda 9.0" (`composing.py`), where it is another one.
+        composed: The device that functions are composed for, as "cuda 9.0", where it is another one.
 
     Returns:
         The figures.
@@ -223,8 +236,8 @@ class _Step:
         self._model, self._optimizer = self._faker.copy((model, optimizer if instance else None))
         for parameter in self._model.parameters():
             parameter.grad = None
-        self._places = Places({id(module): path for path, module in self._model.named_modules()})
-        self._pretend = Pretend(self._fakes, lambda: self._places.now()[1], self._composed)
+        self._modules = ModuleStack({id(module): path for path, module in self._model.named_modules()})
+        self._pretend = Pretend(self._fakes, lambda: self._modules.now()[1], self._composed)
         if optimizer is not None and not instance:
             with self._pretend:
                 self._optimizer = optimizer(list(self._model.parameters()))
@@ -250,7 +263,7 @@ class _Step:
         args, kwargs = self._faker.arguments(args, kwargs)
         batch = [leaf for leaf in _compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if loop.keeps_gradients:
-            with self._pretend, self._places.watching():
+            with self._pretend, self._modules.following():
                 value = (loss or loss_of)(self._model(*args, **kwargs))
                 _check(value)
                 torch.clear_autocast_cache()
@@ -268,11 +281,11 @@ class _Step:
             capability = torch.cuda.get_device_capability(self._device)
         if capability is not None:
             books.hold(kept_by_cublas(capability))
-        with self._pretend, self._places.watching(), books:
-            self._places.step = "forward"
+        with self._pretend, self._modules.following(), books:
+            self._modules.step = "forward"
             output = self._model(*args, **kwargs)
             returned = books.events
-            self._places.step = "loss"
+            self._modules.step = "loss"
             logits = books.width_of(output, first_floating)
             value, words = loss_in(output) if loss is None else (loss(output), _called(loss))
             _check(value)
@@ -280,12 +293,12 @@ class _Step:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
             books.forward_is_over(self._device)
-            self._places.step = "backward"
+            self._modules.step = "backward"
             self._backward(value)
             if not loop.hold_output:
                 del value
             if self._optimizer is not None:
-                self._places.step = "optimizer"
+                self._modules.step = "optimizer"
         recordings, state = [books], 0
         if self._optimizer is not None:
             with self._pretend:
@@ -310,7 +323,7 @@ class _Step:
             value.backward()
 
     def _recording(self) -> Recording:
-        return Recording(self._pretend, self._places, self._device, self._rounding, self._watch)
+        return Recording(self._pretend, self._modules, self._device, self._rounding, self._watch)
 
     def _result(self, parts: list[_Part], left: _Left, loop: Loop, logits: tuple[int, int] | None) -> Simulation:
         device, books, last = self._device, parts[0].books, parts[-1].reading
@@ -349,6 +362,135 @@ class _Step:
             advice=_advise(activations, peak.live_bytes, logits),
             loop=loop,
         )
+
+
+class Recording(Measurement):
+    """The books of one simulated step: those of `measure`, where the step is, what it keeps for backward, and FLOPs.
+
+    FLOPs are those of products, by PyTorch's own formulas, each operation on its own.
+
+    Args:
+        pretend: The mode under which the step runs.
+        modules: Knows where the step is.
+        device: The device whose figures are wanted.
+        rounding: Sizes are rounded up to multiples of this many bytes.
+        watch: Called with each operation: its phase, overload, arguments, keyword arguments and result.
+
+    Attributes:
+        flops: FLOPs by phase.
+        kept: What the (last) forward keeps for backward: entries of activations and their bytes.
+    """
+
+    def __init__(
+        self, pretend: Pretend, modules: ModuleStack, device: torch.device, rounding: int, watch: Watch | None = None
+    ) -> None:
+        super().__init__(device, pretend)
+        self._here = device
+        self._held: torch.UntypedStorage | None = None
+        self._rounding = rounding
+        self._modules = modules
+        self._watched = watch
+        self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.kept: list[tuple[Entry, int]] = []
+        self._ever_kept: list[Entry] = []
+        self.at: dict[int, Place] = {}
+
+    @property
+    def events(self) -> int:
+        """The number of the last operation."""
+        return self._events
+
+    def hold(self, nbytes: int) -> None:
+        """Books memory that is there from the beginning and stays, which no forward keeps for its backward."""
+        self._held = torch.UntypedStorage(nbytes, device="meta")
+        self.books(self._here).mark(self._held, ACTIVATIONS, Place())
+
+    def _ledger(self, device: torch.device) -> Ledger:
+        if device not in self._ledgers:
+            self._ledgers[device] = Ledger(self._rounding, history=True)
+        return self._ledgers[device]
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Books one operation."""
+        phase, module = self._modules.now()
+        shape = next((tuple(map(int, t.shape)) for t in _tensors(out)), ())
+        place = Place(self._events + 1, phase, module, str(func), shape, calls=self._modules.calls)
+        for device, _ in storages(out):
+            self._ledger(device)
+        for ledger in self._ledgers.values():
+            ledger.place = place
+        self.at[place.event] = place
+        if phase == "loss":  # reads labels, which the caller holds
+            self._mark_new((args, kwargs))
+        super().record(func, args, kwargs, out)
+        if self._watched is not None:
+            self._watched(phase, func, args, kwargs, out)
+        self.flops[phase] += flops(func, args, kwargs, out)
+
+    def _mark_new(self, values: object) -> None:
+        """Books storages that no operation has made, as from now on."""
+        for device, storage in storages(values):
+            if not self._ledger(device).touch(storage):
+                self._mark(storage, OTHER)
+
+    def _place(self, func: object) -> Place:
+        return self.at[self._events]
+
+    def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
+        super()._take(op, nbytes, inputs, place)
+        self.at[self._events] = place._replace(event=self._events, op="")
+
+    def forward_is_over(self, device: torch.device) -> None:
+        """Notes what is kept for backward."""
+        ledger = self.books(device)
+        ledger.book_deaths()
+        alive = ((entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS)
+        self.kept = [(entry, nbytes) for entry, nbytes in alive if self._held is None or entry() is not self._held]
+        self._ever_kept += [entry for entry, _ in self.kept]
+
+    def by_use(self, activations: Iterable[tuple[Entry, int]]) -> dict[str, int]:
+        """Bytes of activations, by what they are there for."""
+        kept = {id(entry) for entry in self._ever_kept}
+        sums: dict[str, int] = dict.fromkeys(USES, 0)
+        for entry, nbytes in activations:
+            of_loss = entry.place.phase == "loss"
+            sums["loss" if of_loss else "saved" if id(entry) in kept else "transient"] += nbytes
+        return sums
+
+    def go_on_from(self, other: Recording, phase: str) -> None:
+        """Takes over what another recording knows of the storages that are alive, as an event that begins a phase."""
+        self._events = other._events + 1
+        self.at[self._events] = Place(self._events, phase)
+        for device, books in other._ledgers.items():
+            books.book_deaths()
+            books.stamp(self._events)
+            mine = self._ledger(device)
+            for entry, _ in books.alive():
+                storage = entry()
+                if storage is not None:
+                    mine.place = entry.place
+                    mine.mark(storage, entry.rank)
+            mine.place = Place()
+
+    def width_of(self, output: object, first: Callable[[Any], torch.Tensor | None]) -> tuple[int, int] | None:
+        """The operation that made an output's first floating tensor, and how wide that is."""
+        tensor = first(getattr(output, "logits", output))
+        if tensor is None or tensor.dim() < 2:
+            return None
+        for device, storage in storages(tensor):
+            for entry, _ in self._ledger(device).alive():
+                if entry() is storage:
+                    return entry.place.event, int(tensor.shape[-1])
+        return None
+
+    def books(self, device: torch.device) -> Ledger:
+        """The books of one device."""
+        return self._ledger(self._choose(device))
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 class _Part(NamedTuple):

@@ -17,14 +17,23 @@ leads to. Both are in every build as names with shapes; only their kernels are n
                   among those that the user has enabled
 
 The conditions are PyTorch's own (`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp,
-`cuda/sdp_utils.cpp` of 2.13). Arguments are cast first where autocast is on (`autocasting.py`).
+`cuda/sdp_utils.cpp` of 2.13). Arguments are cast first where autocast is on.
+
+CUDA's autocast casts for another list of operations than the CPU's: norms, softmax, powers and sums are computed in 32
+bits, and keep what they keep in 32 bits. So what is in CUDA's list and not in the CPU's, by torch's own register of
+both, gets a kernel in the CPU's autocast for as long as the step is simulated (`autocast_of_cuda`). In the simulating
+thread the two autocasts are one, so that it does not matter which of them the model or its caller names, nor which of
+them a region takes down for its replay. What the CPU's list alone has keeps its cast to 32 bits: pooling and padding in
+three dimensions, factorisations and Fourier transforms. Such a step is promised a little more than it takes.
 
 Rejected: fakes that say they lie on CUDA; a build without it aborts where it asks for their stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,10 +43,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat
+from .._compat.autocasting import autocast_as_one, below_autocast, casting, only_on_cuda
 from .._compat.fakes import below_autograd
 from .._compat.functions import attention_in_parts
 from .._compat.on_cuda import PREFERRING_CUDNN, enabled_backends
-from .autocasting import as_narrow, as_wide
+from .._tree import mapped
 
 aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -278,3 +288,84 @@ _WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _plain_dropout,
 }
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+_LOWER = frozenset(
+    {
+        *("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose"),
+        *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv", "_scaled_dot_product_flash_attention"),
+        *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
+    }
+)
+_WIDEST = frozenset(
+    {
+        *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"),
+    }
+)
+_BY_DTYPE = frozenset(
+    {"cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "log_softmax", "softmax", "sum"}
+)
+"""Operations that are told the type of their result, where the caller has not, instead of getting a cast input."""
+
+
+@contextmanager
+def autocast_of_cuda() -> Generator[None]:
+    """A context in which autocast on the CPU is that of CUDA, for the thread that enters it."""
+    here, known = threading.get_ident(), ExitStack()
+
+    def know() -> None:
+        if not cast:  # takes 13 ms, which most steps can do without
+            cast.append(True)
+            known.enter_context(casting((overload, _kernel(overload, here)) for overload in only_on_cuda()))
+
+    cast: list[bool] = []
+    with known, autocast_as_one(know):
+        yield
+
+
+def as_wide(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors as an operation that is computed in 32 bits gets them under autocast."""
+    return [x if x is None else _cast(x, torch.float32) for x in tensors]
+
+
+def as_narrow(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors as a product gets them under autocast."""
+    dtype = torch.get_autocast_dtype("cpu")
+    return [x if x is None else _cast(x, dtype) for x in tensors]
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if _eligible(tensor) else tensor
+
+
+def _eligible(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype is not torch.float64
+
+
+def _kernel(overload: Any, here: int) -> Callable[..., Any]:
+    name = overload.overloadpacket.__name__
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with below_autocast():
+            if threading.get_ident() != here:
+                return overload(*args, **kwargs)
+            if name in _BY_DTYPE:
+                told = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+                if _eligible(args[0]) and not told:
+                    kwargs = {**kwargs, "dtype": torch.float32}
+                return overload(*args, **kwargs)
+            dtype = torch.float32
+            if name in _LOWER or (name in _WIDEST and not _any_wide((args, kwargs))):
+                dtype = torch.get_autocast_dtype("cpu")
+            args, kwargs = mapped((args, kwargs), lambda tensor: _cast(tensor, dtype))
+            return overload(*args, **kwargs)
+
+    return run
+
+
+def _any_wide(arguments: Any) -> bool:
+    found: list[bool] = []
+    mapped(arguments, lambda tensor: found.append(tensor.dtype is torch.float32))
+    return any(found)

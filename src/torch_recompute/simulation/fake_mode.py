@@ -1,7 +1,7 @@
-"""The mode under which a step is simulated: what decides runs for real, what costs memory is fake.
+"""The mode under which a step is simulated, and the fake copies it runs on: small values are real, memory is fake.
 
 Problem. A fake tensor has no values, and models read some. Hugging Face looks at the attention mask: where nothing is
-masked it hands none to the kernel, which then keeps nothing of it. On a fake mask it cannot look (it asks for the
+masked it gives none to the kernel, which then keeps nothing of it. On a fake mask it cannot look (it asks for the
 tensor's class, and takes the other way for fake ones), so a plain fake run keeps masks that no real run has: 9 % too
 much for a small Llama. A mixture of experts reads which tokens go where, an optimizer the number of its step.
 
@@ -13,21 +13,37 @@ is simulated. The other way round, where integers come out of fake ones, a stand
 values leave PyTorch (`x.numpy()` for a matcher), and a factorization succeeds. Each such decision is noted by the
 operation and the module that made it.
 
+`Faker` copies the model: `copy.deepcopy` does, and a function mode answers for its tensors. Parameters are put into the
+memo beforehand, so those that are tied stay tied; tensors over one storage get fakes over one storage of its size. On
+meta, integers are taken to be ones, which as a mask hides nothing and as ids are valid. What a closure reaches is not
+copied, as `deepcopy` never does; the caller checks afterwards that nothing of the original was touched.
+
+PyTorch takes a third of a millisecond to say what an operation returns, and almost all operations of a model are the
+same as in the layer before. So its first answer is kept as a recipe: new tensors of some layout, views over the memory
+of an argument, an argument itself; what fits none of these is asked each time. Where the answer is not what kernels do
+(the layout of a batch norm's result, the memory of a loss, one tensor twice), theirs is taken.
+
 Rejected: `propagate_real_tensors` and `FakeTensor.constant`, whose tensors are fake by class all the same; patching
 the functions that look.
 
-Invariants. No tensor of the caller's is written to: what stays real is a copy. Nothing fake ever holds memory. What is
-drawn for real is given back: the generators stand where they stood before the mode.
+It is a mode of its own, beside `memory.operations.Operations`, because it answers operations instead of running them;
+it shows them to the same books (`showing`).
+
+Invariants. No tensor of the caller's is written to, read (parameters) or held by a recipe: what stays real is a copy.
+Nothing fake ever holds memory, and nothing makes a reference cycle, which would be counted. What is drawn for real is
+given back: the generators are as they were before the mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+import copy
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _compat, errors
@@ -37,8 +53,14 @@ from .._compat.fakes import (
     FakeTensor,
     FakeTensorMode,
     device_of,
+    fake_like,
     flex_uncompiled,
     is_operator,
+    is_sharded,
+    is_wrapper,
+    lay,
+    on_fakes,
+    over,
     returned,
     traced,
     without_modes,
@@ -47,9 +69,7 @@ from .._compat.fakes import (
 from .._tree import mapped
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
 from ..state import DEFAULT
-from .autocasting import autocast_of_cuda
-from .composing import AsOnCuda, capability_of
-from .kernels import Kernels, grouped
+from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 
 INTEGERS = 2**24
 FLOATS = 2**10
@@ -154,7 +174,7 @@ class Pretend(TorchDispatchMode):
         self._kernels = Kernels(fakes)
         self._where = where
         self.assumed: dict[str, None] = {}
-        self._seen: Callable[[Any, Any, Any], None] | None = None
+        self._seen: Callable[..., None] | None = None
         self._composed = composed
         self.capability = capability_of(composed)
         self._around: list[ExitStack] = []
@@ -176,8 +196,8 @@ class Pretend(TorchDispatchMode):
         self._around.pop().__exit__(*exception)
 
     @contextmanager
-    def showing(self, seen: Callable[[Any, Any, Any], None]) -> Generator[None]:
-        """Calls `seen` with each operation in the block, its arguments and its result."""
+    def showing(self, seen: Callable[..., None]) -> Generator[None]:
+        """Calls `seen` with each operation in the block, its positional and keyword arguments and its result."""
         self._seen = seen
         try:
             yield
@@ -211,7 +231,7 @@ class Pretend(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         out = self._out(func, args, kwargs or {})
         if self._seen is not None and out is not NotImplemented:
-            self._seen(func, (args, kwargs), out)
+            self._seen(func, args, kwargs or {}, out)
         return out
 
     def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -390,3 +410,288 @@ def _tensors(values: Any, more: dict[str, Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, torch.Tensor))
     return found
+
+
+# --- what an operation makes of fake tensors, remembered --------------------------------------------------------------
+
+
+class _Made(NamedTuple):
+    """How one tensor of a result is made; `source` is the argument whose memory it views, None for its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    source: int | None
+
+
+_UNREDUCED = {  # losses that write every element into the memory of their result; where `reduction` is
+    aten.binary_cross_entropy.default: 3,
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+}
+_LAID_OUT_AS = {aten.copysign.Tensor: aten.atan2.default}
+"""Operations whose fakes have another layout than their results, and one with the same result whose fakes have it."""
+_BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+_ASK = object()
+_NOTHING = object()
+_MOST = 2**16
+_recipes: dict[Any, Any] = {}
+
+
+def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
+    """What a batch norm returns: its kernels lay it out densely, and fakes as the input is."""
+    first, *rest = out
+    formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim() if first is not None else 0, ()))
+    if first is not None and not any(first.is_contiguous(memory_format=each) for each in formats):
+        first = first.new_empty(first.shape)
+    return (first, *rest)
+
+
+class Kernels:
+    """Simulates operations.
+
+    Args:
+        mode: What answers the first time.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation none of whose arguments is a real tensor."""
+        out = self._answer(_LAID_OUT_AS.get(func, func), args, kwargs)
+        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
+            out.untyped_storage().resize_(args[0].nbytes)
+        if func in _BATCH_NORMS:
+            with self._mode:
+                return _dense(out)
+        return out
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors: list[FakeTensor] = []
+        try:
+            key = (func, torch.get_default_dtype(), _layout(args, tensors), _layout(tuple(kwargs.items()), tensors))
+            recipe = _recipes.get(key)
+        except TypeError:  # an argument that cannot be looked up
+            return on_fakes(self._mode, func, args, kwargs)
+        if recipe is None:
+            before = [_layout(t, []) for t in tensors]
+            out = self._apart(on_fakes(self._mode, func, args, kwargs), tensors)
+            same = before == [_layout(t, []) for t in tensors]
+            if len(_recipes) >= _MOST:
+                _recipes.clear()
+            _recipes[key] = _recipe(out, tensors) if same else _ASK
+            return out
+        if recipe is _ASK:
+            return on_fakes(self._mode, func, args, kwargs)
+        return self._made(recipe, tensors)
+
+    def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
+        """The results, of which no two are one tensor: some fakes return the gradient of two biases so."""
+        if type(out) is not tuple:
+            return out
+        made: list[Any] = []
+        for value in out:
+            again = type(value) is FakeTensor and any(value is other for other in made)
+            if again and not any(value is tensor for tensor in tensors):
+                with self._mode:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            made.append(value)
+        return tuple(made)
+
+    def _made(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
+        if recipe is _NOTHING:
+            return None
+        if type(recipe) is int:
+            return tensors[recipe]
+        if type(recipe) is not _Made:
+            kind, parts = recipe
+            return kind(self._made(part, tensors) for part in parts)
+        shape, stride, offset, dtype, device, source = recipe
+        if source is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
+        return FakeTensor(self._mode, made, device)
+
+
+def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
+    """The part of an argument that the result depends on; adds its tensors to a list."""
+    if type(value) is FakeTensor:
+        tensors.append(value)
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_layout(item, tensors) for item in value)
+    return type(value), value
+
+
+def _recipe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
+    """How to make this result again; `_ASK` where that is not known."""
+    sources = {_compat.storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    return _recipe_of(out, tensors, sources, set())
+
+
+def _recipe_of(out: Any, tensors: Sequence[FakeTensor], sources: dict[int, int], taken: set[int]) -> Any:
+    if out is None:
+        return _NOTHING
+    if type(out) in (list, tuple):
+        parts = [_recipe_of(item, tensors, sources, taken) for item in out]
+        return _ASK if any(part is _ASK for part in parts) else (type(out), parts)
+    if type(out) is not FakeTensor or out.dtype.is_complex:
+        return _ASK
+    index = next((i for i, tensor in enumerate(tensors) if tensor is out), None)
+    if index is not None:
+        return index
+    storage = _compat.storage_id(out)
+    offset = int(out.storage_offset())
+    made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, sources.get(storage))
+    if made.source is not None:
+        return made
+    size = out.untyped_storage().nbytes()
+    exact = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta").untyped_storage().nbytes()
+    if storage in taken or made.offset or size != exact:
+        return _ASK
+    taken.add(storage)
+    return made
+
+
+def grouped(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """A product of groups; what PyTorch has for fake tensors takes bfloat16 alone."""
+    if offs is not None and a.dim() == b.dim() == 2:
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    else:
+        shape = [*a.shape[:-1], b.shape[-1]]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+# --- copies with fake tensors -----------------------------------------------------------------------------------------
+
+
+class Faker:
+    """Makes fakes of tensors, one of each.
+
+    Args:
+        fakes: The mode that they belong to.
+        device: Where they are to lie; None for where the originals do.
+    """
+
+    def __init__(self, fakes: FakeTensorMode, device: torch.device | None) -> None:
+        self._fakes = fakes
+        self._device = device
+        self._memo: dict[int, Any] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, object]] = {}
+        self.assumed: dict[str, None] = {}
+
+    def copy(self, things: Any) -> Any:
+        """A deep copy with fake tensors of modules, optimizers and what they hold."""
+        for thing in things if isinstance(things, (list, tuple)) else [things]:
+            if isinstance(thing, nn.Module):
+                for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
+                    self.tensor(tensor, name)
+        with _Copying(self):
+            return copy.deepcopy(things, self._memo)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call: tensors as fakes, anything else as it is."""
+        leaves, spec = _compat.tree_flatten((args, kwargs))
+        names = _names(args, kwargs)
+        made = [
+            self.tensor(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
+        return _compat.tree_unflatten(made, spec)
+
+    def tensor(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+        """The fake of a tensor, or a copy of one that stays real; the same one each time."""
+        made = self._memo.get(id(tensor))
+        if made is None:
+            made = self._memo[id(tensor)] = self._make(tensor, name)
+            self._memo.setdefault(id(self._memo), []).append(tensor)  # alive as long as its identity is used
+        return made
+
+    def _make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if is_sharded(tensor):
+            raise errors.ArgumentError(
+                f"simulate: {name or 'a tensor'} is a DTensor: the model is sharded (fully_shard, tensor parallelism), "
+                "and its collectives cannot be simulated on one process.\n"
+                "  Simulate the model as it was before sharding."
+            )
+        if is_wrapper(tensor):
+            made = fake_like(self._fakes, tensor)
+        elif tensor.layout is not torch.strided or not _simple(tensor):
+            raise errors.ArgumentError(
+                f"simulate: {name or 'a tensor'} is {errors.say(tensor)}, of which no fake copy can be made: its class "
+                "or layout says nothing of where its memory lies.\n"
+                "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation)."
+            )
+        else:
+            made = self._plain(tensor, name)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+                if type(tensor) is nn.Parameter:
+                    for attribute, value in vars(tensor).items():  # such as `sequence_parallel`, which others look at
+                        setattr(made, attribute, value)
+            else:
+                made.requires_grad_(tensor.requires_grad)
+        return made
+
+    def _plain(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        device = self._device or tensor.device
+        floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        parameter = isinstance(tensor, nn.Parameter)
+        with torch.no_grad():
+            if not parameter and tensor.numel() <= (FLOATS if floats else INTEGERS):
+                known = tensor.device.type != "meta" and type(tensor) is not FakeTensor
+                if known and not tensor.requires_grad:
+                    return tensor.detach().clone().to(device)
+                if not known and not floats:
+                    self.assumed[f"{name or 'a tensor'} has no values: taken to be ones"] = None
+                    return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+            return self._over_storage(tensor, device)
+
+    def _over_storage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        identity, whole = _compat.storage_id(tensor), tensor.untyped_storage()
+        with self._fakes:
+            if identity not in self._storages:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                place = made.untyped_storage()
+                self._storages[identity] = place, whole
+                if not tensor.storage_offset() and place.nbytes() == whole.nbytes():
+                    return made
+                place.resize_(whole.nbytes())
+            place, _ = self._storages[identity]
+            return over(place, tensor.storage_offset(), tensor, device)
+
+
+class _Copying(TorchFunctionMode):
+    """Answers `deepcopy` for tensors."""
+
+    def __init__(self, faker: Faker) -> None:
+        super().__init__()
+        self._faker = faker
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ or func is torch.Tensor.clone:  # the latter by nn.Parameter
+            return self._faker.tensor(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _simple(tensor: torch.Tensor) -> bool:
+    return _compat.is_plain(tensor) or type(tensor) is nn.Buffer
+
+
+def _names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    names: list[str] = []
+    for i, arg in enumerate(args):
+        names.extend([f"args[{i}]"] * len(_compat.tree_leaves(arg)))
+    for key, value in kwargs.items():
+        names.extend([key] * len(_compat.tree_leaves(value)))
+    return names
