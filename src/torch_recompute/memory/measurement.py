@@ -110,17 +110,13 @@ class Measurement:
     """Bytes alive in a `with` block, and what they are for; made by `measure`.
 
     It may be read inside the block and after it, as often as wanted, and measurements nest.
-
-    Args:
-        device: The device whose figures the properties show.
-        source: What shows operations, where they are simulated.
-        told: Called with each operation when it is booked.
     """
 
-    def __init__(self, device: torch.device | None = None, source: Source | None = None, told: Told = None) -> None:
+    _source: Source | None = None
+    _told: Told = None
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._source = source
-        self._told = told
         self._lock = threading.RLock()
         self._ledgers: dict[torch.device, Ledger] = {}
         self._parameters: list[weakref.ref[torch.Tensor]] = []
@@ -284,8 +280,12 @@ class Measurement:
             self._handles.clear()
         allocator.end(self._allocator_peaks)
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, func: object, inputs: object, outputs: object) -> None:
         """Book one operation: its new storages, and any known one that changed size."""
+        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
+        self._book(func, args, kwargs or {}, outputs)
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         inputs = (args, kwargs)
         with self._lock:
             self._events += 1
@@ -337,8 +337,7 @@ class Measurement:
 
     @contextmanager
     def _watching(self) -> Generator[None]:
-        """Shows every operation to `record`."""
-        with observing(), Operations(self.record) if self._source is None else self._source.showing(self.record):
+        with observing(), Operations(self._book) if self._source is None else self._source.showing(self._book):
             yield
 
     def _ledger(self, device: torch.device) -> Ledger:
@@ -455,6 +454,20 @@ def measure(
     """
     measurement = Measurement(None if device is None else torch.device(device))
     return measurement.track(*(thing for thing in (model, optimizer) if thing is not None))
+
+
+class SimulatedMeasurement(Measurement):
+    """A measurement of operations that are simulated.
+
+    Args:
+        device: The device whose figures the properties show.
+        source: What shows the operations.
+        told: Called with each operation when it is booked.
+    """
+
+    def __init__(self, device: torch.device | None, source: Source, told: Told = None) -> None:
+        super().__init__(device)
+        self._source, self._told = source, told
 
 
 class _Handle(Protocol):

@@ -1,9 +1,10 @@
 """Workspaces: the memory that one operation takes and gives back while it runs.
 
 Problem. What an operation returns can be counted; what its kernel takes besides cannot be seen from outside, and it may
-be most of a step's peak. On the CPU a convolution copies its input and weights into another layout, or
-writes every patch of the input out as a column: ten times what it returns. A norm or a gradient of GELU copies what is not contiguous, attention
-has a block of scores for each thread. A peak without them is too low, and a budget that it was planned for is broken.
+be most of a step's peak. On the CPU a convolution copies its input and weights into another layout, or writes every
+patch of the input out as a column: ten times what it returns. A norm or a gradient of GELU copies what is not
+contiguous, attention has a block of scores for each thread. A peak without them is too low, and a budget that it was
+planned for is broken.
 
 Idea. Ask the machine. The operation runs once alone, on tensors of zeros with the same layouts, under the allocator's
 events; how far these rise above what is left at the end is its workspace. It depends on the operation, the layouts, the

@@ -205,13 +205,12 @@ class _Books(Recording):
         self.prepared: dict[int, torch.UntypedStorage] = {}
         self.labels: dict[int, torch.UntypedStorage] = {}
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Books one operation."""
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.counting:
             for device, storage in storages((args, kwargs)):
                 if id(storage) in self.prepared:
                     self._ledger(device).mark(storage, OTHER)
-            super().record(func, args, kwargs, out)
+            super()._book(func, args, kwargs, out)
         elif self.preparing:
             known = {id(storage) for _, storage in storages((args, kwargs))}
             self.prepared.update({id(s): s for _, s in storages(out) if id(s) not in known})

@@ -25,7 +25,7 @@ from torch import nn
 from .. import _compat
 from .._hollow import refusing
 from ..memory.ledger import storages
-from ..memory.measurement import Measurement
+from ..memory.measurement import SimulatedMeasurement
 from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
@@ -169,7 +169,7 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
 
 def _run(call: Call, holder: nn.Module, pretend: Pretend, host: HostApart) -> Tried:
     counts = _Counts()
-    m = Measurement(None, pretend, counts.see)
+    m = SimulatedMeasurement(None, pretend, counts.see)
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
     with m.track(holder):

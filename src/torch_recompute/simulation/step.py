@@ -38,7 +38,7 @@ from ..memory.ledger import (
     by_category,
     storages,
 )
-from ..memory.measurement import Measurement
+from ..memory.measurement import SimulatedMeasurement
 from ..memory.operations import PHASES, ModuleStack
 from ..memory.workspaces import kept_by_cublas
 from ..state import DEFAULT
@@ -364,7 +364,7 @@ class _Step:
         )
 
 
-class Recording(Measurement):
+class Recording(SimulatedMeasurement):
     """The books of one simulated step: those of `measure`, where the step is, what it keeps for backward, and FLOPs.
 
     FLOPs are those of products, by PyTorch's own formulas, each operation on its own.
@@ -410,8 +410,7 @@ class Recording(Measurement):
             self._ledgers[device] = Ledger(self._rounding, history=True)
         return self._ledgers[device]
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Books one operation."""
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         phase, module = self._modules.now()
         shape = next((tuple(map(int, t.shape)) for t in _tensors(out)), ())
         place = Place(self._events + 1, phase, module, str(func), shape, calls=self._modules.calls)
@@ -422,7 +421,7 @@ class Recording(Measurement):
         self.at[place.event] = place
         if phase == "loss":  # reads labels, which the caller holds
             self._mark_new((args, kwargs))
-        super().record(func, args, kwargs, out)
+        super()._book(func, args, kwargs, out)
         if self._watched is not None:
             self._watched(phase, func, args, kwargs, out)
         self.flops[phase] += flops(func, args, kwargs, out)
