@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from torch_recompute.planning import kept, prices
-from torch_recompute.planning.kept import Kept, folder, full_name, key_of
+from torch_recompute.planning import prices
 from torch_recompute.planning.ops import Meta, Op
-from torch_recompute.planning.prices import Measured, processor
+from torch_recompute.planning.prices import Measured, key_of, processor
+from torch_recompute.stores import measured
+from torch_recompute.stores.measured import PriceFile, folder, full_name
 
 CPU = torch.device("cpu")
 SIXTEEN = Meta((16,), (1,), torch.float32)
@@ -27,7 +28,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_RECOMPUTE_CACHE", str(tmp_path / "prices"))
     monkeypatch.setattr(Measured, "_known", {})
     monkeypatch.setattr(prices, "_processor", [])
-    monkeypatch.setattr(kept, "_said", set())
+    monkeypatch.setattr(measured, "_said", set())
     return tmp_path / "prices"
 
 
@@ -82,8 +83,8 @@ def test_names_keep_devices_and_versions_apart(monkeypatch: pytest.MonkeyPatch) 
     names.add(full_name(CPU))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     names.add(full_name(torch.device("cuda")))
-    assert len(names) == len({Kept(name).path for name in names}) == 4
-    assert all(re.fullmatch(r"prices-[A-Za-z0-9.-]+\.json", Kept(name).path.name) for name in names)
+    assert len(names) == len({PriceFile(name).path for name in names}) == 4
+    assert all(re.fullmatch(r"prices-[A-Za-z0-9.-]+\.json", PriceFile(name).path.name) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -100,33 +101,33 @@ def test_names_keep_devices_and_versions_apart(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_file_that_cannot_be_read_is_measured_anew(content: str) -> None:
     """It is said once, and the file is whole again afterwards."""
-    found = Kept("DEVICE")
+    found = PriceFile("DEVICE")
     found.path.parent.mkdir()
     found.path.write_text(content)
     with pytest.warns(RuntimeWarning, match=r"cannot be read \(.*\); prices are measured anew and written there"):
-        found = Kept("DEVICE")
+        found = PriceFile("DEVICE")
     assert found.seconds == {}
     found.seconds["a"] = 0.5
     found.save()
-    assert Kept("DEVICE").seconds == {"a": 0.5}
+    assert PriceFile("DEVICE").seconds == {"a": 0.5}
 
 
 def test_processes_do_each_other_no_harm() -> None:
     """What another process wrote in between is still there after this one wrote."""
-    one, other = Kept("DEVICE"), Kept("DEVICE")
+    one, other = PriceFile("DEVICE"), PriceFile("DEVICE")
     one.seconds["a"], other.seconds["b"] = 0.5, 0.25
     one.save()
     other.save()
-    assert Kept("DEVICE").seconds == {"a": 0.5, "b": 0.25}
+    assert PriceFile("DEVICE").seconds == {"a": 0.5, "b": 0.25}
     assert [path.suffix for path in folder().iterdir()] == [".json"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_said(at: Path) -> None:
     """A file where the folder should be: a warning, and the prices are there all the same."""
     at.write_text("")
-    found: Any = Kept("DEVICE") if not at.is_file() else None
+    found: Any = PriceFile("DEVICE") if not at.is_file() else None
     with pytest.warns(RuntimeWarning, match="cannot be read"):
-        found = Kept("DEVICE")
+        found = PriceFile("DEVICE")
     found.seconds["a"] = 0.5
     with pytest.warns(RuntimeWarning, match="Prices cannot be kept in"):
         found.save()

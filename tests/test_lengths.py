@@ -11,7 +11,7 @@ from frontier.config import PRICES
 from test_sizes import Gpt, at
 from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simulate
 from torch_recompute.planning import sizes
-from torch_recompute.planning.lengths import FINENESS, Lengths, longest
+from torch_recompute.planning.sizes import FINENESS, Lengths, longest
 from zoo import mean_loss
 
 NAMES = ("ids", "mask")

@@ -7,7 +7,7 @@ pipeline is one planner of the whole model, cut into stages (`stages.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -71,23 +71,35 @@ def profile(
     return Planner(model, args, kwargs, loop=loop, **how).profile
 
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """What does not decide on the kind of plan; see `make_plan`."""
+
+        loss: Loss
+        optimizer: MakeOptimizer
+        device: torch.device | str | Roofline | None
+        solver: str
+        sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str
+        offload: bool | int | str
+        hold_output: bool
+        accumulate: int
+        set_to_none: bool
+
+
+_Budget = int | float | str
+
+
 @overload
 def make_plan(
     model: nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    budget: int | float | str,
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | Roofline | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    budget: _Budget,
     stages: None = None,
-    offload: bool | int | str = False,
-    hold_output: bool = True,
-    accumulate: int = 1,
-    set_to_none: bool = True,
+    **options: Unpack[_Options],
 ) -> Plan: ...
 
 
@@ -97,13 +109,9 @@ def make_plan(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    budget: int | float | str | Sequence[int | float | str],
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | Roofline | None = None,
-    solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    budget: _Budget | Sequence[_Budget],
     stages: Stages | Schedule,
+    **options: Unpack[_Options],
 ) -> StagePlans: ...
 
 

@@ -9,7 +9,8 @@ bits run at the speed of TF32 only where PyTorch's settings allow it, which they
 Measured means: the operation is run alone on inputs that are made up for it (`alone.py`), once to warm up and three
 times in earnest, and the fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run
 alone, is priced by the roofline, scaled by what the measured ones took of theirs, and named in `Measured.timing`. What
-was measured is kept in a file (`kept.py`).
+was measured is kept in a file (`stores/measured.py`), by a hash of the name and arguments. What could not be run is
+not kept, since another time there may be more memory.
 
 Prices decide between plans, so what counts is how they compare. What a step takes as a whole is measured in its turn
 (`clock.py`).
@@ -17,6 +18,7 @@ Prices decide between plans, so what counts is how they compare. What a step tak
 
 from __future__ import annotations
 
+import hashlib
 import re
 import statistics
 import time
@@ -31,8 +33,8 @@ from .. import errors
 from .._compat.fakes import is_operator, without_modes
 from .._compat.flops import fused_on_cpu
 from .._compat.on_cuda import tf32
+from ..stores.measured import PriceFile, full_name
 from .alone import made_up, runs_alone
-from .kept import Kept, full_name, key_of
 from .ops import Op, metas
 
 REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
@@ -204,7 +206,7 @@ _processor: list[Roofline] = []
 def processor() -> Roofline:
     """The roofline of this machine's processor, measured once by a product and a copy, and kept."""
     if not _processor:
-        kept = Kept(full_name(CPU))
+        kept = PriceFile(full_name(CPU))
         if not {"product", "copy", "launch"} <= kept.seconds.keys():
             with without_modes(), torch.no_grad():
                 a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
@@ -241,6 +243,11 @@ def _seconds(call: Any, times: int, device: torch.device) -> list[float]:
     return found
 
 
+def key_of(op: Op) -> str:
+    """The key of an operation in a file of prices."""
+    return hashlib.sha256(repr((str(op.func), op.args, op.kwargs)).encode()).hexdigest()[:32]
+
+
 class Measured:
     """Prices by running each operation on a device, once; what was measured before is read from a file.
 
@@ -253,7 +260,7 @@ class Measured:
 
     def __init__(self, device: torch.device) -> None:
         self._full_name = full_name(device)
-        self._kept = Kept(self._full_name)
+        self._kept = PriceFile(self._full_name)
         self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._device = device
         self._roofline = roofline_of(device)

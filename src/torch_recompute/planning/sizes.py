@@ -3,39 +3,45 @@
 The largest comes first, because a budget in words ("fit", or a share of what recomputation can free) is turned into
 bytes by it; the others get the same bytes. Before anything is planned, the shapes are looked at.
 
-With "all", the sizes are found (`lengths.py`): the lengths of the one example at which a step begins to need more.
+Where the sequence is. The first tensor of a call is its tokens, [batch, sequence], or their embeddings, [batch,
+sequence, width]. Any dimension of another tensor that is as long as the sequence is taken to be the sequence: labels,
+masks of one dimension or two, places. Where the length is also that of another dimension this cannot be told, and is
+refused. A call is shortened by leaving out its end, and lengthened by repeating it, so ids stay valid.
 
-Rejected: one profile, with bytes as a polynomial of the length, for all of it. The simulation of each size keeps the
-promise where a fit would only come near it (a mask that is made from some length on, another kernel of attention). A
-fit is good for finding the lengths.
+Which lengths ("all"). Whatever a step keeps is a polynomial of the length, at most of degree two (scores that are
+written out). So the peak under given choices is nearly quadratic, and a parabola through the three nearest lengths that
+are known says where it meets the budget. That length is simulated, and becomes one of the three, until the longest
+length that fits is known to a sixty-fourth of the longest of all. The choices are taken from the curve of the longest
+call, from those that just fit there to none at all. So there is a class for each length at which a call begins to need
+more, and nothing is left to be learned when a length appears that was not foreseen. A parabola only proposes: what fits
+is known by simulation, and each length that was found is planned by itself. A mask that is made from some length on, or
+another kernel, costs some simulations more.
+
+Rejected: planning a length when it first appears. Its step would wait for the planner, on every rank at another time,
+and compiled models would be compiled again. One profile for all lengths, with bytes as a polynomial of the length: the
+simulation of each size keeps the promise where a fit would only come near it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import nn
 
-from .. import errors
+from .. import _compat, errors
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
-from .lengths import Call, Lengths, longest
+from .planner import Planner
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+FINENESS = 64
+TRUSTED = 8  # as many peaks are enough for a parabola; where they are not, halves are tried
 MOST = 5  # sizes shorter than the longest that are found
-
-
-class Planning(Protocol):
-    """What plans one size."""
-
-    def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
-        """The plan for a budget."""
-        ...
-
-    def curve(self, budget: int, most: int) -> list[Plan]:
-        """Plans whose peaks lie above a budget, from those that replay the most to that without regions."""
-        ...
 
 
 def calls_of(
@@ -88,7 +94,7 @@ def calls_of(
 def plan_sizes(
     model: nn.Module,
     calls: Sequence[Call],
-    planner: Callable[[tuple[Any, ...], dict[str, Any]], Planning],
+    planner: Callable[[tuple[Any, ...], dict[str, Any]], Planner],
     budget: int | float | str,
     solver: str,
 ) -> Plan:
@@ -123,7 +129,7 @@ def plan_sizes(
 def plan_all_sizes(
     model: nn.Module,
     call: Call,
-    planner: Callable[[tuple[Any, ...], dict[str, Any]], Planning],
+    planner: Callable[[tuple[Any, ...], dict[str, Any]], Planner],
     peak: Callable[[Plan, Call], int],
     budget: int | float | str,
     solver: str,
@@ -154,3 +160,100 @@ def plan_all_sizes(
     smaller = plan_sizes(model, calls, planner, allowed, solver) if calls else Plan()
     last = SizeClass(size_of(names, *call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
+
+
+# --- calls of several lengths from one example ---
+
+
+def _no_sequence(given: str) -> str:
+    """Text for a call whose sequence cannot be found."""
+    return (
+        f"sizes are lengths, but the call has {given}, so it cannot be told where its sequence is: the first tensor is "
+        "expected to be tokens [batch, sequence] or embeddings [batch, sequence, width], and no other dimension of it "
+        "to be as long as the sequence.\n"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+    )
+
+
+class Lengths:
+    """One call at other lengths.
+
+    Args:
+        names: The names of the model's arguments, in their order.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        length: Of the call itself.
+
+    Raises:
+        ArgumentError: It cannot be told where the sequence is.
+    """
+
+    def __init__(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = args, kwargs
+        shape = size_of(names, args, kwargs)
+        if shape is None:
+            raise errors.ArgumentError(_no_sequence("no tensor"))
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}"))
+        self.length = shape[1]
+        if shape.count(self.length) > 1:
+            raise errors.ArgumentError(_no_sequence(f"a first tensor of shape {shape}, in which it could be two"))
+
+    def __call__(self, length: int) -> Call:
+        """The call at another length."""
+        if length == self.length:
+            return self._call
+        leaves, spec = _compat.tree_flatten(self._call)
+        with torch.no_grad():
+            made = [self._at(leaf, length) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return _compat.tree_unflatten(made, spec)
+
+    def _at(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        found = tensor
+        for dim, size in enumerate(tensor.shape):
+            if size == self.length:
+                found = found.index_select(dim, torch.arange(length, device=tensor.device) % self.length)
+        return found.requires_grad_(tensor.requires_grad)
+
+
+def longest(peak: Callable[[int], int], budget: int, most: int) -> int:
+    """The longest length whose step fits into a budget, or one that is shorter by less than a share of `most`.
+
+    Args:
+        peak: Bytes at a length; does not fall with it.
+        budget: In bytes.
+        most: A length that does not fit.
+
+    Returns:
+        A length that was tried and fits; 0 if none does.
+    """
+    fits, exceeds = 0, most
+    known = {length: peak(length) for length in {max(1, most // 4), max(1, most // 2)}}
+    while True:
+        fits = max([fits, *(length for length, found in known.items() if found <= budget)])
+        exceeds = min([exceeds, *(length for length, found in known.items() if found > budget)])
+        if exceeds - fits <= max(1, most // FINENESS):
+            return fits
+        length = _proposed(known, budget, fits, exceeds) if len(known) < TRUSTED else (fits + exceeds) // 2
+        known[length] = peak(length)
+
+
+def _proposed(known: dict[int, int], budget: int, fits: int, exceeds: int) -> int:
+    """Where a parabola through the three nearest points meets the budget, or the middle; between the two lengths."""
+    near = sorted(known, key=lambda length: abs(known[length] - budget))[:3]
+    middle = (fits + exceeds) // 2
+    if len(near) < 3:
+        return middle
+    a, b, c = near
+    slope = (known[b] - known[a]) / (b - a)
+    bend = ((known[c] - known[a]) / (c - a) - slope) / (c - b)
+    # known[a] + slope (x - a) + bend (x - a)(x - b) = budget, as a quadratic in x - a
+    linear, rest = slope + bend * (a - b), known[a] - budget
+    under = linear * linear - 4 * bend * rest
+    if linear <= 0 or under < 0:
+        return middle
+    root = a - 2 * rest / (linear + math.sqrt(under))
+    margin = (exceeds - fits) // 8  # so that a bracket shrinks from both sides
+    return min(max(math.floor(root), fits + max(1, margin // 4)), exceeds - max(1, margin // 4))

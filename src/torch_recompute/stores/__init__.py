@@ -5,12 +5,12 @@ device, in host memory, sharded over other ranks. A `Store` is that decision; th
 in forward and `get` when backward needs it, and knows nothing else about it.
 
 `store.py` is the protocol, and what the engine asks of every store; `host.py` is host memory: what goes there, made of
-`parcels.py` (what lies there, and what is on its way) and `lanes.py` (the copies themselves); `bandwidth.py` measures
-how fast they are.
+`parcels.py` (what lies there, and what is on its way) and `lanes.py` (the copies themselves); `measured.py` measures
+how fast they are, and keeps all that is measured on this machine.
 """
 
-from .bandwidth import Bandwidth, bandwidth
 from .host import OnHost
+from .measured import Bandwidth, bandwidth
 from .store import Hooks, Kept, OnDevice, Store
 
 __all__ = ["Bandwidth", "Hooks", "Kept", "OnDevice", "OnHost", "Store", "bandwidth"]
