@@ -2,18 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import comparisons
-import discard
 import pytest
 from discard import BLOCKS, FORMS, Config, Result, parity, plot, run
 from discard.forms import Form
 
 from torch_recompute import __version__
 from torch_recompute.commands import cli
-from torch_recompute.commands import output as command_output
 
 BENCH = ["discard"]
 TINY = [*BENCH, *["--d-model", "8", "--d-ff", "32", "--seq", "20", "--iters", "1", "--device", "cpu"]]
@@ -31,15 +27,6 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def cells(line: str) -> list[str]:
     """The cells of a line of a table."""
     return re.split("  +| (?=[-+~–0-9])", line.strip())
-
-
-@pytest.mark.parametrize("argv", [[], ["frobnicate"], [*BENCH, "--n-layers"], [*BENCH, "--iters", "x"]])
-def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A command line that cannot be parsed ends with 2 and the usage on stderr."""
-    with pytest.raises(SystemExit) as exit_:
-        comparisons.main(argv)
-    assert exit_.value.code == cli.USAGE
-    assert capsys.readouterr().err.startswith("usage: python benchmarks/peers")
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,16 +157,6 @@ def test_plot(published_size: Result, suffix: str, start: bytes, tmp_path) -> No
             assert f"<!-- {height} -->".encode() in data
 
 
-def test_plot_option(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--plot` writes the picture beside what is printed."""
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "peaks.png"
-    options = ["--only", "up_proj", "--n-layers", "1", "--json", "--quiet", "--plot", str(path)]
-    assert comparisons.main([*TINY, *options]) == cli.OK
-    assert json.loads(capsys.readouterr().out)["rows"]
-    assert path.stat().st_size > 1000
-
-
 def test_every_form_has_a_colour() -> None:
     """The plot knows every column of the table."""
     assert set(plot.ORDER) == set(plot.COLOURS) >= {form.name for form in FORMS}
@@ -207,28 +184,3 @@ def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.C
     assert output.out == ""
     assert output.err.startswith(f"torch-recompute: error: {message}")
     assert "Traceback" not in output.err
-
-
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without matplotlib the plot is refused, with what to install, before anything is computed."""
-    monkeypatch.setattr(command_output, "find_spec", lambda name: None)
-    assert comparisons.main([*TINY, "--plot", "peaks.png"]) == cli.USAGE
-    assert "pip install torch-recompute[plot]" in capsys.readouterr().err
-
-
-def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without rich the table is refused with what to install; the quiet JSON form needs no rich."""
-    monkeypatch.delitem(sys.modules, "discard.view", raising=False)
-    monkeypatch.delattr(discard, "view", raising=False)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert comparisons.main(TINY) == cli.USAGE
-    assert "pip install torch-recompute[cli]" in capsys.readouterr().err
-    assert comparisons.main([*TINY, "--only", "up_proj", "--n-layers", "1", "--json", "--quiet"]) == cli.OK
-    assert json.loads(capsys.readouterr().out)["rows"]
-
-
-def test_matplotlib_is_imported_late() -> None:
-    """The command line starts without the packages that only draw and print."""
-    text = "import sys, torch_recompute.commands.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

@@ -272,28 +272,6 @@ def test_what_the_figures_are() -> None:
     assert "d_model 2, d_ff 8, batch 2, sequence 5, a scaled-down copy; median of 2 steps" in how["times"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"n_layers": (8, 0)},
-            r"--n-layers is 0; expected a whole number of at least 1. Write for example --n-layers 8",
-        ),
-        ({"d_ff": -1}, r"--d-ff is -1; expected"),
-        ({"iters": 0}, r"--iters is 0; expected"),
-        ({"scale": 0}, r"--scale is 0; expected"),
-        ({"blocks": ("swiglu", "gelu")}, r"--only names the block 'gelu', .* one or more of fp32_cast, up_proj, "),
-        ({"dtypes": ("fp8",)}, r"--dtype names the dtype 'fp8', .* fp32, bf16. Write for example --dtype fp32"),
-        ({"device": "tpu"}, r"--device is tpu; expected cpu, cuda or cuda:N"),
-        ({"device": "meta"}, r"--device is meta; expected cpu, cuda or cuda:N"),
-    ],
-)
-def test_what_cannot_run(change: dict, message: str) -> None:
-    """What cannot run is refused with what was passed, what was expected and what to write."""
-    with pytest.raises(ArgumentError, match=message):
-        run(replace(TINY, **change))
-
-
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for CUDA where there is none says what happens without it; asking for a device too many says how many."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -265,18 +265,6 @@ def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert f"of {len(ran.result.own)} points of ours {len(ran.result.own)} are within" in " ".join(out.lower().split())
 
 
-def test_json(ran: Ran) -> None:
-    """The document holds every point, how it was obtained, and the verdict."""
-    document = json.loads(ran.result.to_json())
-    assert (document["command"], document["passed"]) == ("peers frontier", True)
-    assert document["config"]["layers"] == 2
-    assert [len(document[key]) for key in ("peers", "ours", "matches")] == [18, 2, 17]
-    assert all(type(point["peak_bytes"]) is int for point in document["peers"])
-    assert document["ours"][0]["promise"]["budget_bytes"] >= document["ours"][0]["peak_bytes"]
-    assert all(entry["ours"]["family"] == MATCHED for entry in document["matches"] if entry["ours"])
-    assert set(document["how"]) == {"peak", "replay", "times", "gradients", "price"}
-
-
 def test_plot(ran: Ran, tmp_path: Path) -> None:
     """The picture names every family, and what has other gradients."""
     pytest.importorskip("matplotlib")

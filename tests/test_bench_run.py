@@ -106,13 +106,7 @@ VERDICTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in, the output is plain, and there is one rank."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 @dataclass(frozen=True)
@@ -323,9 +317,10 @@ def test_the_published_way(launched: Any, tmp_path: Path, capsys: pytest.Capture
     assert "Compared with a golden figure of another name: setting." in out
 
 
-def test_the_table(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The table fits into 80 columns, has no escape codes, and shows what the control costs less."""
     pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
 
     def answer(task: Any) -> Record:
         return good() if task.setting == CONTROL else good(2.0, allocated_bytes=2**19)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import subprocess
 import sys
 from functools import partial
 
@@ -16,13 +17,7 @@ from torch_recompute.commands.demo import SETTINGS, Setting, run
 TINY = ["demo", "--steps", "2", "--layers", "1", "--d-model", "8", "--seq", "16", "--batch", "2"]
 
 
-@pytest.fixture(autouse=True)
-def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in, the output is 100 columns wide and without colour."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,15 +53,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 steps of 2 x 16 bytes of the Python standard library" in output.out
 
 
-def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--quiet` leaves the table and nothing else."""
-    pytest.importorskip("rich")
-    assert cli.main([*TINY, "--quiet"]) == cli.OK
-    output = capsys.readouterr()
-    assert output.err == ""
-    assert "same bits" in output.out
-
-
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     """`--json` prints one document on stdout and nothing else there; options reach the configuration."""
     text = tmp_path / "text"
@@ -95,25 +81,6 @@ def test_a_difference_is_loud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "0x1." in out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "0"], "--steps is 0; expected a whole number of at least 1"),
-        (["--d-model", "30"], "--d-model is 30; expected a multiple of 4"),
-        (["--text", "no/such/file"], "--text no/such/file: no such file or directory; expected a readable file"),
-        (["--text", "."], "--text .: is a directory; expected a readable file"),
-        (["--seq", "10000000"], "the Python standard library has "),
-    ],
-)
-def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong value ends with 2 and one message on stderr, before anything is computed."""
-    assert cli.main([*TINY, *options]) == cli.USAGE
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith(f"torch-recompute: error: {message}")
-    assert "Traceback" not in output.err
-
-
 def test_short_text(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     """A text shorter than a sequence is refused with its length and the sequence length that would do."""
     text = tmp_path / "text"
@@ -126,8 +93,6 @@ def test_short_text(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
 
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without rich the table is refused with what to install; the quiet JSON form needs no rich."""
-    monkeypatch.delitem(sys.modules, "torch_recompute.demo.view", raising=False)
-    monkeypatch.delattr(demo, "view", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
     assert cli.main(TINY) == cli.USAGE
     assert "pip install torch-recompute[cli]" in capsys.readouterr().err
@@ -154,3 +119,10 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demo, "command", interrupted)
     assert cli.main(TINY) == cli.INTERRUPTED
+
+
+def test_what_draws_and_prints_is_imported_late() -> None:
+    """The command line starts without the packages that only draw and print."""
+    text = "import sys, torch_recompute.commands.cli; print({'rich', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -22,7 +22,6 @@ from torch_recompute.commands.demo import (
     run,
     ticks,
 )
-from torch_recompute.errors import ArgumentError
 from torch_recompute.memory import CATEGORIES
 
 TINY = Config(steps=3, layers=2, d_model=32, seq=64, batch=4)
@@ -167,17 +166,3 @@ def test_default_text_is_real_and_bounded() -> None:
     assert name == "the Python standard library"
     assert 10**6 < len(text) <= 4 * 2**20
     assert b"import" in bytes(text[:10000].tolist())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 0}, r"--steps is 0; expected a whole number of at least 1.*--steps 8"),
-        ({"d_model": -4}, r"--d-model is -4; expected a whole number of at least 1"),
-        ({"d_model": 30}, r"--d-model is 30; expected a multiple of 4, .*Write --d-model 32$"),
-    ],
-)
-def test_sizes_that_cannot_run(change: dict[str, int], message: str) -> None:
-    """A size that cannot run is refused with what was passed, what was expected and what to write."""
-    with pytest.raises(ArgumentError, match=message):
-        run(Config(**change))

@@ -59,13 +59,12 @@ def three() -> tuple[nn.Module, int, int]:
     return pair()[0], 1, 2
 
 
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+
 @pytest.fixture(autouse=True)
-def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in, the output is plain, and this file can be imported by its name."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This file can be imported by its name."""
     monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
 
 
@@ -242,15 +241,6 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     assert message in output.err
 
 
-@pytest.mark.parametrize("argv", [[], ["gpt2-xl"], ["gpt2-xl", "--budget", "1GiB", "--frontier"]])
-def test_malformed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A model, and either a budget or the curve, have to be asked for."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["plan", *argv])
-    assert caught.value.code == cli.USAGE
-    assert capsys.readouterr().out == ""
-
-
 def test_batches_that_are_refused(llama: str) -> None:
     """More tokens than positions, tokens of pictures, and models that take something else have no batch."""
     with pytest.raises(ArgumentError, match="--sequence is 513, and MODEL has 512 positions"):
@@ -258,10 +248,3 @@ def test_batches_that_are_refused(llama: str) -> None:
     with pytest.raises(ArgumentError, match="--sequence is a number of tokens, and vit-h takes pixel_values"):
         batch_for(load("vit-h").model, "vit-h", sequence=8)
     assert batch_for(load(llama).model, "MODEL", 3)["input_ids"].shape == (3, 512)
-
-
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where transformers is not installed, a model by name says what to install."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert cli.main(["plan", "gpt2-xl", "--budget", "1GiB"]) == cli.USAGE
-    assert "pip install transformers" in capsys.readouterr().err

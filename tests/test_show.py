@@ -23,21 +23,16 @@ def factory() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
-def no_factory() -> int:
-    return 3
-
-
 def broken_factory() -> nn.Module:
     raise RuntimeError("no weights\nhere")
 
 
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+
 @pytest.fixture(autouse=True)
-def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tests run in, the output is plain, and this file can be imported by its name."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This file can be imported by its name."""
     monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
 
 
@@ -138,11 +133,7 @@ def test_the_current_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monk
     ("model", "message"),
     [
         ("llama-8b", "MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name"),
-        ("this_test:", "which is no file, no folder"),
-        ("no_such_package:model", "No module named 'no_such_package'. Write pkg.module:name"),
-        ("this_test:no_such_name", "has no attribute 'no_such_name'. Write pkg.module:name"),
         ("this_test:NUMBER", "gives int: 3; expected a torch.nn.Module, or a function that returns one"),
-        ("this_test:no_factory", "gives int: 3; expected a torch.nn.Module"),
         ("this_test:broken_factory", "and building it raises RuntimeError: no weights"),
     ],
 )

@@ -425,26 +425,10 @@ class OnRank:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting.
+    """One setting beside the control; its figures are those of its ranks together.
 
-    Attributes:
-        name: What the user calls it.
-        setting: What it says.
-        result: `OK`, `REGRESSION`, `MISMATCH`, or how it ended.
-        detail: Why, unless it is OK.
-        ranks: Each rank's figures.
-        golden: The figure that it was compared with.
-        change_percent: How much more TFLOP/s than that figure.
-        control_time_percent: How much longer a step takes than the control's.
-        control_memory_percent: How much more bytes are allocated than by the control.
-        replay_percent: Replayed FLOPs in percent of the model's.
-        replay_flops: Of a step, on rank 0.
-        flops: The model's, of a step, on rank 0.
-        uncounted: Why there are no FLOPs.
-        unit: What `per_second` counts.
-        regions: Of its plan.
-        predicted_peak_bytes: Of its plan, where one was made for a budget.
-        compared_with: The name of the setting whose losses its own were compared with.
+    `result` is `OK`, `REGRESSION`, `MISMATCH`, or how it ended, and `detail` says why. `change_percent` compares with the
+    golden figure, and `compared_with` names the setting whose losses its own were compared with.
     """
 
     name: str

@@ -93,7 +93,7 @@ class Config:
     layers: int = 6
     d_model: int = 256
     seq: int = 256
-    batch: int = 8
+    batch: int = 4
     seed: int = 0
 
     def check(self) -> None:

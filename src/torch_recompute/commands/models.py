@@ -377,18 +377,7 @@ def call_of(batch: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], d
 
 @dataclass(frozen=True)
 class Step:
-    """The training step that a command line describes.
-
-    Attributes:
-        word: What the user called the model.
-        model: The model.
-        batch: A tuple of positional or a dictionary of keyword arguments.
-        optimizer: Its word.
-        device: What the seconds are of; None for where the model is.
-        offload: Whether, or how much, host memory may be used.
-        loss: From the model's output to a scalar, where that was said.
-        loop: The training loop.
-    """
+    """The training step that a command line describes; `device` is what its seconds are of, None for the model's."""
 
     word: str
     model: nn.Module

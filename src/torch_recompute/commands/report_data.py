@@ -59,13 +59,9 @@ class Span(NamedTuple):
 class Timed:
     """A step and its clock.
 
-    Attributes:
-        simulation: The step.
-        ends: When each event ended, in seconds since the step began; 0 for what was there before.
-        spans: The phases in order.
-        replayed: Seconds of replays, by path of the module that ran again.
-        hosted: Bytes in host memory after each event; empty where nothing is sent there.
-        sent: Bytes that went there, by path of the module that was about to run.
+    `ends` has by event when it ended, in seconds since the step began, and `hosted` the bytes in host memory then.
+    `replayed` has by path of the module that ran again the seconds of replays, `sent` by path of the module that was
+    about to run the bytes that went to host memory.
     """
 
     simulation: Simulation
