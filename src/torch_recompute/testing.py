@@ -107,18 +107,11 @@ def check_peak(memory: Measurement, limit: int) -> None:
         return
     at = max(reading.timeline, key=lambda sample: sample.live_bytes, default=None)
     parts = sorted(((name, count) for name, count in reading.by_category.items() if count), key=lambda part: -part[1])
-    listed = "".join(f"\n  {name:12} {_size(count):>12}" for name, count in parts)
+    listed = "".join(f"\n  {name:12} {errors.size(count):>12}" for name, count in parts)
     write = "Most are no activations, which alone recomputation can spare: a smaller model, or a higher limit."
     if parts[0][0] == "activations":
         write = "Most are activations: put recompute(fn) around what makes them, or apply make_plan(model, args, ...)."
     raise AssertionError(
-        f"peak memory is {_size(reading.peak_bytes)} on {reading.device}, and {_size(limit)} are allowed: "
-        f"{_size(reading.peak_bytes - limit)} too many, at {(at and at.op) or 'the start'}.{listed}\n  {write}"
+        f"peak memory is {errors.size(reading.peak_bytes)} on {reading.device}, and {errors.size(limit)} are allowed: "
+        f"{errors.size(reading.peak_bytes - limit)} too many, at {(at and at.op) or 'the start'}.{listed}\n  {write}"
     )
-
-
-def _size(count: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:,.2f} {name}"
-    return f"{count} bytes"

@@ -267,7 +267,7 @@ def _audit(
     try:
         with torch.inference_mode(False), torch.enable_grad(), NamedSyncs(recorder):
             torch.clear_autocast_cache()
-            found, _ = recorder.run(run, (), {})
+            found = recorder.run(run)
             torch.clear_autocast_cache()
         return found
     finally:

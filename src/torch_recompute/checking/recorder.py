@@ -21,9 +21,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,13 +32,14 @@ from torch.overrides import TorchFunctionMode
 from .. import _compat, _tree
 from .._compat.fakes import traced
 from .._frame import Frame
-from .._observer import running
+from .._observer import observing, running
 from .._replay import Replay
 from .._saved_call import call_again, record_call
 from ..memory.ledger import storages
-from ..memory.operations import Allocation, Allocations, kind_of, leaves
+from ..memory.operations import ModuleStack, Operations, kind_of, leaves
 from .evidence import Sample, sample_of
 
+T = TypeVar("T")
 _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
@@ -46,7 +48,7 @@ _ENGINE = frozenset(
         *("_reach", "stores", "values", "state"),
     )
 )
-_ENDS = (record_call.__code__, call_again.__code__, Allocations.run.__code__)
+_ENDS = (record_call.__code__, call_again.__code__)
 _VALUES = f"{_ROOT}values.py"
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
 _SORTS = frozenset({"aten.sort", "aten.argsort"})
@@ -180,7 +182,7 @@ class _Place(NamedTuple):
     runs: list[RegionRun]
 
 
-class Recorder(Allocations):
+class Recorder(Operations):
     """Sees operations, modules and regions while a model runs.
 
     Args:
@@ -188,15 +190,27 @@ class Recorder(Allocations):
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__(names)
+        super().__init__()
+        self.modules = ModuleStack(names, others=True)
         self.runs: dict[int, RegionRun] = {}
         self.kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.calling = ""  # the call that runs, as the code writes it
         self.waited = 0  # how many operations that wait were seen
-        self._made: dict[int, tuple[Allocation, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}  # storages that were made, numbered in order
         self._count = 0
+        self._running = False
         self._again: tuple[CodeType, RegionRun] | None = None
         self._listening = True
+
+    def run(self, fn: Callable[[], T]) -> T:
+        """Calls `fn`, and writes down what runs meanwhile."""
+        self._running = True
+        try:
+            with self.modules.following(), observing(), self:
+                return fn()
+        finally:
+            self._running = False
+            self.modules = ModuleStack({})
 
     def end(self) -> None:
         """Lets go of everything: regions hold this mode, and the runs hold regions."""
@@ -234,19 +248,14 @@ class Recorder(Allocations):
         name = str(getattr(func, "overloadpacket", func))
         with _no_function_modes():
             place = self._place()
-            op = (
-                RecordedOp(name, self.modules.module)
-                if place is None
-                else RecordedOp(name, self.modules.module, *place[:3])
-            )
+            op = RecordedOp(name, self.modules.module, *(() if place is None else place[:3]))
             written = [*_compat.written_by(func, args, kwargs), *(args[3:5] if name in _STATISTICS else ())]
             self._before_writing(written, op, () if place is None else place.runs)
         out = func(*args, **kwargs)
         with _no_function_modes():
             if name in _UNDEFINED:
                 out.zero_()
-            self.show(func, args, kwargs, out)
-            self._number(out)
+            self._number(func, (args, kwargs), out)
             if place is not None and place.runs and name != "aten.detach":
                 _describe(op, func, args, kwargs, out, written)
                 what = _sync_of(name, func, args, kwargs, out)
@@ -266,22 +275,25 @@ class Recorder(Allocations):
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _number(self, out: Any) -> None:
-        """Counts the storages that were made, in order."""
+    def _made_at(self, storage: torch.UntypedStorage) -> int:
+        """Which of the storages that were made this one is; 0 if it was there before."""
+        ref, number = self._made.get(id(storage), (None, 0))
+        return number if ref is not None and ref() is storage else 0
+
+    def _number(self, func: Any, inputs: object, out: Any) -> None:
+        given = {id(storage) for _, storage in storages(inputs)}
+        if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` announces a new storage
+            given.clear()
         for tensor in leaves(out):
             for _, storage in storages(tensor):
-                birth = self._found.get(id(storage))
-                if birth is not None and self._made.get(id(storage), (None,))[0] is not birth:
+                if id(storage) not in given and not self._made_at(storage):
                     self._count += 1
-                    self._made[id(storage)] = birth, self._count
+                    self._made[id(storage)] = weakref.ref(storage), self._count
 
     def _before_writing(self, tensors: list[Any], op: RecordedOp, runs: Iterable[RegionRun]) -> None:
         for tensor in leaves(tensors):
             for _, storage in storages(tensor):
-                key = id(storage)
-                birth, made = self._made.get(key, (None, 0))
-                if birth is None or birth() is not storage:
-                    made = 0  # it was there before
+                made, key = self._made_at(storage), id(storage)
                 if storage.nbytes() == 0 or storage.device.type == "meta":
                     continue
                 if made == 0 and key not in self.kept:
@@ -318,7 +330,11 @@ class Recorder(Allocations):
                 break
             elif code is Replay.go.__code__:
                 return None
-            elif code in _ENDS or (code.co_name == "choose" and code.co_filename == _VALUES):
+            elif (
+                code in _ENDS
+                or code is Recorder.run.__code__
+                or (code.co_name == "choose" and code.co_filename == _VALUES)
+            ):
                 break
             else:
                 kind = kind_of(code.co_filename)
