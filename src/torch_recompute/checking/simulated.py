@@ -39,7 +39,7 @@ from .._loop import Loop
 from .._observer import Observer, observing, running
 from ..memory.free import free_bytes
 from ..memory.holders import Holders
-from ..memory.ledger import storages
+from ..memory.ledger import CountedOnce, storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of
@@ -130,13 +130,8 @@ class Accounts(Observer):
     def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor that a region drops, once, with the outermost region around it."""
         top = self._tops.get(frame)
-        if top is None:
-            return
-        for _, storage in storages(tensor):
-            known = top.dropped.get(id(storage))
-            if known is None or known() is not storage:
-                top.dropped[id(storage)] = weakref.ref(storage)
-                top.account.dropped_bytes += int(storage.nbytes())
+        if top is not None:
+            top.account.dropped_bytes += top.dropped.add(tensor)
 
     def close(self, value: object) -> None:
         """Called when the loss is there, with it: counts who holds what."""
@@ -145,13 +140,13 @@ class Accounts(Observer):
         holders.walk()
         for one in self._outermost:
             account = one.account
-            for key, ref in one.dropped.items():
-                hold, storage = holders.of.get(key), ref()
-                if hold is None or storage is None:
+            for key, nbytes in one.dropped.alive():
+                hold = holders.of.get(key)
+                if hold is None:
                     continue
                 others = [name for name in map(self._top, hold.regions) if name != one.name]
                 if hold.plain or others:
-                    account.pinned_bytes += int(storage.nbytes())
+                    account.pinned_bytes += nbytes
                     account.pinned_by += hold.savers if hold.plain else [f"the region {starred(others[0])}"]
             account.pinned_by = list(dict.fromkeys(account.pinned_by))
         for key, hold in holders.of.items():
@@ -195,7 +190,7 @@ class _Outermost:
 
     name: str
     account: Account
-    dropped: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    dropped: CountedOnce = field(default_factory=CountedOnce)
 
 
 def starred(name: str) -> str:

@@ -244,6 +244,34 @@ def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage
             yield from storages(item)
 
 
+class CountedOnce:
+    """Storages that are counted once each, however many tensors show them; none is kept alive.
+
+    Told apart by weak references: a region drops what it saves, and the next tensor may well be at the same address.
+
+    Attributes:
+        nbytes: Bytes of all.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def add(self, value: object) -> int:
+        """Counts the storages under a nest of tensors; returns the bytes of those that are new."""
+        before = self.nbytes
+        for _, storage in storages(value):
+            known = self._found.get(id(storage))
+            if known is None or known[0]() is not storage:
+                self._found[id(storage)] = weakref.ref(storage), int(storage.nbytes())
+                self.nbytes += int(storage.nbytes())
+        return self.nbytes - before
+
+    def alive(self) -> Iterator[tuple[int, int]]:
+        """Those that still are, by `id` of their Python object, with the bytes that they were counted with."""
+        return ((key, nbytes) for key, (ref, nbytes) in self._found.items() if ref() is not None)
+
+
 def by_category(entries: Iterable[tuple[Entry, int]]) -> dict[str, int]:
     """The bytes of some entries, by what they turned out to be for."""
     totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)

@@ -22,7 +22,7 @@ from .. import errors
 from .._compat.fakes import FakeTensor
 from .._observer import Observer, always
 from ..memory import measurement
-from ..memory.ledger import storages
+from ..memory.ledger import CountedOnce
 from .plan import Plan
 from .planned import solve
 
@@ -126,7 +126,7 @@ def _alive(model: nn.Module | None, device: torch.device | None) -> str:
 
 
 def _bytes(tensors: list[torch.Tensor | None]) -> int:
-    return sum({id(storage): int(storage.nbytes()) for _, storage in storages(tensors)}.values())
+    return CountedOnce().add(tensors)
 
 
 def _broken_promise(predicted: int, capacity: int | None) -> str:

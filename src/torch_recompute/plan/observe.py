@@ -10,9 +10,6 @@ A step is watched if somebody asks for it (`Applied.watch`). Otherwise a region 
 of it looks at: no mode is entered, no time taken. A call that began while it was watched has its figures for an
 observer, so its replays are watched wherever the backward runs. Times are two events on CUDA, read when the figures are
 asked for.
-
-Storages are told apart by weak references: a region drops what it saves, and the next tensor may well lie at the
-same address.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from .._compat.capture import capturing
 from .._compat.flops import flops
 from .._frame import Frame
 from .._observer import Observer, Running, running
+from ..memory.ledger import CountedOnce
 from ..memory.operations import Operations
 from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
@@ -62,7 +60,7 @@ class Figures(Observer):
         self.watchers = 0
         self._name, self._compare = name, compare
         self._first: weakref.ref[Frame] | None = None
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._dropped = CountedOnce()
         self._flips: list[torch.Tensor] = []
         self._times: list[tuple[Stamp, Stamp]] = []
         self._lock = threading.Lock()
@@ -93,8 +91,7 @@ class Figures(Observer):
             inner = around is not None and any(at.run is around for at in running()[:-1])
             first = self.saved_bytes is None or inner
             if first:
-                self.saved_bytes, self._first = 0, weakref.ref(frame)
-                self._seen.clear()
+                self.saved_bytes, self._first, self._dropped = 0, weakref.ref(frame), CountedOnce()
         if first and self._compare and not frame.replaying and not capturing():
             picks = Picks()
             save_for_recompute(picks, key=COMPARED)
@@ -105,13 +102,8 @@ class Figures(Observer):
 
     def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor."""
-        if self._first is None or self._first() is not frame or tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        known = self._seen.get(id(storage))
-        if known is None or known() is not storage:
-            self._seen[id(storage)] = weakref.ref(storage)
-            self.saved_bytes = (self.saved_bytes or 0) + storage.nbytes()
+        if self._first is not None and self._first() is frame:
+            self.saved_bytes = (self.saved_bytes or 0) + self._dropped.add(tensor)
 
     @contextmanager
     def _replay(self, run: Run) -> Generator[None]:
