@@ -50,7 +50,7 @@ DEPTH = 4
 # --- two tensors ------------------------------------------------------------------------------------------------------
 
 
-class Sample(NamedTuple):
+class TensorSample(NamedTuple):
     """What is kept of a tensor: a digest of all its bits, and all values or evenly spaced ones.
 
     Attributes:
@@ -63,11 +63,11 @@ class Sample(NamedTuple):
     values: torch.Tensor
     size: int
 
-    def same(self, other: Sample) -> bool:
+    def same(self, other: TensorSample) -> bool:
         """Whether all bits are the same."""
         return self.size == other.size and torch.equal(self.digest, other.digest)
 
-    def difference(self, other: Sample) -> str:
+    def difference(self, other: TensorSample) -> str:
         """How far another sample is from this one, in words."""
         then, now = self.values, other.values
         some = "" if self.size == then.numel() else f" (of {then.numel():,} looked at)"
@@ -86,12 +86,12 @@ class Sample(NamedTuple):
         return f"by up to {float(finite.max()):.2g}, in values of up to {largest:.2g}{some}"
 
 
-def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> Sample | None:
+def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> TensorSample | None:
     """A sample of a tensor; None of one that holds no values, or is of a subclass."""
     if tensor.device.type == "meta" or tensor.numel() == 0 or not _compat.is_plain(tensor):
         return None
     flat = _flat(tensor)
-    return Sample(_tree.digest(tensor), flat[:: -(-flat.numel() // most)].clone(), flat.numel())
+    return TensorSample(_tree.digest(tensor), flat[:: -(-flat.numel() // most)].clone(), flat.numel())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _in_words(mine: torch.Tensor | None, theirs: torch.Tensor | None, allowed: f
         return "is missing with regions"
     if mine.dtype != theirs.dtype:
         return f"is {theirs.dtype} with regions, and {mine.dtype} without"
-    a, b = (Sample(one, one, one.numel()) for one in (_flat(mine), _flat(theirs)))
+    a, b = (TensorSample(one, one, one.numel()) for one in (_flat(mine), _flat(theirs)))
     noisy = f"; noise of the plain step would explain {allowed:.2g} of the largest value" if allowed else ""
     return f"differs {a.difference(b)}{noisy}"
 
@@ -332,7 +332,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 # --- side effects -----------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _Container(NamedTuple):
     """A namespace or container: what to call a change in it, and what was there, by name.
 
     Attributes:
@@ -389,7 +389,7 @@ class SideEffects:
         scopes: Iterable[tuple[types.CodeType, dict[str, Any]]] = (),
     ) -> None:
         self._states = [(name, restore, capture()) for name, capture, restore in _generators()]
-        self._places: list[_Place] = []
+        self._places: list[_Container] = []
         self._seen: dict[int, Any] = {}
         for module, name in modules:
             self._seen[id(module)] = module
@@ -424,7 +424,7 @@ class SideEffects:
             put(then)
 
     def _namespace(self, label: str, container: dict[str, Any], counts: Callable[[Any], bool]) -> None:
-        place = _Place(label, container, {key: value for key, value in container.items() if counts(key)}, counts)
+        place = _Container(label, container, {key: value for key, value in container.items() if counts(key)}, counts)
         self._places.append(place)
         for key, value in place.then.items():
             self._look(label.format(key=key), value, 1)
@@ -456,7 +456,7 @@ class SideEffects:
     def _hold(self, label: str, container: Any, depth: int) -> None:
         then = _contents(container)
         if not isinstance(container, tuple):
-            self._places.append(_Place(label.replace("{", "{{").replace("}", "}}"), container, then))
+            self._places.append(_Container(label.replace("{", "{{").replace("}", "}}"), container, then))
         for inner in then.values():
             self._look(label, inner, depth + 1)
 

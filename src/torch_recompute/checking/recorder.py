@@ -37,7 +37,7 @@ from .._replay import Replay
 from .._saved_call import call_again, record_call
 from ..memory.ledger import storages
 from ..memory.operations import ModuleStack, Operations, kind_of, leaves
-from .evidence import Sample, sample_of
+from .evidence import TensorSample, sample_of
 
 T = TypeVar("T")
 _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -111,7 +111,7 @@ class RecordedOp:
     def __init__(self, op: str, module: str, line: str = "", near: str = "", region: str = "") -> None:
         self.op, self.module, self.line, self.near, self.region = op, module, line, near, region
         self.metas: list[Any] = []
-        self.samples: list[Sample] = []
+        self.samples: list[TensorSample] = []
         self.chosen: Indices | None = None
         self.random = False
 
@@ -171,11 +171,11 @@ class RegionRun:
         self.syncs: list[DeviceSync] = []
         self.written: dict[int, Written] = {}
         self.scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
-        self.inputs: list[Sample | None] = []
+        self.inputs: list[TensorSample | None] = []
         self.arguments: dict[int, str] = {}
 
 
-class _Place(NamedTuple):
+class _OpPlace(NamedTuple):
     line: str
     near: str
     region: str
@@ -304,7 +304,7 @@ class Recorder(Operations):
 
     # --- places ---------------------------------------------------------------------------------------------------
 
-    def _place(self) -> _Place | None:
+    def _place(self) -> _OpPlace | None:
         """Where the present operation runs; None for the engine's own, and for what no replay repeats."""
         line = fallback = region = ""
         near: str | None = None
@@ -354,7 +354,7 @@ class Recorder(Operations):
             run.line = run.line or line
             for code, scope in scopes:
                 run.scopes[id(code)] = code, scope
-        return _Place(line or fallback, near or "", region, runs)
+        return _OpPlace(line or fallback, near or "", region, runs)
 
     def _run_of(self, frame: Frame, args: Any, kwargs: Any) -> RegionRun:
         run = self.runs.get(id(frame))
