@@ -427,7 +427,7 @@ class OnRank:
 class Row:
     """One setting beside the control; its figures are those of its ranks together.
 
-    `result` is `OK`, `REGRESSION`, `MISMATCH`, or how it ended, and `detail` says why. `change_percent` compares with the
+    `result` is `OK`, `REGRESSION`, `MISMATCH`, or how it ended, and `detail` says why. `change_percent` is beside the
     golden figure, and `compared_with` names the setting whose losses its own were compared with.
     """
 

@@ -175,12 +175,6 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss.item()
 
-    def timed_step(self, number: int, text: Tensor) -> None:
-        """A step of the loss curve."""
-        start = time.perf_counter()
-        self.losses.append(self.step(number, text))
-        self.seconds.append(time.perf_counter() - start)
-
     def bytes_of_step(self, number: int, text: Tensor) -> dict[str, int]:
         """What is alive at the peak of a step."""
         with measure(self.model, self.optimizer).track(text) as m:
@@ -278,7 +272,9 @@ def run(
             step, batch = next(numbered)
             turn = step % len(trainers)
             for trainer in trainers[turn:] + trainers[:turn]:
-                trainer.timed_step(step, batch)
+                start = time.perf_counter()
+                trainer.losses.append(trainer.step(step, batch))
+                trainer.seconds.append(time.perf_counter() - start)
                 progress(f"step {step + 1} of {config.steps}, loss {trainer.losses[-1]:.3f}")
         memory_step, flops_step = next(numbered), next(numbered)
         memory: list[dict[str, int]] = []
