@@ -5,8 +5,9 @@ held by others. The consumer of a fused attention saves its output; a softmax sa
 around it keeps the input as well, which nothing kept before.
 
 Idea. Count it where it happens, on the fake tensors of one simulated step. The engine says what each region drops
-(`_observer.py`); when the loss is there, the graph is walked (`memory/holders.py`), and memory that was dropped and is
-held by something else is *pinned*, memory that a region holds and nothing else does is *held*. What the region frees is
+(`_observer.py`); when the loss is there, the graph is walked (`memory/retainers.py`), and memory that was dropped and
+is held by something else is *pinned*, memory that a region holds and nothing else does is *held*. What the region frees
+is
 
     dropped - pinned - held
 
@@ -38,8 +39,8 @@ from .._frame import Frame
 from .._loop import Loop
 from .._observer import Observer, observing, running
 from ..memory.free import free_bytes
-from ..memory.holders import Holders
 from ..memory.ledger import CountedOnce, storages
+from ..memory.retainers import Retainers
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of
@@ -135,13 +136,13 @@ class Accounts(Observer):
 
     def close(self, value: object) -> None:
         """Called when the loss is there, with it: counts who holds what."""
-        holders = Holders()
-        holders.start(value)
-        holders.walk()
+        retainers = Retainers()
+        retainers.start(value)
+        retainers.walk()
         for one in self._outermost:
             account = one.account
             for key, nbytes in one.dropped.alive():
-                hold = holders.of.get(key)
+                hold = retainers.of.get(key)
                 if hold is None:
                     continue
                 others = [name for name in map(self._top, hold.regions) if name != one.name]
@@ -149,7 +150,7 @@ class Accounts(Observer):
                     account.pinned_bytes += nbytes
                     account.pinned_by += hold.savers if hold.plain else [f"the region {starred(others[0])}"]
             account.pinned_by = list(dict.fromkeys(account.pinned_by))
-        for key, hold in holders.of.items():
+        for key, hold in retainers.of.items():
             ref = self._made.get(key)
             storage = None if ref is None else ref()
             if storage is not None and hold.regions and not hold.plain and not hold.in_region:

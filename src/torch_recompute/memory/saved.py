@@ -5,7 +5,7 @@ all: a region holds its inputs, a custom Function stashes on its `ctx`, a module
 
 Idea. Run the model once, watching allocations (`operations.py`). Then hold the graph alone and let the result go. What
 was made in the forward and is alive now is what the forward keeps, whatever the reason: that is the total, and it is
-exact before anything is explained. The explanation comes afterwards (`holders.py`) and gives each row its kind:
+exact before anything is explained. The explanation comes afterwards (`retainers.py`) and gives each row its kind:
 
     saved     autograd saved it, for the nodes in `saved_by`
     region    a region holds it until its replay: an input, or what a saved call stores
@@ -44,9 +44,9 @@ from .._reach import Reach
 from .._text import table
 from .._tree import check_call
 from ..state import DEFAULT, Ambient, GeneratorRng, TensorState
-from .holders import Hold, Holders, name_referrers, python_tensors
 from .ledger import storages
 from .operations import Allocation, Allocations
+from .retainers import Hold, Retainers, name_referrers, python_tensors
 
 _WHAT = "saved_activations"
 KINDS = ("saved", "region", "escaped")
@@ -89,25 +89,27 @@ def saved_activations(
 def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reach: Reach) -> SavedActivations:
     values = [*args, *kwargs.values()]
     names = module_names(model, reach)
-    holders = Holders()
+    retainers = Retainers()
     with as_before(reach, values):
-        made, with_result = _run(Allocations(names), holders, model, args, kwargs)
+        made, with_result = _run(Allocations(names), retainers, model, args, kwargs)
     alive = _alive(made)  # the graph alone holds these, and whatever escaped
-    holders.start(values)  # a tensor changed in place has a history too
-    holders.walk()
-    cycles = _explain_the_rest(alive, holders, lambda module: names.get(id(module), type(module).__name__))
-    rows = [_row(one, nbytes, holders.of.get(key), key in cycles) for key, (one, nbytes) in alive.items()]
+    retainers.start(values)  # a tensor changed in place has a history too
+    retainers.walk()
+    cycles = _explain_the_rest(alive, retainers, lambda module: names.get(id(module), type(module).__name__))
+    rows = [_row(one, nbytes, retainers.of.get(key), key in cycles) for key, (one, nbytes) in alive.items()]
     rows.sort(key=lambda row: -row.bytes)
     known = _names_of_storages(reach, names, args, kwargs)
-    existing = [_existing(hold, *known.get(key, ("other", ""))) for key, hold in holders.of.items() if key not in alive]
+    existing = [
+        _existing(hold, *known.get(key, ("other", ""))) for key, hold in retainers.of.items() if key not in alive
+    ]
     result_only = sum(nbytes for key, nbytes in with_result.items() if key not in alive)
     return SavedActivations(tuple(rows), result_only, tuple(existing))
 
 
 def _run(
-    mode: Allocations, holders: Holders, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Allocations, retainers: Retainers, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[int, Allocation], dict[int, int]]:
-    """Calls the model; leads `holders` to the graph and lets the result go.
+    """Calls the model; leads `retainers` to the graph and lets the result go.
 
     Returns:
         The storages made, and the bytes of those that were alive while the result was held.
@@ -116,7 +118,7 @@ def _run(
         torch.clear_autocast_cache()  # a cast kept from before would not be seen, one kept from now is not the graph's
         result, made = mode.run(model, args, kwargs)
         torch.clear_autocast_cache()
-    in_result = {id(storage) for tensor in holders.start(result) for _, storage in storages(tensor)}
+    in_result = {id(storage) for tensor in retainers.start(result) for _, storage in storages(tensor)}
     for key in in_result & made.keys():
         made[key].result = True
     return made, {key: nbytes for key, (_, nbytes) in _alive(made).items()}
@@ -133,18 +135,18 @@ def _alive(made: Mapping[int, Allocation]) -> dict[int, tuple[Allocation, int]]:
 
 
 def _explain_the_rest(
-    alive: Mapping[int, tuple[Allocation, int]], holders: Holders, name: Callable[[nn.Module], str]
+    alive: Mapping[int, tuple[Allocation, int]], retainers: Retainers, name: Callable[[nn.Module], str]
 ) -> set[int]:
     """Finds out who keeps what no node and no region was found to keep; returns what was a cycle's garbage."""
-    unknown = {key for key in alive if key not in holders.of}
+    unknown = {key for key in alive if key not in retainers.of}
     if not unknown:
         return unknown
     tensors = python_tensors(unknown)
-    holders.start(tensors)  # the graph behind a tensor that a module has put aside is kept as well
-    holders.walk()
-    tensors[:] = [t for t in tensors if any(id(s) in unknown and id(s) not in holders.of for _, s in storages(t))]
+    retainers.start(tensors)  # the graph behind a tensor that a module has put aside is kept as well
+    retainers.walk()
+    tensors[:] = [t for t in tensors if any(id(s) in unknown and id(s) not in retainers.of for _, s in storages(t))]
     for tensor, holder in name_referrers(tensors, name):
-        holders.stash(tensor, holder)
+        retainers.stash(tensor, holder)
     del tensors[:]
     gc.collect()
     return {key for key in unknown if alive[key][0]() is None}

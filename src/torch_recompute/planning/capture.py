@@ -31,7 +31,7 @@ from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
-from ..simulation.fake_mode import Faker, Pretend
+from ..simulation.fake_mode import FakeMode, Faker
 from .ops import Op, logging
 from .trials import Call
 
@@ -53,7 +53,7 @@ class Captured:
     """
 
     units: Units
-    pretend: Pretend
+    pretend: FakeMode
     paths: list[str] = field(default_factory=list[str])
     calls: list[Call] = field(default_factory=list[Call])
     kinds: list[int] = field(default_factory=list[int])
@@ -100,7 +100,7 @@ def capture(
     copy: nn.Module = faker.copy(model)
     args, kwargs = faker.arguments(args, kwargs)
     units = find_units(model)
-    found = Captured(units, Pretend(fakes, lambda: "", composed))
+    found = Captured(units, FakeMode(fakes, lambda: "", composed))
     modules = dict(copy.named_modules())
     kinds = composed.partition(" ")[0], (device or torch.device("cpu")).type
     seen = _Seen({path: modules[path] for path in segments(units, copy)}, kinds)

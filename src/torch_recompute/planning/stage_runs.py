@@ -34,7 +34,7 @@ from ..memory.operations import ModuleStack
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
-from ..simulation.fake_mode import Faker, Pretend
+from ..simulation.fake_mode import FakeMode, Faker
 from ..simulation.step import Recording
 from ..state import DEFAULT
 from .ops import Op, op_of
@@ -105,7 +105,7 @@ class StageRunner:
         self.call = faker.arguments(args, kwargs or {})
         self.loss, self.device, self.stages, self.release = loss, device, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = Pretend(fakes, lambda: self.modules.now()[1], composed)
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], composed)
         self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
         self._rounding = rounding
         self._clear_gradients()

@@ -29,7 +29,7 @@ from ..memory.measurement import SimulatedMeasurement
 from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
-from ..simulation.fake_mode import Pretend
+from ..simulation.fake_mode import FakeMode
 from .hosts import HostApart
 from .ops import Op, op_of
 
@@ -141,7 +141,7 @@ class _Counts:
             self.ran[op] += 1
 
 
-def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
+def attempt(call: Call, choices: Sequence[Choice], pretend: FakeMode) -> Tried:
     """Runs a segment under some choices.
 
     Args:
@@ -167,7 +167,7 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: Pretend) -> Tried:
             parameter.grad = gradient
 
 
-def _run(call: Call, holder: nn.Module, pretend: Pretend, host: HostApart) -> Tried:
+def _run(call: Call, holder: nn.Module, pretend: FakeMode, host: HostApart) -> Tried:
     counts = _Counts()
     m = SimulatedMeasurement(None, pretend, counts.see)
     like = call.inputs

@@ -152,7 +152,7 @@ def _cannot_simulate(op: str, where: str, error: Exception) -> str:
     )
 
 
-class Pretend(TorchDispatchMode):
+class FakeMode(TorchDispatchMode):
     """Runs operations on real small tensors, simulates those on fake ones.
 
     Args:

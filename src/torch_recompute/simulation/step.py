@@ -42,7 +42,7 @@ from ..memory.measurement import SimulatedMeasurement
 from ..memory.operations import PHASES, ModuleStack
 from ..memory.workspaces import kept_by_cublas
 from ..state import DEFAULT
-from .fake_mode import Faker, Pretend
+from .fake_mode import FakeMode, Faker
 from .result import Moment, Simulation
 
 _WHAT = "simulate"
@@ -237,7 +237,7 @@ class _Step:
         for parameter in self._model.parameters():
             parameter.grad = None
         self._modules = ModuleStack({id(module): path for path, module in self._model.named_modules()})
-        self._pretend = Pretend(self._fakes, lambda: self._modules.now()[1], self._composed)
+        self._pretend = FakeMode(self._fakes, lambda: self._modules.now()[1], self._composed)
         if optimizer is not None and not instance:
             with self._pretend:
                 self._optimizer = optimizer(list(self._model.parameters()))
@@ -382,7 +382,7 @@ class Recording(SimulatedMeasurement):
     """
 
     def __init__(
-        self, pretend: Pretend, modules: ModuleStack, device: torch.device, rounding: int, watch: Watch | None = None
+        self, pretend: FakeMode, modules: ModuleStack, device: torch.device, rounding: int, watch: Watch | None = None
     ) -> None:
         super().__init__(device, pretend)
         self._here = device

@@ -66,7 +66,7 @@ class Hold:
         self.about = tuple(map(int, tensor.shape)), dtype, str(tensor.device)
 
 
-class Holders:
+class Retainers:
     """What is known of who keeps which storage; `of` is by `id` of the storage's Python object.
 
     It holds the graph that it has been led to.
