@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from torch_recompute import make_plan
 from torch_recompute.planning import prices
-from torch_recompute.planning.alone import made_up, runs_alone
 from torch_recompute.planning.ops import Op, logging
-from torch_recompute.planning.prices import Measured
+from torch_recompute.planning.prices import Measured, made_up, runs_alone
 
 CPU = torch.device("cpu")
 Call = Callable[[], Any]

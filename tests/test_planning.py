@@ -28,11 +28,10 @@ from torch_recompute import (
 )
 from torch_recompute._loop import Loop
 from torch_recompute.plan.solve import smallest
-from torch_recompute.planning.capture import capture
-from torch_recompute.planning.guesses import all_guesses
+from torch_recompute.planning.candidates import all_guesses, trace
 from torch_recompute.planning.planner import Planner
 from torch_recompute.planning.prices import Roofline
-from torch_recompute.planning.trace import trace
+from torch_recompute.planning.segments import capture
 from zoo import build, mean_loss, scalar_loss
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 2

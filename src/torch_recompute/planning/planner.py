@@ -5,7 +5,7 @@ average are of no use to somebody whose step dies of the one that was not.
 
 Idea. Three steps, the last of which is the promise:
 
-    profile    the step is simulated once with no region; each kind of segment is looked at alone (`trace.py`) and
+    profile    the step is simulated once with no region; each kind of segment is looked at alone (`candidates.py`) and
                tried under the choices worth it (`trials.py`); what else lives is taken from the simulation
                (`calibrate.py`)
     solve      `plan/solve.py` chooses one option per segment, on plain data
@@ -42,15 +42,13 @@ from ..plan.wrappers import described
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from .calibrate import calibrate
-from .capture import Captured, capture
+from .candidates import Guess, SegmentTrace, guesses, trace
 from .clock import Scale, clock, obstacle
-from .grouping import groups
-from .guesses import Guess, guesses
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .prices import Measured, Roofline, prices_for, where
+from .segments import Captured, capture, groups
 from .stage_runs import StageRunner
-from .trace import Trace, trace
 from .trials import Call, Tried, attempt
 
 ROUNDS = 8
@@ -286,7 +284,7 @@ class Planner:
         ways: dict[str, Kind] = {}
         several = {path for path, times in Counter(self._paths).items() if times > 1}
         guessed: dict[str, list[Guess]] = {}
-        traces: dict[str, Trace] = {}
+        traces: dict[str, SegmentTrace] = {}
         firsts = {kind: i for i, kind in reversed(list(enumerate(self._kinds)))}
         for kind, first in firsts.items():
             path, call = self._paths[first], captured.calls[first]

@@ -9,14 +9,25 @@ Segments are the layers that `find_units` sees. Where it sees none (a U-Net, a c
 largest modules with at most `PRODUCTS` products each.
 
 A module that is called more than once in a forward is a segment for each of its calls, of kinds of its own: the bytes
-of each call lie at another place of the step, and one choice is for all of them (`plan/repeated.py`).
+of each call are at another place of the step, and one choice is for all of them (`plan/solve.py`).
+
+Several layers under one region. Where there are many layers, or long sequences, the inputs of recomputed layers do not
+fit, however little else is kept; then some inputs have to be rebuilt from others. Layers in a row are recomputed
+together: of `g` layers one input is kept. Together they are rebuilt whole, so the group holds `g` layers while its
+backward runs; where that is too much, each is a region of its own in the replay of them all (`Choice.nested`), which
+holds `g` inputs and one layer, for one more forward of all but the last. With the square root of the layers as `g`, the
+bytes grow with the square root of the layers.
+
+Groups are powers of two, so a few of them fill any run of equal layers, and a search can take runs in blocks. They are
+tried as single layers are, by doing it. In a group nothing is kept but attention, the call that costs most to repeat
+for what it stores: where single layers fit, what is kept in them is chosen layer by layer.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +38,7 @@ from torch import nn
 from .. import _compat, errors
 from .._compat.fakes import FakeTensorMode
 from ..plan.apply import apply
+from ..plan.choice import ATTENTION, DOWN, Choice, Target
 from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
@@ -103,7 +115,7 @@ def capture(
     found = Captured(units, FakeMode(fakes, lambda: "", composed))
     modules = dict(copy.named_modules())
     kinds = composed.partition(" ")[0], (device or torch.device("cpu")).type
-    seen = _Seen({path: modules[path] for path in segments(units, copy)}, kinds)
+    seen = _SeenCalls({path: modules[path] for path in segments(units, copy)}, kinds)
     handle = apply(copy, Plan())  # which keeps a model from filling a cache in training
     with found.running(), seen:
         copy(*args, **kwargs)
@@ -141,7 +153,7 @@ def _autocast(leaves: list[Any]) -> torch.autocast | None:
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
-class _Seen:
+class _SeenCalls:
     """The calls of some modules and the operations that run in each."""
 
     def __init__(self, modules: dict[str, nn.Module], device_types: tuple[str, ...]) -> None:
@@ -154,7 +166,7 @@ class _Seen:
         self._open: list[list[Op]] = []
         self._stack = ExitStack()
 
-    def __enter__(self) -> _Seen:
+    def __enter__(self) -> _SeenCalls:
         for path, module in self._modules.items():
             enter = module.register_forward_pre_hook(self._entering(path), prepend=False, with_kwargs=True)
             leave = module.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
@@ -217,3 +229,83 @@ def segments(units: Units, model: nn.Module) -> list[str]:
             seen.add(module)
             found.append(path)
     return found
+
+
+# --- several layers under one region ---
+
+TOGETHER = 2
+LARGEST = 8
+KEEPS = ((), (ATTENTION,), (ATTENTION, DOWN))
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers to recompute together.
+
+    Attributes:
+        call: How they are called.
+        paths: Where they are.
+        choice: The region, its paths those of the trial.
+    """
+
+    call: Call
+    paths: tuple[str, ...]
+    choice: Choice
+
+    @property
+    def span(self) -> int:
+        """How many there are."""
+        return len(self.paths)
+
+
+def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[LayerGroup]:
+    """The groups of one kind that are worth a trial.
+
+    Args:
+        captured: The segments.
+        start: The first of that kind.
+        kinds: What kinds of calls it makes, such as "attention".
+    """
+    runs = _runs(captured, captured.kinds[start])
+    if not runs:
+        return
+    start, longest = max(runs, key=lambda run: run[1])
+    keeps = [keep for keep in KEEPS if all(kind in kinds for kind in keep)]
+    span = TOGETHER
+    while span <= min(longest, LARGEST) and (span == TOGETHER or span * span <= 2 * longest):
+        calls = captured.calls[start : start + span]
+        call = Call(
+            tuple(call.modules[0] for call in calls),
+            tuple(call.leaves[0] for call in calls),
+            tuple(call.specs[0] for call in calls),
+            calls[0].autocast,
+        )
+        inside = tuple(map(str, range(span)))
+        for keep in keeps:
+            kept = tuple(Target.of(calls=kind) for kind in keep)
+            kept = tuple(Target.of(calls=kind) for kind in keep)
+            for nested in (False, True) if span == TOGETHER else (True,):
+                yield LayerGroup(
+                    call,
+                    tuple(captured.paths[start : start + span]),
+                    Choice(inside, kept, nested=nested),
+                )
+        span *= 2
+
+
+def _runs(captured: Captured, kind: int) -> list[tuple[int, int]]:
+    """Where segments of a kind take one another's results, and how many of them.
+
+    A run of equal segments is one for the solvers, so where one of them takes something else there is no group at all.
+    """
+    runs: list[tuple[int, int]] = []
+    for index, (other, chained) in enumerate(zip(captured.kinds, captured.chained, strict=True)):
+        if other != kind:
+            continue
+        if runs and sum(runs[-1]) == index and not chained:
+            return []
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((index, 1))
+    return [run for run in runs if run[1] > 1]
