@@ -3,7 +3,7 @@
 Problem. pytest imports every installed plugin when it starts, in every project of the environment, and torch takes
 seconds to import. A plugin inside the package would import the package, and with it torch.
 
-Idea. This module stands beside the package, knows nothing but pytest, and is all that is imported at the start. What it
+Idea. This module is beside the package, knows nothing but pytest, and is all that is imported at the start. What it
 offers lives in `torch_recompute.testing`, which is imported when a test uses it.
 
 Invariants. A run in which no test uses the plugin never imports torch because of it. A marker that cannot be understood

@@ -281,7 +281,7 @@ def _audit(
 class _Again(Replay):
     """A replay that fills no slot and goes to the end.
 
-    It counts what autograd saves, hands out what saved calls and `replay(fn)` have stored, and ends (`stopped`) where
+    It counts what autograd saves, returns what saved calls and `replay(fn)` have stored, and ends (`stopped`) where
     the engine has dropped what it would hand out, because no replay gets that far.
     """
 

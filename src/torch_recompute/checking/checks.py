@@ -292,7 +292,7 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
 
 
 def _changed_twice(rows: list[AuditRow]) -> Iterator[_Found]:
-    """What a second run of a region changes: attributes and tensors that no module owns are put back by nobody."""
+    """What a second run of a region changes: attributes and tensors that no module owns are not put back."""
     for where, place, group in _audit_groups(rows, "mutates"):
         seen = ": ".join(filter(None, [place, group[0].detail]))
         confirmed = "each region was run twice, and what was changed outside it was compared."
@@ -312,7 +312,7 @@ def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         yield _found(
             path or function,
             f"{function} is checkpointed {_times(calls)} by {library}, reentrant: each call runs a backward inside "
-            "backward and marks its parameters as ready anew, which DistributedDataParallel refuses. That "
+            "backward and marks its parameters as ready again, which DistributedDataParallel refuses. That "
             f"{around}.",
             "the graph of a real step was walked, and these nodes are in it.",
             "torch_recompute.recompute(fn)(*args), or torch_recompute.checkpoint, or use_reentrant=False.",
@@ -582,7 +582,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 confirmed += f"; the peak is {_mib(step.peak_bytes)} with it and {_mib(outer.peak_bytes)} without"
             yield _found(
                 account.name,
-                f"{_regions(account.calls)} lie in {around}, which is a region as well: "
+                f"{_regions(account.calls)} are in {around}, which is a region as well: "
                 f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
                 f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
                 f"{confirmed}.",
@@ -619,7 +619,7 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
         yield _found(
             name,
             f"{path or 'the model'} was called {_times(calls[path])} in forward and {_times(again[path])} in "
-            "backward: two recomputations lie one in the other.",
+            "backward: one recomputation is inside another.",
             f"{observed.steps} real steps, in which each module's calls were counted.",
             "recompute in one place only: turn the model's own checkpointing off where a plan is in it "
             "(model.gradient_checkpointing_disable()), or leave the module out of the plan.",

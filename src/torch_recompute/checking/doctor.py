@@ -2,7 +2,7 @@
 
 Problem. Recomputation that does not help fails in silence. A label matched a module that saves nothing; a fused
 attention's result is held by the next layer; a checkpoint of another library updates a counter twice, or trains
-nothing behind a frozen embedding; the memory is there and lies in pieces. Each has been reported many times, and each
+nothing behind a frozen embedding; the memory is there, in pieces. Each has been reported many times, and each
 looks the same from outside: it was turned on, and nothing got better.
 
 Idea. `examine` gathers two sorts of evidence, once, for all checks (`checks.py`). A step is simulated, with the plan
@@ -79,7 +79,7 @@ def examine(
         loss: From the model's output to a scalar; see `simulate`.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: What seconds are of, and where the simulated step is to run; see `profile`.
-        run: Whether to run steps: by default where nothing of the model and the batch lies on meta.
+        run: Whether to run steps: by default where nothing of the model and the batch is on meta.
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two. Where
             nothing else is said, the loop is that of the plan.
         accumulate: How many forwards and backwards come before the optimizer's step.

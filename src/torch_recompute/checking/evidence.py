@@ -233,7 +233,7 @@ class ModelCall:
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
     def side_effects(self) -> SideEffects:
-        """What lies around the model now."""
+        """The side effects so far: what is around the model now."""
         return SideEffects(self.modules, [self.model])
 
     def step(self, loss: Callable[[Any], Any], *, keep: bool = False, needs_grad: bool = True) -> StepResult:

@@ -98,7 +98,7 @@ class RecordedOp:
         op: Its name, as `aten.topk`.
         module: Path of the module that ran it.
         line: `file:line` of the code that ran it.
-        near: The same, if it lies inside the region; else "".
+        near: The same, if it is inside the region; else "".
         region: The innermost region it ran in.
         metas: Shape and type of each tensor it returned; numbers as they are.
         samples: Those of its results; none of a view, which shows memory that has been looked at.
