@@ -6,17 +6,18 @@ stage and from action to action, and the chunks of one rank share its memory. Th
     profile    the whole model is profiled once, for one microbatch; each stage is run on fake tensors
                (`stage_runs.py`), and what a rank holds at each action of its order is a sum (`rank_memory.py`)
     solve      at the action that holds the most, the options of each layer are priced as often as it is held then, and
-               the solvers of `plan/` choose among them as for one model
-    check      the stages are run with what was chosen, and the sum is taken over all actions. If another action holds
-               too much, it is solved for that one; where two take turns, for less than the budget
+               the solver of `plan/` chooses among them as for one model; where another action holds too much under its
+               choice, it is asked for less, and then layers take back one after the other what still fits
+    check      the stages are run with what was chosen, and the sum is taken over all actions; if it is more than was
+               estimated, all is taken from that run, and solved again
 
 The same planner serves `make_plan(stages=...)`, whose stages torch's runtime runs, and the ranks of a command line
 (`layout.py`), whose stages Megatron's runs. Everything follows from the model, the shapes and the schedule, so with
 prices of a data sheet (`device="h100"`) each rank makes the same plans by itself.
 
 Rejected: one profile per rank, sent around: no rank could plan for itself. The most of each chunk, at whatever time:
-the chunks of a rank do not hold the most at the same time, so this asks for memory that is never used; it is the last
-resort. Prices per byte in flight, for all actions at once, in the place of the solver: up to 3 % of a step worse.
+the chunks of a rank do not hold the most at the same time, so this asks for memory that is never used. Prices per byte
+in flight, for all actions at once, in the place of the solver: on 1F1B up to 4 % of a step worse.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from .. import errors
 from ..plan.bound import bound
 from ..plan.budget import read_budget
-from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, for_all, kinds_for_all
+from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of, choices_of, planned
 from ..plan.solve import choose, smallest
@@ -41,10 +42,11 @@ from .calibrate import calibrate
 from .ops import Op
 from .planner import Planner
 from .rank_memory import RankMemory, RankPeak, Sends, StageBytes
-from .schedules import INPUTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
+from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .stage_runs import StageRun
 
-ROUNDS = 8
+ROUNDS, BISECTIONS = 8, 10
+LIFT = 1 << 50  # bytes that are added to those of one stage alone, so that differences to it are never below 0
 Budget = int | float | str
 Chosen = dict[int, tuple[Option, ...]]  # by stage, one per layer
 
@@ -182,51 +184,92 @@ class RankPlanner:
 
     def _within(self, budget: int) -> Tried | None:
         """The cheapest that fits, of those that the rounds reach."""
-        for most in (False, True):
-            best: Tried | None = None
-            current, step, target = self.plain, self._fullest(self.plain), budget
-            over: list[tuple[Chosen, int]] = []  # what was tried, and by how much it exceeds the budget
-            for _ in range(ROUNDS):
-                try:
-                    solution = choose(self._costs(current, step, most), target, self._of.solver)
-                except errors.BudgetError:
+        best: Tried | None = None
+        current, target = self.plain, budget
+        over: list[tuple[Chosen, int]] = []  # what was tried, and by how much it exceeds the budget
+        for _ in range(ROUNDS):
+            chosen = self._choice(current, target)
+            if chosen is None:
+                break
+            excess = next((excess for tried, excess in over if tried == chosen), None)
+            if excess is not None and excess <= 0:
+                break
+            if excess is not None:
+                target -= excess
+                continue
+            current = self._tried(chosen)
+            over.append((chosen, current.peak.bytes - budget))
+            if current.peak.bytes <= budget and (best is None or current.seconds < best.seconds):
+                best = current
+        return best
+
+    def _choice(self, tried: Tried, budget: int) -> Chosen | None:
+        """The cheapest choice that fits, as far as what was tried tells; None where a solver finds none.
+
+        A solver knows one action. Where others need more under its choice, it is asked for less; then layers take back
+        one after the other what still fits.
+        """
+        costs = self._costs(tried, self.memory.fullest(tried.bytes))
+        single = {stage: self._calibrated(tried, stage, LIFT) for stage in self.stages}
+        room = budget + self._estimated(tried, tried.chosen, single) - tried.peak.bytes
+        fits: Chosen | None = None
+        low, too_much = budget, budget + 1
+        for _ in range(BISECTIONS):
+            target = low if fits is None else (low + too_much) // 2
+            try:
+                chosen = self._chosen(choose(costs, target, self._of.solver))
+            except errors.BudgetError:
+                break
+            excess = self._estimated(tried, chosen, single) - room
+            if excess <= 0:
+                fits, low = chosen, target
+                if target >= too_much - 1:
                     break
-                chosen = self._chosen(solution)
-                excess = next((excess for tried, excess in over if tried == chosen), None)
-                if excess is not None and excess <= 0:
-                    break
-                if excess is not None:
-                    target -= excess
-                    continue
-                current = self._tried(chosen)
-                over.append((chosen, current.peak.bytes - budget))
-                if current.peak.bytes > budget:
-                    step = self._fullest(current)
-                elif best is None or current.seconds < best.seconds:
-                    best = current
-            if best is not None:
-                return best
-        return None
+            else:
+                too_much = target
+                low = target - excess if fits is None else low
+        if fits is None:
+            fits = self._chosen(smallest(costs))
+            if self._estimated(tried, fits, single) > room:
+                return None
+        kinds = self._of.profile.costs.kinds
+        for stage in reversed(self.stages):
+            for place, segment in reversed(list(enumerate(self._of.segments(stage)))):
+                before = fits[stage][place]
+                cheaper = [o for o in kinds[segment.kind].options if o.span == 1 and o.seconds < before.seconds]
+                for option in sorted(cheaper, key=lambda o: o.seconds) if before.span == 1 else ():
+                    other = {**fits, stage: (*fits[stage][:place], option, *fits[stage][place + 1 :])}
+                    if self._estimated(tried, other, single) <= room:
+                        fits = other
+                        break
+        return fits
+
+    def _estimated(self, tried: Tried, chosen: Chosen, single: Mapping[int, Costs]) -> int:
+        """The peak of the rank under some options, from what was tried under others and the costs of its stages."""
+        stages: dict[int, StageBytes] = {}
+        for stage, found in tried.bytes.items():
+            forward, backward, saved = _most(single[stage], chosen[stage])
+            new = {kind: found.own[kind, True] if kind == WEIGHTS else backward - LIFT for kind, _ in found.own}
+            new[FORWARD] = forward - LIFT
+            stages[stage] = replace(
+                found,
+                whole_bytes=found.whole_bytes + saved - sum(_saved(tried.chosen[stage])),
+                own={(kind, g): nbytes - found.own[kind, True] + new[kind] for (kind, g), nbytes in found.own.items()},
+            )
+        return self.memory.peak(stages).bytes
 
     @cached_property
     def least(self) -> Tried:
         """The smallest peak that the rounds reach."""
-        best = self.plain
-        for most in (False, True):
-            current = self.plain
-            for _ in range(ROUNDS):
-                current = self._tried(self._chosen(smallest(self._costs(current, self._fullest(current), most))))
-                if current.peak.bytes >= best.peak.bytes:
-                    break
-                best = current
-            if best is not self.plain:
+        best = current = self.plain
+        for _ in range(ROUNDS):
+            current = self._tried(self._chosen(smallest(self._costs(current, self.memory.fullest(current.bytes)))))
+            if current.peak.bytes >= best.peak.bytes:
                 break
-        while best.peak.bytes > 1 and (found := self._within(best.peak.bytes - 1)) is not None:
+            best = current
+        while (found := self._within(best.peak.bytes - 1)) is not None:
             best = found
         return best
-
-    def _fullest(self, tried: Tried) -> ScheduleStep:
-        return self.memory.fullest(tried.bytes)
 
     def _chosen(self, solution: Solution) -> Chosen:
         """The options of a solution, as they are for one microbatch."""
@@ -236,71 +279,50 @@ class RankPlanner:
             chosen[stage] = tuple(self._known[stage, s.kind][next(rest)] for s in self._of.segments(stage))
         return {stage: chosen[stage] for stage in self.stages}
 
-    def _costs(self, tried: Tried, step: ScheduleStep, most: bool) -> Costs:
+    def _costs(self, tried: Tried, step: ScheduleStep) -> Costs:
         """The costs that a solver is given for one action: each layer as often as it is held then.
 
+        The layers of the stage that runs come last. In the backward of one of them those after it are released by this
+        microbatch, not by those that wait. What these hold is no constant; it is taken from what was tried, but not
+        where that is everything.
+
         Args:
-            tried: What the costs are taken from; for its options they are exact.
+            tried: What the costs are taken from.
             step: The action.
-            most: Whether each stage counts as often as it ever does, rather than at that action.
         """
         active = step.action.stage
-        held = {stage: step.whole(stage) for stage in self.stages}
-        costs = self._active(tried, step)
-        if most:
-            steps = [other for other in self.memory.steps if other.action.stage == active]
-            held = {stage: max(other.whole(stage) for other in steps) for stage in self.stages}
+        waiting = sum(step.whole(s) * sum(_saved(tried.chosen[s])) for s in self.stages)
+        own = max(sample.live_bytes for sample in tried.runs[active].timeline)
+        costs = self._calibrated(tried, active, self.memory.at(tried.bytes, step) - own - waiting)
+        saved = [0 if tried is self.plain else nbytes for nbytes in _saved(tried.chosen[active])]
+        after = [step.whole(active) * sum(saved[i:]) for i in range(len(saved) + 1)]
         self._order = [*(stage for stage in self.stages if stage != active), active]
         self._known: dict[tuple[int, str], dict[Option, Option]] = {}
         kinds: dict[str, Kind] = {}
-        before: list[Segment] = []
+        segments: list[Segment] = []
+        points = [Point(0, peak.bytes, peak.where) for peak in self.memory.after(tried.bytes)]
         for stage in self._order:
-            for segment in self._of.segments(stage):
-                kind = self._of.profile.costs.kinds[segment.kind]
-                name = f"{segment.kind} of stage {stage}"
-                times = held[stage]
-                options = {o: _held(o, times, active=stage == active) for o in kind.options}
-                self._known[stage, segment.kind] = {scaled: option for option, scaled in options.items()}
-                graph = None if kind.graph is None else graph_held(kind.graph, times + (stage == active))
-                kinds[name] = Kind(tuple(options.values()), graph)
-                if stage != active:
-                    before.append(Segment(segment.path, name, 0, 0))
-        # In the backward of a layer the ones after it are released by this microbatch, not by those that wait. What
-        # these hold of them is no constant; it is taken from what was tried, but not where that was everything.
-        after = [0] * (len(costs.segments) + 1)
-        if tried is not self.plain:
-            for i, option in reversed(list(enumerate(tried.chosen[active]))):
-                after[i] = after[i + 1] + option.saved_bytes // option.span
-        more = [held[active] * nbytes for nbytes in after]
-        own = [
-            replace(
-                segment,
-                kind=f"{segment.kind} of stage {active}",
-                forward_bytes=segment.forward_bytes + rest,
-                backward_bytes=segment.backward_bytes + rest,
-            )
-            for segment, rest in zip(costs.segments, more[1:], strict=True)
-        ]
-        points = [
-            Point(len(before) + point.after, point.bytes + more[point.after], point.where) for point in costs.points
-        ]
-        points += [Point(0, after.bytes, after.where) for after in self.memory.after(tried.bytes)]
-        return Costs(kinds, (*before, *own), tuple(points), costs.step_seconds, costs.turn_bytes)
+            runs, times = stage == active, step.whole(stage)
+            if runs:
+                points += [Point(len(segments) + p.after, p.bytes + after[p.after], p.where) for p in costs.points]
+            for i, segment in enumerate(self._of.segments(stage)):
+                name, kind = f"{segment.kind} of stage {stage}", self._of.profile.costs.kinds[segment.kind]
+                options = {_held(option, times, runs): option for option in kind.options}
+                self._known[stage, segment.kind] = options
+                kinds[name] = Kind(tuple(options), kind.graph and graph_held(kind.graph, times + runs))
+                levels = costs.segments[i].forward_bytes + after[i + 1], costs.segments[i].backward_bytes + after[i + 1]
+                segments.append(Segment(segment.path, name, *(levels if runs else (0, 0))))
+        return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes)
 
-    def _active(self, tried: Tried, step: ScheduleStep) -> Costs:
-        """The costs of one microbatch of the stage that runs, with all that is alive besides and is not chosen here."""
-        stage, of = step.action.stage, self._of
-        run = tried.runs[stage]
-        waiting = sum(step.whole(s) * sum(o.saved_bytes // o.span for o in tried.chosen[s]) for s in self.stages)
-        own = max(sample.live_bytes for sample in run.timeline)
-        level = self.memory.at(tried.bytes, step) - own - waiting
-        lifted = tuple(sample._replace(live_bytes=sample.live_bytes + level) for sample in run.timeline)
-        segments, names = of.segments(stage), of.segments(of.alike(stage))
-        plain = tried.chosen[stage] == of.first(stage)
+    def _calibrated(self, tried: Tried, stage: int, level: int) -> Costs:
+        """The costs of one microbatch of a stage, above what else is alive."""
+        of = self._of
+        lifted = [sample._replace(live_bytes=sample.live_bytes + level) for sample in tried.runs[stage].timeline]
+        ran = stage if tried.chosen[stage] == of.first(stage) else of.alike(stage)
         return calibrate(
-            of.planner.plain._replace(timeline=lifted),
-            [segment.path for segment in (segments if plain else names)],
-            [segment.kind for segment in segments],
+            of.planner.plain._replace(timeline=tuple(lifted)),
+            [segment.path for segment in of.segments(ran)],
+            [segment.kind for segment in of.segments(stage)],
             tried.chosen[stage],
             of.profile.costs.kinds,
             self.seconds,
@@ -347,13 +369,31 @@ class RankPlanner:
         """Seconds that every plan adds to a microbatch; 0 where halves of backwards wait, which it knows nothing of."""
         if INPUTS in self._kinds:
             return 0.0
-        return bound(self._costs(self.plain, self._fullest(self.plain), most=False), budget)
+        return bound(self._costs(self.plain, self.memory.fullest(self.plain.bytes)), budget)
 
 
-def _held(option: Option, times: int, *, active: bool) -> Option:
-    """An option of which some more microbatches wait, besides the one that runs if its stage does."""
+def _saved(options: Sequence[Option]) -> list[int]:
+    """What each layer keeps."""
+    return [option.saved_bytes // option.span for option in options]
+
+
+def _most(costs: Costs, options: Sequence[Option]) -> tuple[int, int, int]:
+    """The most that one microbatch of a stage takes in its forward and in its backward, and what it keeps."""
+    forward = backward = 0
+    saved = [0]
+    for start in begins(options):
+        option, stop = options[start], start + options[start].span
+        forward = max(forward, saved[start] + costs.segments[start].forward_bytes + option.forward_bytes)
+        backward = max(backward, saved[start] + costs.segments[stop - 1].backward_bytes + option.backward_bytes)
+        saved += [saved[start] + option.saved_bytes] * option.span
+    between = max([saved[-1] + costs.turn_bytes, *(saved[point.after] + point.bytes for point in costs.points)])
+    return max(forward, between), max(backward, between), saved[-1]
+
+
+def _held(option: Option, times: int, runs: bool) -> Option:
+    """An option of which some microbatches wait, besides the one that runs if its stage does."""
     waiting = times * option.saved_bytes
-    own = (option.saved_bytes, option.forward_bytes, option.backward_bytes) if active else (0, 0, 0)
+    own = (option.saved_bytes, option.forward_bytes, option.backward_bytes) if runs else (0, 0, 0)
     saved, forward, backward = (waiting + nbytes for nbytes in own)
     return replace(option, saved_bytes=saved, forward_bytes=forward, backward_bytes=backward)
 

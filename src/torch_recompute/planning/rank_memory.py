@@ -114,6 +114,8 @@ class RankMemory:
         preallocated: bool = False,
         reserved: int = 0,
     ) -> None:
+        if preallocated:  # nothing is kept of microbatches that are through: one action with so much in flight will do
+            steps = list({(s.action.stage, s.action.kind, *map(s.live, s.forwards)): s for s in steps}.values())
         self.steps = steps
         self.stages = sorted(steps[0].forwards)
         self._microbatches = microbatches
