@@ -170,19 +170,13 @@ def test_whole_layers(model: Any, config: RecomputeConfig, expected: list[Any]) 
 
 
 @given(length=st.integers(1, 60), number=st.integers(1, 60))
-def test_uniform_covers_each_layer_once(length: int, number: int) -> None:
-    """Uniform groups hold each layer once and in order, all of them full but the last, none empty."""
+def test_groups_of_layers(length: int, number: int) -> None:
+    """Uniform groups hold each layer once and in order, all full but the last; block makes one of each first layer."""
     layers = [f"layers.{i}" for i in range(length)]
     made = groups(layers, "uniform", number)
     assert [layer for group in made for layer in group] == layers
     assert {len(group) for group in made[:-1]} <= {number}
     assert 1 <= len(made[-1]) <= number
-
-
-@given(length=st.integers(1, 60), number=st.integers(1, 60))
-def test_block_takes_the_first_layers(length: int, number: int) -> None:
-    """Block makes a region of each of the first layers, and of no other."""
-    layers = [f"layers.{i}" for i in range(length)]
     assert groups(layers, "block", number) == [(layer,) for i, layer in enumerate(layers) if i < number]
 
 
@@ -259,19 +253,18 @@ STACKS = {
 ROUTED = {"mixtral": 0, "deepseek_v3": 1}
 
 
-@pytest.mark.parametrize("method", ["uniform", "block"])
-@pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("name", STACKS)
-def test_whole_layers_of_known_models(name: str, method: str, number: int) -> None:
+def test_whole_layers_of_known_models(name: str) -> None:
     """In models of libraries, the layers of each stack are counted from its first, and routed ones carry decisions."""
     model, _ = build(name)
     routed = ROUTED.get(name, 99)
-    expected = [
-        region(*(f"{stack}.{i}" for i in group), carry=max(group) >= routed)
-        for stack, length in STACKS[name].items()
-        for group in groups(range(length), method, number)
-    ]
-    assert regions(full(method, number).plan(model)) == expected
+    for method, number in itertools.product(("uniform", "block"), (1, 2, 3)):
+        expected = [
+            region(*(f"{stack}.{i}" for i in group), carry=max(group) >= routed)
+            for stack, length in STACKS[name].items()
+            for group in groups(range(length), method, number)
+        ]
+        assert regions(full(method, number).plan(model)) == expected
 
 
 def test_plan_says_what_it_was_made_from() -> None:
@@ -521,22 +514,21 @@ def test_a_label_inside_of_regions_that_stay() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_dict_and_back(config: RecomputeConfig) -> None:
-    """`to_dict` is read back by `from_dict`, also through JSON."""
-    assert RecomputeConfig.from_dict(config.to_dict()) == config
-    assert RecomputeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-@pytest.mark.parametrize("suffix", [".json", ".yaml", ".yml", ".YAML"])
-@pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_file_and_back(config: RecomputeConfig, suffix: str, tmp_path: Path) -> None:
-    """What is written to a JSON or YAML file, in a section of it, is read back by `from_file`."""
+def test_written_and_read_back(config: RecomputeConfig, tmp_path: Path) -> None:
+    """What is written to a dict, to a section of a JSON or YAML file, or as flags is read back."""
     yaml = pytest.importorskip("yaml", reason="YAML files need PyYAML")
-    path = tmp_path / f"train{suffix}"
-    dump = json.dumps if suffix == ".json" else yaml.safe_dump
-    path.write_text(dump({"lr": 0.1, "model": {"num_layers": 4, **config.to_dict()}}), encoding="utf-8")
-    assert RecomputeConfig.from_file(path) == config
-    assert RecomputeConfig.from_file(str(path)) == config
+    data = config.to_dict()
+    assert RecomputeConfig.from_dict(data) == RecomputeConfig.from_dict(json.loads(json.dumps(data))) == config
+    for suffix in (".json", ".yaml", ".yml", ".YAML"):
+        path = tmp_path / f"train{suffix}"
+        dump = json.dumps if suffix == ".json" else yaml.safe_dump
+        path.write_text(dump({"lr": 0.1, "model": {"num_layers": 4, **data}}), encoding="utf-8")
+        assert RecomputeConfig.from_file(path) == RecomputeConfig.from_file(str(path)) == config
+    words: list[str] = []
+    for name, value in data.items():
+        values = value if isinstance(value, list) else [] if value is True else [str(value)]
+        words += [f"--{name}", *values]
+    assert RecomputeConfig.from_args(words) == config
 
 
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -658,13 +650,8 @@ COMMAND_LINES = [
 
 @pytest.mark.parametrize(("line", "config"), COMMAND_LINES)
 def test_command_line(line: str, config: RecomputeConfig) -> None:
-    """A command line gives the settings of the row, whichever flags of others stand between."""
+    """A line gives the settings of the row among flags of others, and the same through a program's own parser."""
     assert RecomputeConfig.from_args(line.split()) == config
-
-
-@pytest.mark.parametrize(("line", "config"), COMMAND_LINES)
-def test_flags_in_a_parser_of_ones_own(line: str, config: RecomputeConfig) -> None:
-    """The same line gives the same settings through a program's own parser, beside its own flags."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sequence-parallel", action="store_true")
     for flag in ("--lr", "--steps", "-v"):
@@ -678,16 +665,6 @@ def test_command_line_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an argument, the words of the process are read."""
     monkeypatch.setattr("sys.argv", ["train.py", "--recompute-activations"])
     assert RecomputeConfig.from_args() == selective("core_attn")
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=repr)
-def test_command_line_and_back(config: RecomputeConfig) -> None:
-    """Settings written out as flags are read back."""
-    words: list[str] = []
-    for name, value in config.to_dict().items():
-        values = value if isinstance(value, list) else [] if value is True else [str(value)]
-        words += [f"--{name}", *values]
-    assert RecomputeConfig.from_args(words) == config
 
 
 def test_arguments_of_megatron_are_read() -> None:
