@@ -10,7 +10,6 @@ again (the same bits), and new plans may not be slower by more than 0.3 % of the
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -25,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from zoo import ZOO, build, scalar_loss
 
-RESULTS = Path(__file__).parent / "results"
 BUDGETS = (0.1, 0.4, 0.7)
 SLOWER = 0.003
 
@@ -81,19 +79,16 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Writes the figures, or compares them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
-    parser.add_argument("--against", metavar="NAME", help="compare with benchmarks/results/NAME.json, or a path")
-    parser.add_argument("--models", nargs="+", default=list(ZOO), metavar="MODEL", help="only these")
-    options = parser.parse_args()
+    lists = {"against": "compare with benchmarks/results/NAME.json, or with a path", "models": "only these models"}
+    options = arguments(__doc__ or "", **lists)
     before: dict[Any, dict[str, Any]] = {}
-    if options.against:
-        named = RESULTS / f"{options.against}.json"
-        rows = json.loads((named if named.exists() else Path(options.against)).read_text())["figures"]
+    for name in options.against:
+        named = RESULTS / f"{name}.json"
+        rows = json.loads((named if named.exists() else Path(name)).read_text())["figures"]
         before = {(one["model"], one["budget"]): one for one in rows}
     figures: list[dict[str, Any]] = []
     changed, slower = 0, list[float]()
-    for name in options.models:
+    for name in options.models or ZOO:
         for budget in BUDGETS:
             new = row(name, budget)
             figures.append(new)
@@ -106,13 +101,10 @@ def main() -> int:
             print(words, flush=True)
     if slower:
         print(
-            f"{changed} of {len(slower)} changed; steps {sum(slower) / len(slower):+.3%} on average, {max(slower):+.3%} at worst"
+            f"{changed} of {len(slower)} changed; steps {sum(slower) / len(slower):+.3%} on average, "
+            f"{max(slower):+.3%} at worst"
         )
-        print("verdict:", "NOT the same" if changed else "the same")
-    if options.save:
-        path = RESULTS / f"{options.save}.json"
-        path.write_text(json.dumps({"torch": torch.__version__, "figures": figures}, indent=1) + "\n")
-        print("saved to", path)
+    finish(options, figures, not changed)
     return int(bool(changed))
 
 

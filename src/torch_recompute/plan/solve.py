@@ -292,6 +292,7 @@ def _thinned(need: Ints, cost: Ints, most: int) -> Ints:
     for angle in np.linspace(0, np.pi / 2, PRICES):
         along = up * np.cos(angle) + right * np.sin(angle)
         np.minimum(above, along - along.min(), out=above)
+    above[[0, -1]] = np.inf  # the ends are kept in any case, beside one of each stretch
     stretch = np.minimum(((1 + right - up) / 2 * (most - 2)).astype(np.int64), most - 3)
     order = np.lexsort((above, stretch))
     nearest = order[np.unique(stretch[order], return_index=True)[1]]
