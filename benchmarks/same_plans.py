@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _measure import RESULTS, arguments, finish
 
 from torch_recompute import Plan, apply, make_plan, simulate
 
