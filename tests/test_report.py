@@ -167,7 +167,7 @@ def test_a_step_is_the_regions_and_nothing_else(every: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("choice", "modes"),
-    [(Choice(("0",), keep=("@product",)), {"Keep"}), (Choice(("0",), carry=True), {"Carry"})],
+    [(Choice(("0",), keep=("@product",)), {"KeepCalls"}), (Choice(("0",), carry=True), {"Carry"})],
     ids=["kept by kind", "carried"],
 )
 def test_a_plan_that_meets_calls_by_kind_has_its_mode(
