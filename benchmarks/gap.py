@@ -22,7 +22,7 @@ from _measure import arguments, finish
 from torch_recompute.plan.bound import bound
 from torch_recompute.plan.cost import Costs, Option
 from torch_recompute.plan.solve import choose, smallest
-from torch_recompute.planning.planner import Planner
+from torch_recompute.planner.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 

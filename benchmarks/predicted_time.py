@@ -1,4 +1,4 @@
-"""The time of a training step that a plan predicts, beside the real one, both relative to the step with no region.
+"""The time of a training step that a plan predicts, beside the real one, both as a share of the plain step.
 
     python benchmarks/predicted_time.py --rounds 20 --save predicted_time-cpu
 

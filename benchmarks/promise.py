@@ -23,8 +23,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from torch_recompute import Plan, apply
-from torch_recompute._loop import Loop
-from torch_recompute.planning.planner import Planner
+from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -20,12 +20,12 @@ from _measure import arguments, finish
 
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.models import load
-from torch_recompute.planning.layout import Layout, LayoutPlanner
-from torch_recompute.planning.ops import Op, metas
-from torch_recompute.planning.pipeline import RankPlanner
-from torch_recompute.planning.prices import DEVICES
-from torch_recompute.planning.rank_memory import RankPeak
-from torch_recompute.planning.stage_runs import StageRun
+from torch_recompute.planner.layout import Layout, LayoutPlanner
+from torch_recompute.planner.ops import Op, metas
+from torch_recompute.planner.pipeline import RankPlanner
+from torch_recompute.planner.prices import DEVICES
+from torch_recompute.planner.rank_memory import RankPeak
+from torch_recompute.planner.stage_runs import StageRun
 
 LAYOUT = Layout(tp=4, pp=4, vpp=5, dp=2, mbs=1, sequence_parallel=True, batch=32)
 TOKENS, WIDTH, WIDE, QUERIES, KEYS = 4096, 8192, 28_672, 8192, 1024

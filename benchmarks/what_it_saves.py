@@ -16,10 +16,10 @@ import torch
 from _measure import arguments, finish
 
 from torch_recompute import Plan, RecomputeConfig, apply
-from torch_recompute._loop import Loop
 from torch_recompute.commands.models import batch_for, load
-from torch_recompute.planning.ops import Op, op_of
-from torch_recompute.planning.planner import Planner
+from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.ops import Op, op_of
+from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
 
 DEVICE = "h100"

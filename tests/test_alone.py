@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import make_plan
-from torch_recompute.planning import prices
-from torch_recompute.planning.ops import Op, logging
-from torch_recompute.planning.prices import Measured, made_up, runs_alone
+from torch_recompute.planner import prices
+from torch_recompute.planner.ops import Op, logging
+from torch_recompute.planner.prices import Measured, made_up, runs_alone
 
 CPU = torch.device("cpu")
 Call = Callable[[], Any]

@@ -14,12 +14,12 @@ from torch import nn
 
 from test_sizes import Gpt, at
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile
-from torch_recompute._observer import Running
+from torch_recompute.observer import Running
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
-from torch_recompute.planning import planner
-from torch_recompute.planning.clock import Clocked, Replays, Scale, clock, obstacle
-from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.prices import Measured
+from torch_recompute.planner import planner
+from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Measured
 from torch_recompute.simulation.step import loss_of
 from zoo import mean_loss
 
@@ -83,7 +83,7 @@ def test_replays_are_timed_once() -> None:
             return fn()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_recompute.planning.clock.now", lambda device: float(next(ticks)))
+        patch.setattr("torch_recompute.planner.clock.now", lambda device: float(next(ticks)))
         replays = Replays(CPU)
         assert replay(outer) == 7  # from tick 0 to 3
         assert replay(inner) == 7  # from tick 4 to 6
@@ -168,7 +168,7 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
 
 
 def test_a_plan_without_regions_is_timed_as_it_is() -> None:
-    """Where all fits, the step with no region is the one that is run, and the optimizer's price is added."""
+    """Where all fits, the step without recomputation is the one that is run, and the optimizer's price is added."""
     model, ids = Gpt(1), at(8)
     plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW, loss=mean_loss)
     assert plan.prediction is not None

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import Choice, Plan, simulate
-from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.prices import Roofline
-from torch_recompute.planning.tensor_parallel import add_collectives, divided
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Roofline
+from torch_recompute.planner.tensor_parallel import add_collectives, divided
 from zoo import mean_loss
 
 S, B, H, A, LAYERS = 96, 2, 64, 4, 4

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_recompute import Choice, Plan, apply, doctor
-from torch_recompute._loop import Loop
-from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.prices import DEVICES, Roofline, where
+from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import DEVICES, Roofline, where
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.simulation.cuda_decompositions import AsOnCuda
 from zoo import mean_loss

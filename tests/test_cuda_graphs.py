@@ -18,9 +18,7 @@ from torch_recompute import (
     OnHost,
     SaveError,
     StoreError,
-    _compat,
-    _generators,
-    _mismatch,
+    _torch,
     no_recompute,
     recompute,
     replay,
@@ -28,6 +26,7 @@ from torch_recompute import (
     state,
     values,
 )
+from torch_recompute.engine import mismatch
 from torch_recompute.plan import observe
 from torch_recompute.stores import host
 
@@ -94,9 +93,9 @@ class Acted:
 def acted(monkeypatch: pytest.MonkeyPatch) -> Acted:
     """A machine whose only device is acted."""
     device = Acted()
-    for module in (_generators, values, _mismatch, host, observe):
+    for module in (state, values, mismatch, host, observe):
         monkeypatch.setattr(module, "capturing", lambda: device.graph > 0)
-    monkeypatch.setattr(_compat, "device_generators", lambda: [device])
+    monkeypatch.setattr(_torch, "device_generators", lambda: [device])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return device
 
@@ -272,7 +271,7 @@ def test_a_captured_replay_is_not_timed(acted: Acted, monkeypatch: pytest.Monkey
 def test_no_device_captures_nothing() -> None:
     """Without a CUDA device nothing is ever captured."""
     if not torch.cuda.is_available():
-        assert _compat.capture.capturing() is False
+        assert _torch.capture.capturing() is False
 
 
 # --- on a device ------------------------------------------------------------------------------------------------------

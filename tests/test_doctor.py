@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
-from torch_recompute._loop import COMMON
 from torch_recompute.checking import watch
 from torch_recompute.checking.checks import CHECKS, look_for
 from torch_recompute.checking.simulated import SimulatedSteps
 from torch_recompute.checking.watch import AllocatorStats, Observations
 from torch_recompute.commands import cli
+from torch_recompute.memory.loop import COMMON
 from unchanged import unchanged
 from zoo import mean_loss
 

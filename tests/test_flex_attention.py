@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
-from torch_recompute._compat.flops import flops
-from torch_recompute.planning.ops import logging
-from torch_recompute.planning.prices import DEVICES, flops_of
+from torch_recompute._torch.flops import flops
+from torch_recompute.planner.ops import logging
+from torch_recompute.planner.prices import DEVICES, flops_of
 
 TOKENS, HEADS, HEAD = 128, 2, 16
 WIDTH = HEADS * HEAD

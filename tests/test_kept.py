@@ -1,4 +1,4 @@
-"""Prices in a file: measured once by device, read by the next process, and measured anew where that cannot be."""
+"""Prices in a file: measured once by device, read by the next process, and measured again where that cannot be."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from torch_recompute.planning import prices
-from torch_recompute.planning.ops import Meta, Op
-from torch_recompute.planning.prices import Measured, key_of, processor
+from torch_recompute.planner import prices
+from torch_recompute.planner.ops import Meta, Op
+from torch_recompute.planner.prices import Measured, key_of, processor
 from torch_recompute.stores import measured
 from torch_recompute.stores.measured import PriceFile, folder, full_name
 
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_measured_anew(content: str) -> None:
     found = PriceFile("DEVICE")
     found.path.parent.mkdir()
     found.path.write_text(content)
-    with pytest.warns(RuntimeWarning, match=r"cannot be read \(.*\); prices are measured anew and written there"):
+    with pytest.warns(RuntimeWarning, match=r"cannot be read \(.*\); prices are measured again and written there"):
         found = PriceFile("DEVICE")
     assert found.seconds == {}
     found.seconds["a"] = 0.5

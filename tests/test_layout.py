@@ -13,12 +13,12 @@ from torch_recompute import Plan, apply, measure, simulate
 from torch_recompute.errors import ArgumentError, BudgetError
 from torch_recompute.plan.bound import bound
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment
-from torch_recompute.planning.layout import Layout, LayoutPlanner, RankPlan, Sharded, step_seconds
-from torch_recompute.planning.ops import Meta, Op
-from torch_recompute.planning.pipeline import graph_held
-from torch_recompute.planning.prices import DEVICES, sent_bytes
-from torch_recompute.planning.schedules import FORWARD, Action
-from torch_recompute.planning.tensor_parallel import rank_model
+from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan, Sharded, step_seconds
+from torch_recompute.planner.ops import Meta, Op
+from torch_recompute.planner.pipeline import graph_held
+from torch_recompute.planner.prices import DEVICES, sent_bytes
+from torch_recompute.planner.schedules import FORWARD, Action
+from torch_recompute.planner.tensor_parallel import rank_model
 from zoo import mean_loss
 
 transformers = pytest.importorskip("transformers")
@@ -254,7 +254,7 @@ def test_the_optimizer_of_a_rank() -> None:
 )
 def test_what_a_collective_sends(op: str, sent: int | None) -> None:
     """In a ring of four a gathering sends three quarters of its result, a reduction twice that of its input."""
-    from torch_recompute._compat.collectives import functional
+    from torch_recompute._torch.ranks import functional
 
     func = getattr(functional(), op).default
     share, whole = Meta((8, 4), (4, 1), torch.bfloat16), Meta((32, 4), (4, 1), torch.bfloat16)

@@ -10,8 +10,8 @@ from frontier.config import PRICES
 
 from test_sizes import Gpt, at
 from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simulate
-from torch_recompute.planning import sizes
-from torch_recompute.planning.sizes import FINENESS, Lengths, longest
+from torch_recompute.planner import sizes
+from torch_recompute.planner.sizes import FINENESS, Lengths, longest
 from zoo import mean_loss
 
 NAMES = ("ids", "mask")

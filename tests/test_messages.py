@@ -46,9 +46,7 @@ from torch_recompute import (
     SaveError,
     Stages,
     StoreError,
-    _compat,
-    _generators,
-    _mismatch,
+    _torch,
     apply,
     audit,
     checkpoint,
@@ -83,6 +81,7 @@ from torch_recompute.distributed import (
     rng,
 )
 from torch_recompute.distributed.agreement import compare
+from torch_recompute.engine import mismatch
 from torch_recompute.integrations import door, huggingface
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
@@ -90,15 +89,14 @@ from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
-from torch_recompute.planning.hosts import link_of
-from torch_recompute.planning.layout import Layout, LayoutPlanner, RankPlan
-from torch_recompute.planning.prices import Roofline
-from torch_recompute.planning.schedules import Action, orders_named, orders_of, schedule_steps
-from torch_recompute.planning.tensor_parallel import divided
+from torch_recompute.planner.hosts import link_of
+from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
+from torch_recompute.planner.prices import Roofline
+from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
+from torch_recompute.planner.tensor_parallel import divided
 from torch_recompute.simulation.fake_mode import Faker
 from torch_recompute.stores import bandwidth, host
-from torch_recompute.stores.lanes import Direct
-from torch_recompute.stores.parcels import Depot
+from torch_recompute.stores.transfers import Depot, Direct
 
 
 def nn_linear() -> torch.nn.Module:
@@ -271,10 +269,10 @@ class Stamped:
 def captured(generator: Stamped | None = None) -> Iterator[None]:
     """As if a CUDA graph were captured."""
     with contextlib.ExitStack() as stack:
-        for module in (_generators, values, _mismatch, host, rng):
+        for module in (state, values, mismatch, host, rng):
             stack.enter_context(unittest.mock.patch.object(module, "capturing", return_value=True))
         stack.enter_context(
-            unittest.mock.patch.object(_compat, "device_generators", return_value=[generator or Stamped()])
+            unittest.mock.patch.object(_torch, "device_generators", return_value=[generator or Stamped()])
         )
         stack.enter_context(unittest.mock.patch.object(torch.cuda, "current_device", return_value=0))
         yield
@@ -2956,7 +2954,7 @@ CASES = [
         ArgumentError,
         lambda: goes_on_from('{"schema_version": 2}\n'),
         "--results is a.jsonl, whose line 1 is no result of bench run (schema_version is 2). Write the path of another "
-        "file, or --fresh to begin this one anew.",
+        "file, or --fresh to begin this one again.",
     ),
     # plans that meet other libraries
     Case(
@@ -3135,7 +3133,8 @@ CASES = [
         BudgetError,
         lambda: LayoutPlanner.plans(OverFull(), 100),  # type: ignore[arg-type]
         "budget=100 bytes is too small for rank 1 of the pipeline, which needs the most: with the plan that needs the "
-        "least its peak is 5.00 GiB (5368709120 bytes), with no region 6.00 GiB; 3.00 GiB of either are weights, "
+        "least its peak is 5.00 GiB (5368709120 bytes), without recomputation 6.00 GiB; 3.00 GiB of either are "
+        "weights, "
         "gradients and optimizer state.\n"
         "  Write --budget 5.00GiB or more, or spread the step over more ranks.",
     ),
@@ -3144,7 +3143,7 @@ CASES = [
         BudgetError,
         too_little_on_a_command_line,
         "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
-        "13.95 KiB (14280 bytes), with no region 17.41 KiB.\n"
+        "13.95 KiB (14280 bytes), without recomputation 17.41 KiB.\n"
         "  Write --budget 13.95KiB or more, or a smaller batch. plan.json has not been written; with --budget 14280 it "
         "is that plan.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
@@ -3157,7 +3156,7 @@ CASES = [
         BudgetError,
         plans_for_too_little,
         "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
-        "13.95 KiB (14280 bytes), with no region 17.41 KiB.\n"
+        "13.95 KiB (14280 bytes), without recomputation 17.41 KiB.\n"
         '  Pass budget="13.95KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
         ".smallest.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
@@ -3170,7 +3169,7 @@ CASES = [
         lambda: plans_for_too_little(sizes=True),
         "sizes: for calls of 64 x 8, budget=100 bytes is too small for a step of this model: with the plan that needs "
         "the least its peak is "
-        "13.95 KiB (14280 bytes), with no region 17.41 KiB.\n"
+        "13.95 KiB (14280 bytes), without recomputation 17.41 KiB.\n"
         '  Pass budget="13.95KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
         ".smallest.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
@@ -3206,7 +3205,7 @@ CASES = [
         lambda: apply(torch.nn.Sequential(torch.nn.Linear(4, 4)), Plan((), modules=(("0", "Block with 4 tensors"),))),
         "the plan was made for a model with Block with 4 tensors at '0'; this model has Linear with 2 parameters of 20 "
         "elements there.\n"
-        "  Make the plan anew for this model, as it is when the plan is applied:  make_plan(model, args, budget=...)",
+        "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, budget=...)",
     ),
     Case(
         "unknown_device",
@@ -3431,7 +3430,7 @@ CASES = [
         BudgetError,
         lambda: plans_stages(budget=100),
         "rank 0 of the pipeline: budget=100 bytes is too small for a step of this model: with the plan that needs the "
-        "least its peak is 1008 bytes (1008 bytes), with no region 1008 bytes.\n"
+        "least its peak is 1008 bytes (1008 bytes), without recomputation 1008 bytes.\n"
         '  Pass budget="1008bytes" or more, or a smaller batch. That plan is .solution of this error, and its bytes '
         "are .smallest.",
     ),

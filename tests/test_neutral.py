@@ -31,9 +31,9 @@ from torch_recompute import (
     simulate,
     verify,
 )
-from torch_recompute._compat.storages import is_fake
-from torch_recompute.planning import prices
-from torch_recompute.planning.prices import Measured
+from torch_recompute._torch.storages import is_fake
+from torch_recompute.planner import prices
+from torch_recompute.planner.prices import Measured
 
 numpy = pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from torch_recompute import _observer, no_recompute, recompute, replay
-from torch_recompute._observer import Observer, Running, observing, running
+from torch_recompute import no_recompute, observer, recompute, replay
+from torch_recompute.observer import Observer, Running, observing, running
 
 
 class Log(Observer):
@@ -28,7 +28,7 @@ class Log(Observer):
     @contextmanager
     def around(self, running: Running) -> Generator[None]:
         """Notes the stack, and that it is left."""
-        self.seen.append(" / ".join(f"{at.kind} {at.name}" for at in _observer.running()))
+        self.seen.append(" / ".join(f"{at.kind} {at.name}" for at in observer.running()))
         self.threads.add(threading.get_ident())
         yield
         self.seen.append(f"end of {running.kind} {running.name}")
@@ -108,7 +108,7 @@ def test_an_exception_leaves_the_stack_empty() -> None:
     with pytest.raises(ZeroDivisionError), observing(Log()):
         recompute(fails)(leaf())
     assert running() == ()
-    assert _observer.here.observers is None
+    assert observer.here.observers is None
 
 
 def test_a_region_that_nobody_observes_calls_nothing() -> None:
@@ -117,7 +117,7 @@ def test_a_region_that_nobody_observes_calls_nothing() -> None:
     called: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename == _observer.__file__:
+        if event == "call" and frame.f_code.co_filename == observer.__file__:
             called.append(frame.f_code.co_name)
 
     sys.setprofile(note)

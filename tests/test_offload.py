@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_recompute import ArgumentError, ChangedError, OnHost, no_recompute, recompute
 from torch_recompute.stores import Bandwidth, bandwidth, host
-from torch_recompute.stores.parcels import Depot
+from torch_recompute.stores.transfers import Depot
 
 
 class Job:
@@ -315,7 +315,7 @@ def test_a_small_part_of_a_large_tensor_travels_alone() -> None:
 
 
 def test_a_changed_tensor_is_another_one() -> None:
-    """The same memory at another version is copied anew."""
+    """The same memory at another version is copied again."""
     tensor, store = torch.zeros(3), OnHost()
     first = store.put(tensor)
     tensor.add_(1)

@@ -15,7 +15,7 @@ from torch_recompute.memory import workspaces
 from torch_recompute.plan.cost import peak
 from torch_recompute.plan.plan import Choice, Plan
 from torch_recompute.plan.solve import choose
-from torch_recompute.planning.planner import Planner
+from torch_recompute.planner.planner import Planner
 
 WIDTH = 16
 Change = Callable[[torch.Tensor], torch.Tensor]

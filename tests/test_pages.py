@@ -42,7 +42,7 @@ def made(tool: ModuleType) -> dict[Path, str]:
 def test_made_pages_are_what_the_tool_makes(made: dict[Path, str]) -> None:
     """Every table, text and picture that stands in the repository is the one that `make pages` writes."""
     stale = [path.relative_to(ROOT).as_posix() for path, text in made.items() if path.read_text("utf-8") != text]
-    assert not stale, "python tools/pages.py writes them anew"
+    assert not stale, "python tools/pages.py writes them again"
 
 
 def test_a_changed_figure_is_stale(tool: ModuleType, made: dict[Path, str]) -> None:

@@ -131,7 +131,7 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Along the curve the budget rises and the step gets shorter, to that of the step with no region."""
+    """Along the curve the budget rises and the step gets shorter, to that of the step without recomputation."""
     found = document(capsys, "this_test:pair", "--frontier", "--optimizer", "none", "--device", "h100")
     plans = [Plan.from_json(json.dumps(plan)) for plan in found["frontier"]]
     promises = [plan.prediction for plan in plans if plan.prediction is not None]

@@ -26,12 +26,12 @@ from torch_recompute import (
     simulate,
     solve,
 )
-from torch_recompute._loop import Loop
+from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.solve import smallest
-from torch_recompute.planning.candidates import all_guesses, trace
-from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.prices import Roofline
-from torch_recompute.planning.segments import capture
+from torch_recompute.planner.candidates import all_guesses, trace
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Roofline
+from torch_recompute.planner.segments import capture
 from zoo import build, mean_loss, scalar_loss
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 2
@@ -291,7 +291,7 @@ def test_a_profile_is_data() -> None:
 
 
 def test_a_plan_is_for_one_model() -> None:
-    """A plan that was written and read applies to the same model made anew; another is refused by its difference."""
+    """A plan that was written and read applies to the same model made again; another is refused by its difference."""
     model, args = made("gpt")
     plan = Plan.from_json(make_plan(model, args, budget=0.3, device="h100", loss=mean_loss).to_json())
     again, _ = made("gpt")

@@ -13,13 +13,13 @@ from torch import nn
 
 from test_planning import DEEP, deep_is_made, step
 from torch_recompute import ArgumentError, OnHost, Plan, Profile, apply, make_plan, measure, solve
-from torch_recompute._loop import Loop
+from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.cost import Host
-from torch_recompute.planning.hosts import LINKS, waited
-from torch_recompute.planning.planner import Planner
-from torch_recompute.planning.prices import Roofline
+from torch_recompute.planner.hosts import LINKS, waited
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Roofline
 from torch_recompute.stores import Bandwidth
-from torch_recompute.stores.parcels import Depot
+from torch_recompute.stores.transfers import Depot
 from zoo import mean_loss
 
 X = torch.randn(512, 16)

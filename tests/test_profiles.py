@@ -43,8 +43,8 @@ def test_a_difference_is_a_line_a_person_can_read() -> None:
     other = replace(made(6, 0.003, kept=False), device="h100", left_out=(("head", "is called twice"),))
     assert made().diff(other).split("\n") == [
         "device: cpu -> h100",
-        "peak with no region, MiB: 32.00 -> 40.00",
-        "step with no region, ms: 102.000 -> 103.000",
+        "peak without recomputation, MiB: 32.00 -> 40.00",
+        "step without recomputation, ms: 102.000 -> 103.000",
         "not planned: - -> head",
         "segments  how many  keeps MiB     least MiB  backward MiB  least costs ms  ways",
         "layers.*  4         4.00 -> 6.00  1.00       6.00 -> 8.00  2.000 -> 3.000  3 -> 2",

@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from torch_recompute import ArgumentError, Plan, Profile, apply, make_plan, simulate, solve
 from torch_recompute import profile as profile_of
-from torch_recompute._loop import Loop
 from torch_recompute.integrations import huggingface, lightning
 from torch_recompute.integrations.door import check_loop
+from torch_recompute.memory.loop import Loop
 from zoo import build, scalar_loss
 
 GENERATOR_STATE = 5056  # bytes, in host memory on any device

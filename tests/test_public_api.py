@@ -1,6 +1,6 @@
 """The public names and their signatures, as a file: nobody changes one without seeing it.
 
-    python tests/test_public_api.py          # writes tests/public_api.txt anew
+    python tests/test_public_api.py          # writes tests/public_api.txt again
 
 The names are those of `__all__`, and of a class the attributes that do not begin with an underscore.
 """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_recompute import ChangedError, recompute
-from torch_recompute._reach import reach, rebuild
+from torch_recompute.arguments import reach, rebuild
 
 MODULE = nn.Linear(3, 3)
 TENSOR = torch.full((3,), 2.0)

@@ -147,7 +147,7 @@ def test_seconds_that_were_scaled() -> None:
 
 
 def test_the_frontier(by_hand: Reported) -> None:
-    """Steps come by rising peak; those along the curve get cheaper, and the last is the one with no region."""
+    """Steps come by rising peak; those along the curve get cheaper, and the last is the one without recomputation."""
     steps = by_hand.data["steps"]
     assert [step["peak_bytes"] for step in steps] == sorted(step["peak_bytes"] for step in steps)
     curve = [step for step in steps if step["name"] != "the plan"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_recompute import ArgumentError
-from torch_recompute.planning.schedules import (
+from torch_recompute.planner.schedules import (
     NAMES,
     Action,
     gpipe,

@@ -11,9 +11,9 @@ from torch import nn
 
 from distributed.staged import Net, planner, plans_for
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
-from torch_recompute.planning.pipeline import plan_stages
-from torch_recompute.planning.rank_memory import RankMemory, Sends, StageBytes
-from torch_recompute.planning.schedules import one_f_one_b, schedule_steps
+from torch_recompute.planner.pipeline import plan_stages
+from torch_recompute.planner.rank_memory import RankMemory, Sends, StageBytes
+from torch_recompute.planner.schedules import one_f_one_b, schedule_steps
 from zoo import mean_loss
 
 PATHS = [f"layers.{i}" for i in range(8)]
@@ -54,7 +54,7 @@ def test_plans_are_data(plans: StagePlans) -> None:
 
 
 def test_a_plan_fits_its_stage_under_other_names(plans: StagePlans) -> None:
-    """A stage's plan applies to the stage alone; renamed, to a module whose layers are numbered anew."""
+    """A stage's plan applies to the stage alone; renamed, to a module whose layers are numbered again."""
     apply(Net(range(2)), plans[0]).remove()
     stage = nn.ModuleDict({"blocks": nn.ModuleList(Net(range(2, 4)).layers.values())})
     stage.forward = lambda x: x  # type: ignore[method-assign]

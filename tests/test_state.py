@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from conftest import asks_for_a_device
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
-from torch_recompute._compat import devices
+from torch_recompute._torch import devices
 from torch_recompute.state import (
     Ambient,
     CpuRng,

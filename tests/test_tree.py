@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from torch_recompute import recompute
-from torch_recompute._tree import Call, digest, geometry, layout, meta, say
+from torch_recompute.arguments import Call, digest, geometry, layout, meta, say
 
 Pair = namedtuple("Pair", "left right")
 
@@ -81,7 +81,7 @@ def test_a_call_comes_back(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 @each_call
 def test_containers_of_a_call_are_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Lists and dicts are built anew each time, so that what the caller or a replay does to them stays there."""
+    """Lists and dicts are built again each time, so that what the caller or a replay does to them stays there."""
     call = Call(args, kwargs)
     again, more = call.arguments(call.leaves)
     for new, old in zip([*again, *more.values()], [*args, *kwargs.values()], strict=True):

@@ -21,7 +21,6 @@ from torch_recompute import (
     Choice,
     MismatchError,
     Plan,
-    _hollow,
     apply,
     audit,
     make_plan,
@@ -30,6 +29,7 @@ from torch_recompute import (
     recompute,
     simulate,
 )
+from torch_recompute.engine import shape_only
 from zoo import mean_loss
 
 Tail = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -123,7 +123,7 @@ def gradients(tail: Tail, unread: bool, check: str = "metadata") -> tuple[list[t
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been said yet."""
-    monkeypatch.setattr(_hollow, "_said", set())
+    monkeypatch.setattr(shape_only, "_said", set())
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -192,7 +192,7 @@ def test_hollow_tensors_end_with_their_replay() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             gradients(READ["saved by autograd"], unread=True)
-        assert not [one for one in gc.get_objects() if type(one) is _hollow.Hollow]
+        assert not [one for one in gc.get_objects() if type(one) is shape_only.ShapeOnly]
     finally:
         gc.enable()
 

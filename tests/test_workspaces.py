@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from test_blocks import alive
 from test_zoo import plans
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
-from torch_recompute._compat.allocations import cpu_allocations
-from torch_recompute._loop import Loop
+from torch_recompute._torch.devices import cpu_allocations
 from torch_recompute.memory import workspaces
+from torch_recompute.memory.loop import Loop
 from torch_recompute.memory.workspaces import COPYING, TAKING, attention_on_cuda, kept_by_cublas, workspace
-from torch_recompute.planning.planner import Planner
+from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
 from zoo import build, mean_loss, scalar_loss
 

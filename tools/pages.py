@@ -29,7 +29,7 @@ MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", 
 
 
 def with_figures(text: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables made again."""
     return MARKED.sub(lambda match: f"{match[1]}\n{figures.TABLES[match[2]]()}\n\n{match[3]}", text)
 
 

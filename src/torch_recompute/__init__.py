@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .plan.planned import solve
     from .plan.profile import Profile
     from .plan.stages import StagePlan, StagePlans, Stages
-    from .planning import make_plan, profile
+    from .planner import make_plan, profile
     from .simulation import Simulation
 else:  # imported when they are first asked for
     __getattr__, __dir__ = lazily(
@@ -52,7 +52,7 @@ else:  # imported when they are first asked for
             "plan.planned": ("solve",),
             "plan.profile": ("Profile",),
             "plan.stages": ("StagePlan", "StagePlans", "Stages"),
-            "planning": ("make_plan", "profile"),
+            "planner": ("make_plan", "profile"),
             "simulation": ("Simulation",),
             "checking.verify": ("Verification", "verify"),
         },

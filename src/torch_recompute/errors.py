@@ -247,7 +247,7 @@ def too_small(budget: int, smallest: int, plain: int) -> str:
     """The sentence that every budget that is too small begins with."""
     return (
         f"budget={size(budget)} is too small for a step of this model: with the plan that needs the least its peak is "
-        f"{size(smallest, up=True)} ({smallest} bytes), with no region {size(plain)}."
+        f"{size(smallest, up=True)} ({smallest} bytes), without recomputation {size(plain)}."
     )
 
 

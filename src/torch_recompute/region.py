@@ -21,8 +21,8 @@ a buffer that their kernel fills afterwards (RReLU: such a buffer requires no gr
 number as what follows in the same operation). It ends by an exception that derives from BaseException, so user code
 that says `except Exception` cannot swallow it.
 
-Invariants: hooks and `thread.run` are restored by whoever set them. Nothing in the graph refers to a run, only to a
-frame; a frame refers to slots weakly; so the whole dies by reference counting (law 8).
+Invariants: hooks and `thread.run` are restored by the code that set them. Nothing in the graph refers to a run, only to
+a frame; a frame refers to slots weakly; so the whole dies by reference counting (law 8).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
-from . import _tiles, errors
-from ._frame import NEVER, Frame, Options, hand_over, mark_spare
-from ._replay import Replay
-from ._saved_call import SavedCall, call_again, record_call, tensors_of
+from . import errors
+from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
+from .engine.saved_call import SavedCall, call_again, record_call, tensors_of
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
+from .tiles import check as check_tiles
+from .tiles import run as run_tiles
 from .values import Run, name_of, thread
 
 P = ParamSpec("P")
@@ -49,7 +50,7 @@ R = TypeVar("R")
 def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` as a region. The caller has seen to it that grad is enabled."""
     outer = thread.run
-    frame = Frame(options, fn, args, kwargs, outer)
+    frame = RegionCall(options, fn, args, kwargs, outer)
     return frame.forward(fn, args, kwargs, outer)
 
 
@@ -68,7 +69,7 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
         thread.run = outer
     if not outer.replaying:
         if run.trace is not None:
-            mark_spare(run.trace, NEVER)
+            mark_not_needed(run.trace, NEVER)
         hand_over(run.trace, outer, None, entered)
     return result
 
@@ -101,7 +102,7 @@ def recompute(
 
     Gradients are those of the plain call. `fn` may take and return anything; it runs once in forward and at most once
     per backward call. Without grad, and in inference mode, it is the plain call. Inside `torch.compile` it is traced
-    as `torch.utils.checkpoint`, which the partitioner understands. Wrapping takes no time to speak of; doing it anew
+    as `torch.utils.checkpoint`, which the partitioner understands. Wrapping takes no time to speak of; doing it again
     on every call is fine.
 
     Args:
@@ -141,7 +142,7 @@ def recompute(
             '      check="none"       only how many there are'
         )
     inputs = _checked_store("inputs", inputs)
-    _tiles.check(tiles, tile_dim)
+    check_tiles(tiles, tile_dim)
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(_not_an_ambient(ambient))
@@ -154,7 +155,7 @@ def recompute(
         if torch.is_grad_enabled():
             one = _traced if torch.compiler.is_compiling() else call
             if tiles is not None:
-                return _tiles.run(functools.partial(one, options, fn), options.name, tiles, tile_dim, args, kwargs)
+                return run_tiles(functools.partial(one, options, fn), options.name, tiles, tile_dim, args, kwargs)
             return one(options, fn, args, kwargs)
         if thread.run is None:
             return fn(*args, **kwargs)
@@ -215,7 +216,7 @@ def no_recompute(
             return fn(*args, **kwargs)
         if run.replaying:
             return _pass_by(run, label, fn, args, kwargs)
-        frame = run if isinstance(run, Frame) else None
+        frame = run if isinstance(run, RegionCall) else None
         scope = (frame, frame.inputs.storages) if frame is not None else (None, frozenset[int]())
         result, kept = record_call(run, scope, store, label, unread, fn, args, kwargs)
         if frame is not None:
@@ -232,7 +233,7 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
     result = record.result(run.name, inputs, functools.partial(call_again, run, name, fn, args, kwargs))
-    if isinstance(run, Frame):
+    if isinstance(run, RegionCall):
         run.alias(record.held())
     return result
 

@@ -1,48 +1,221 @@
-"""What a replay must find as the forward found it (law 5).
+"""Random generators: what they are asked for, and what is put back for a replay.
 
-A region's function runs again during backward: later, perhaps on another thread, after the caller has left `with`
-blocks, drawn random numbers, called `model.eval()` or updated running statistics. `World` takes what the function
-can depend on besides its arguments when a region is entered, and puts it in place around each replay:
+A generator's state is read before and after a forward, and set around the replay if it has moved. On the CPU it is
+5,056 bytes; accelerator generators are a (seed, offset) pair, read without a device sync.
 
-* settings: autocast, the SDPA / cuDNN / precision switches, the stack of `TorchFunctionMode`s (default device,
-  context parallelism), dispatch modes, context variables. Reading them all takes about 3 us; they are compared at
-  the replay and only written where they differ. Which kernels are preferred is read again after the forward: torch
-  itself changes that for good in the first attention of a process, and the replay must find what that left.
-* consumables: random generators and the user's own `Ambient` objects. A generator's state is read before and after
-  the forward and dropped when the two are equal: that is how we know that nothing was drawn, and then the replay
-  touches no generator (`_generators.py`).
-* what the function reaches (`_reach.py`): the buffers of its modules, so that running statistics are updated once
-  and not twice; `training` flags; hooks that were there for the forward only; closure cells that were rebound or
-  deleted meanwhile.
+While a CUDA graph is captured there is no absolute offset: kernels add the one that the generator will have at each
+launch. A region whose forward and replay are in one graph (a captured training step) is replayed from the relative
+offset, and draws at every launch what its forward drew. Where the two are in different graphs, as
+`torch.cuda.make_graphed_callables` makes them, each is launched from another offset, and no state that could be set
+makes them draw the same. Then the generator is left alone, and the replay is an error if it draws: a region that only
+draws inside saved calls does not.
 
-Rejected: finding out what was touched with a dispatch mode (20 us per operation); copying every buffer always (a
-1 GiB KV cache is a buffer too). Buffers up to 64 KiB of modules in training mode are copied; larger ones are copied
-until a call has left them unchanged, after which a change is an error that names the buffer.
+That two captures are different ones shows in the offset: it starts at 0 in each, and a generator that moved during the
+forward is behind what the forward saw only if another capture has begun.
+
+Rejected: two generators that advance in step, one for each graph (what torch's compiler does). A forward that is
+launched without its backward, as in evaluation, puts them out of step, and nothing would say so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
+import random
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _compat, errors
-from ._compat import version_of
-from ._generators import CPU_RNG, DEVICE_RNG, GENERATORS, elsewhere, same, undrawn
-from ._generators import CpuRng as CpuRng
-from ._generators import DeviceRng as DeviceRng
-from ._generators import GeneratorRng as GeneratorRng
-from ._generators import NumpyRng as NumpyRng
-from ._generators import PythonRng as PythonRng
-from ._reach import Reach, Seen
-from ._task import leads_to
-from ._tree import apart, each_once
+from . import _torch, errors
+from ._torch import leads_to, version_of
+from ._torch.devices import captured_state, capturing, set_captured_state
+from .arguments import Captured, Captures, apart, each_once
+
+
+class CpuRng:
+    """PyTorch's default CPU generator. The state is 5,056 bytes."""
+
+    def capture(self) -> torch.Tensor:
+        """The generator's state: uint8 [5056]."""
+        return torch.default_generator.get_state()
+
+    def restore(self, value: torch.Tensor) -> None:
+        """Sets the generator's state."""
+        torch.default_generator.set_state(value)
+
+
+class InGraph(NamedTuple):
+    """The state of device generators in a graph that is being captured: seed, and offset from where it is launched."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+class GeneratorRng:
+    """An explicit `torch.Generator`, of any device."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def capture(self) -> torch.Tensor | InGraph:
+        """The generator's state: a uint8 tensor on the CPU."""
+        if self.generator.device.type == "cuda" and capturing():
+            try:
+                return InGraph((captured_state(self.generator),))
+            except RuntimeError:  # not registered with the graph: torch lets nobody draw from it there
+                return InGraph(())
+        return self.generator.get_state()
+
+    def restore(self, value: torch.Tensor | InGraph) -> None:
+        """Sets the generator's state."""
+        if self in _still.ambients:
+            return
+        if not isinstance(value, InGraph):
+            self.generator.set_state(value)
+        elif value.pairs:
+            set_captured_state(self.generator, value.pairs[0])
+
+
+class DeviceRng:
+    """The default generators of all initialised accelerator devices, as (seed, offset) pairs.
+
+    MPS, NPU, HPU and MTIA show no such pair; there it is what their device module returns, as bytes.
+    """
+
+    def capture(self) -> list[tuple[int, int]] | list[torch.Tensor] | InGraph:
+        """One (seed, philox offset) pair, or state, per device; in a capture that of the present device."""
+        if capturing():
+            return InGraph((captured_state(_present()),))
+        generators = _torch.device_generators()
+        return [(g.initial_seed(), g.get_offset()) for g in generators] if generators else _torch.device_states()
+
+    def restore(self, value: Any) -> None:
+        """Sets the state of each generator, touching only those that differ.
+
+        A device that was initialised after `capture` had drawn nothing then: its offset was 0.
+        """
+        if self in _still.ambients:
+            return
+        if isinstance(value, InGraph):
+            set_captured_state(_present(), value.pairs[0])
+            return
+        states = _torch.device_states()
+        for i, (state, then) in enumerate(zip(states, value, strict=False)):
+            if not _torch.same_bytes(state, then):
+                _torch.set_device_state(i, then)
+        if states:
+            return
+        for generator, pair in itertools.zip_longest(_torch.device_generators(), value):
+            seed, offset = pair or (generator.initial_seed(), 0)
+            if generator.initial_seed() != seed:
+                generator.manual_seed(seed)
+            if generator.get_offset() != offset:
+                generator.set_offset(offset)
+
+
+class PythonRng:
+    """The `random` module's generator, on request: `recompute(fn, state=[PythonRng()])`."""
+
+    def capture(self) -> object:
+        """The result of `random.getstate()`."""
+        return random.getstate()
+
+    def restore(self, value: Any) -> None:
+        """Calls `random.setstate`."""
+        random.setstate(value)
+
+
+class NumpyRng:
+    """NumPy's legacy global generator, or the `numpy.random.Generator` given, on request.
+
+    Args:
+        generator: A `numpy.random.Generator`; by default the global state behind `numpy.random.rand` and friends.
+    """
+
+    def __init__(self, generator: Any = None) -> None:
+        self.generator = generator
+
+    def capture(self) -> Any:
+        """The bit generator's state."""
+        if self.generator is not None:
+            return self.generator.bit_generator.state
+        return _numpy_random().get_state()
+
+    def restore(self, value: Any) -> None:
+        """Sets the bit generator's state."""
+        if self.generator is not None:
+            self.generator.bit_generator.state = value
+        else:
+            _numpy_random().set_state(value)
+
+
+def _numpy_random() -> Any:
+    import numpy
+
+    return numpy.random
+
+
+def _present() -> torch.Generator:
+    return _torch.device_generators()[torch.cuda.current_device()]
+
+
+CPU_RNG, DEVICE_RNG = CpuRng(), DeviceRng()
+GENERATORS = frozenset({CpuRng, DeviceRng, GeneratorRng})
+"""Those whose state says whether they were drawn from."""
+
+
+class _Still(threading.local):
+    ambients: tuple[Any, ...] = ()
+
+
+_still = _Still()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two captured states of a generator are the same, decided without a device sync."""
+    if type(a) is torch.Tensor:  # a generator's state: bytes, in host memory for every kind of device
+        return _torch.same_bytes(a, b)
+    if type(a) is list and a and type(a[0]) is torch.Tensor:
+        return len(a) == len(b) and all(map(_torch.same_bytes, a, b))
+    return bool(a == b)
+
+
+def elsewhere(ambient: Any, value: Any) -> bool:
+    """Whether a state of a generator that has moved since was read in another CUDA graph than the present one."""
+    if type(ambient) is not DeviceRng and not (
+        type(ambient) is GeneratorRng and ambient.generator.device.type != "cpu"
+    ):
+        return False
+    if not isinstance(value, InGraph):
+        return capturing()
+    if not capturing():
+        return True
+    present: Any = ambient.capture()
+    return any(now <= then for (_, now), (_, then) in zip(present.pairs, value.pairs, strict=False))
+
+
+@contextlib.contextmanager
+def undrawn(ambient: Any, region: str) -> Generator[None]:
+    """Leaves a generator as it is, and raises if it is drawn from."""
+    before, others = ambient.capture(), _still.ambients
+    _still.ambients = (*others, ambient)
+    try:
+        yield
+    finally:
+        _still.ambients = others
+    if not same(before, ambient.capture()):
+        raise errors.MismatchError(
+            f"the replay of {region} draws random numbers, but is not captured in the CUDA graph in which its forward "
+            "was. Each graph is launched from the generator's offset at that moment, so the replay would draw other "
+            "numbers than the forward, and the gradients would be wrong.\n"
+            "  Capture forward and backward in one graph (torch.cuda.graph around the whole step); or keep what is "
+            "drawn: no_recompute(F.dropout) is not repeated; or leave the region out of make_graphed_callables."
+        )
+
 
 SMALL = 64 * 1024
 """Buffers up to this many bytes are copied on every call; see the module's note."""
@@ -88,7 +261,7 @@ class TensorState:
             if len(some) == 1:
                 targets[some[0]].copy_(value[some[0]])
             else:
-                _compat.copy_each([targets[i] for i in some], [value[i] for i in some])
+                _torch.copy_each([targets[i] for i in some], [value[i] for i in some])
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,7 +290,7 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     return each_once(tensor) if tensor.layout is torch.strided else tensor
 
 
-DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _compat.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)
+DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _torch.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)
 """The generators that every region looks after."""
 _cpu_state = torch.default_generator.get_state
 
@@ -125,21 +298,21 @@ _cpu_state = torch.default_generator.get_state
 @contextlib.contextmanager
 def _under(target: list[Any], present: list[Any]) -> Generator[None]:
     """Makes `target` the present settings. Dispatch modes only grow: one that watches the backward goes on watching."""
-    flags, functions, dispatch = _compat.split_settings(target)
-    old_flags, old_functions, old_dispatch = _compat.split_settings(present)
+    flags, functions, dispatch = _torch.split_settings(target)
+    old_flags, old_functions, old_dispatch = _torch.split_settings(present)
     missing = [mode for mode in dispatch if not any(mode is other for other in old_dispatch)]
     torch.autocast_increment_nesting()
     try:
-        _compat.set_flags(flags)
-        _compat.set_function_modes(functions)
+        _torch.set_flags(flags)
+        _torch.set_function_modes(functions)
         for mode in missing:
-            _compat.push_dispatch_mode(mode)
+            _torch.push_dispatch_mode(mode)
         yield
     finally:
         for _ in missing:
-            _compat.pop_dispatch_mode()
-        _compat.set_function_modes(old_functions)
-        _compat.set_flags(old_flags)
+            _torch.pop_dispatch_mode()
+        _torch.set_function_modes(old_functions)
+        _torch.set_flags(old_flags)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 
@@ -203,11 +376,11 @@ class _Reached:
 
     __slots__ = ("_buffers", "_copies", "_hooks", "_late", "_state", "_training", "_watched")
 
-    def __init__(self, reach: Reach, cells: bool) -> None:
+    def __init__(self, reach: Captures, cells: bool) -> None:
         self._training = [(module, module.training) for module in reach.modules]
         self._hooks = _Hooks(reach.modules)
         self._buffers = [(buffers, dict(buffers)) for buffers in reach.buffers()]
-        self._watched: list[tuple[Seen, int]] = []
+        self._watched: list[tuple[Captured, int]] = []
         self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
         copied: list[torch.Tensor] = []
         for seen in reach.mutable(cells):
@@ -273,7 +446,7 @@ class _Reached:
                 module.training = training
 
     def restored(self) -> frozenset[int]:
-        return frozenset(map(_compat.storage_id, self._state.tensors))
+        return frozenset(map(_torch.storage_id, self._state.tensors))
 
     @property
     def differs(self) -> bool:
@@ -282,7 +455,7 @@ class _Reached:
         )
 
 
-class World:
+class ReplayState:
     """What one call of a region may depend on besides its arguments, taken when it is entered.
 
     Args:
@@ -293,8 +466,8 @@ class World:
 
     __slots__ = ("_consumed", "_context", "_cpu", "_reached", "_settings")
 
-    def __init__(self, reach: Reach | None, ambients: Sequence[Ambient], cells: bool) -> None:
-        self._settings = _compat.settings()
+    def __init__(self, reach: Captures | None, ambients: Sequence[Ambient], cells: bool) -> None:
+        self._settings = _torch.settings()
         self._context = contextvars.copy_context()
         self._cpu: torch.Tensor | None = None  # every region's first ambient, taken without the detour
         if ambients and ambients[0] is CPU_RNG:
@@ -307,8 +480,8 @@ class World:
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch, and takes the kernels that it chose for good."""
-        _compat.update_kernels(self._settings)
-        if self._cpu is not None and _compat.same_bytes(self._cpu, _cpu_state()):
+        _torch.update_kernels(self._settings)
+        if self._cpu is not None and _torch.same_bytes(self._cpu, _cpu_state()):
             self._cpu = None
         if self._consumed:
             self._consumed = [
@@ -336,7 +509,7 @@ class World:
 
     def run(self, region: str, fn: Callable[..., Any], *args: Any) -> None:
         """Calls `fn(*args)` with the world as it was taken, and puts the present one back afterwards."""
-        present = _compat.settings()
+        present = _torch.settings()
         reached = self._reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
         consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]

@@ -5,7 +5,7 @@ branch taken. `save_for_recompute` / `get_recompute_data` are RoundPipe's words 
 belongs to one call of one region (not to a layer, so microbatches, nested regions and threads cannot mix), and
 `get_recompute_data` always returns a tuple. `replay(fn)` says the same in one word.
 
-A `Trace` is what one call of a region leaves for its replays: its values, the records of its saved calls in order,
+A `CallRecord` is what one call of a region leaves for its replays: its values, the records of its saved calls in order,
 and the traces of regions nested in it. A `Run` is one execution of the function on one thread, in forward or as a
 replay, reading or writing a trace. The run that the present thread is in is the only thread-local state; there is no
 flag on a module or a process. When an outer region is replayed, an inner one runs as an ordinary forward again, but
@@ -22,10 +22,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from . import _compat, errors
-from ._compat import is_parameter, version_of
-from ._compat.capture import capturing
-from ._observer import here
+from . import _torch, errors
+from ._torch import is_parameter, version_of
+from ._torch.devices import capturing
+from .observer import here
 from .state import Ambient, advanced
 
 P = ParamSpec("P")
@@ -36,25 +36,25 @@ Key = tuple[float, float]
 """A moment of a region's forward: how many tensors it had saved by then, and a running number among equals."""
 
 
-class Trace:
+class CallRecord:
     """What one call of a region leaves for its replays.
 
     Attributes:
         values: What `save_for_recompute` saved, by key.
         records: What `replay` and `no_recompute` left, in order of their calls.
         children: The traces of nested regions in order, each with the moment at which the region ended.
-        spare: Set once no replay of the enclosing region gets as far as this one.
+        not_needed: Set once no replay of the enclosing region gets as far as this one.
         live: For each tensor saved, and each nested region, whether the graph still held it when the forward ended;
             noted only where there are values. What was dead is the work by which a value was found.
     """
 
-    __slots__ = ("children", "live", "records", "spare", "values")
+    __slots__ = ("children", "live", "records", "not_needed", "values")
 
     def __init__(self) -> None:
         self.values: dict[Hashable, Values] = {}
         self.records: list[Any] = []
-        self.children: list[tuple[Key, Trace | None]] = []
-        self.spare = False
+        self.children: list[tuple[Key, CallRecord | None]] = []
+        self.not_needed = False
         self.live: tuple[Sequence[bool], Sequence[bool]] = ((), ())
 
 
@@ -76,7 +76,7 @@ class Run:
 
     __slots__ = ("_child", "_record", "ambients", "name", "replaying", "trace")
 
-    def __init__(self, name: str, trace: Trace | None, replaying: bool, ambients: Sequence[Ambient] = ()) -> None:
+    def __init__(self, name: str, trace: CallRecord | None, replaying: bool, ambients: Sequence[Ambient] = ()) -> None:
         self.name = name
         self.trace = trace
         self.replaying = replaying
@@ -96,10 +96,10 @@ class Run:
     def event(self) -> None:
         """Called before the run goes on to a nested region, a choice or a saved call; a replay may end here."""
 
-    def writing(self) -> Trace:
+    def writing(self) -> CallRecord:
         """The trace to write to."""
         if self.trace is None:
-            self.trace = Trace()
+            self.trace = CallRecord()
         return self.trace
 
     def next_record(self, kind: type, name: str) -> Any:
@@ -136,7 +136,7 @@ class Run:
         self._record, self._child = records, children
         return True
 
-    def next_child(self) -> Trace | None:
+    def next_child(self) -> CallRecord | None:
         """The trace that the forward's nested region left at this point."""
         children = () if self.trace is None else self.trace.children
         self._child += 1
@@ -186,7 +186,7 @@ class Values:
 
     def __init__(self, tree: Any, moment: tuple[int, int, int] = (0, 0, 0)) -> None:
         self.moment = moment
-        leaves, self._spec = _compat.tree_flatten(tree)
+        leaves, self._spec = _torch.tree_flatten(tree)
         self._leaves = list(map(_without_history, leaves))
         self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
 
@@ -200,7 +200,7 @@ class Values:
                     "  Save a copy: save_for_recompute(tensor.clone()), or return one from the function given to "
                     "replay."
                 )
-        return _compat.tree_unflatten(list(map(_without_history, self._leaves)), self._spec)
+        return _torch.tree_unflatten(list(map(_without_history, self._leaves)), self._spec)
 
 
 def _without_history(leaf: Any) -> Any:
@@ -208,7 +208,7 @@ def _without_history(leaf: Any) -> Any:
 
 
 def _first_with_grad(tree: Any) -> tuple[int, torch.Tensor] | None:
-    for i, leaf in enumerate(_compat.tree_leaves(tree)):
+    for i, leaf in enumerate(_torch.tree_leaves(tree)):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             return i, leaf
     return None
@@ -226,7 +226,7 @@ def _through_the_host(region: str, value: object) -> str:
 
 def _check_in_graph(tree: Any, what: str) -> None:
     """Raises if a value was decided on the host: a captured graph would repeat it in every launch."""
-    for leaf in _compat.tree_leaves(tree):
+    for leaf in _torch.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
             raise errors.SaveError(_through_the_host(what, "a tensor on the CPU"))
         if isinstance(leaf, (bool, int, float)):
@@ -332,7 +332,7 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
     raise errors.SaveError(_no_such_key(run.name, key, tuple(values)))
 
 
-class Choice:
+class ReplayedValue:
     """The record of one `replay` call."""
 
     __slots__ = ("_after", "_values", "name")
@@ -403,11 +403,11 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         if run is None or torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         if run.replaying:
-            return run.next_record(Choice, name).result(run.name)
+            return run.next_record(ReplayedValue, name).result(run.name)
         before = [ambient.capture() for ambient in run.ambients]
         in_graph = capturing()
         thread.run = None
-        _compat.push_hooks(_identity, _identity)
+        _torch.push_hooks(_identity, _identity)
         try:
             called = fn if here.observers is None else here.observers.around("choice", name, run, fn)
             result = called(*args, **kwargs)
@@ -416,19 +416,19 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
                 raise errors.SaveError(_read_in_graph(name, str(error).split("\n")[0])) from error
             raise
         finally:
-            _compat.pop_hooks()
+            _torch.pop_hooks()
             thread.run = run
         if in_graph:
             _check_in_graph(result, name)
         found = _first_with_grad(result)
         if found is not None:
             raise errors.SaveError(_choice_requires_grad(run.name, *found))
-        run.writing().records.append(Choice(name, Values(result), advanced(run.ambients, before)))
+        run.writing().records.append(ReplayedValue(name, Values(result), advanced(run.ambients, before)))
         return result
 
     return choose
 
 
-@_compat.see_through
+@_torch.see_through
 def _identity(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from distributed.pipelines import ONE, stages_of
 from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
-from torch_recompute.planning.pipeline import plan_stages
-from torch_recompute.planning.planner import Planner
+from torch_recompute.planner.pipeline import plan_stages
+from torch_recompute.planner.planner import Planner
 
 WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
 

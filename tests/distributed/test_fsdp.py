@@ -1,8 +1,8 @@
 """`fully_shard` with regions is `fully_shard` without: gradients, all-gathers, policies; and memory is really lower.
 
 Regions are placed in several ways (by hand around each layer's call, by a plan before sharding, after it, with saved
-calls) and compared with no regions and with `torch.utils.checkpoint`, on two ranks, in the second step of a training,
-when FSDP knows the order of layers and fetches ahead. FSDP's first generation is held to the same.
+calls) and compared without recomputations and with `torch.utils.checkpoint`, on two ranks, in the second step of a
+training, when FSDP knows the order of layers and fetches ahead. FSDP's first generation is held to the same.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN, chain
 from laws.watch import Counted, assert_same, backward, left_by
 from torch_recompute import (
-    _compat,
+    _torch,
     doing_recompute,
     get_recompute_data,
     no_recompute,
@@ -22,7 +22,7 @@ from torch_recompute import (
     replay,
     save_for_recompute,
 )
-from torch_recompute._task import this_task
+from torch_recompute.engine.backward_task import this_task
 
 places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
 ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0), "mixed": (2, 0, 3, 1)}
@@ -64,7 +64,7 @@ def test_a_call_that_ends_on_another_thread(monkeypatch):
             told.append((kept, split))
 
     one = Told()
-    monkeypatch.setattr(_compat, "after_backward", ends.append)
+    monkeypatch.setattr(_torch, "after_backward", ends.append)
 
     def half():
         task = this_task()

@@ -8,7 +8,7 @@ form runs on the same weights, and its output and the gradients of the input and
 Differences are relative to the largest element of the plain tensor.
 
 What is demanded. A form whose sums are in the plain order: equal elements, where the plain stack repeats its own (CPU);
-elsewhere no more than the plain stack differs from itself, a little widened because noise is drawn anew each time.
+elsewhere no more than the plain stack differs from itself, a little widened because noise is drawn again each time.
 A tiled form sums a weight's gradient tile by tile: in float64 it must be equal up to rounding, whatever dtype was asked
 for, because a wrong order of sums and a wrong gradient look alike in bf16. What the plain stack computes must be finite
 and not all zero, or the comparison proves nothing and has failed.

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torch_recompute import Plan
-from torch_recompute._loop import Loop
 from torch_recompute.errors import BudgetError
-from torch_recompute.planning.planner import Planner
+from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.planner import Planner
 
 from .config import PRICES, Config
 from .measuring import Seen, Step, clock, difference, ratio

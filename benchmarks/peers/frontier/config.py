@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from torch_recompute.errors import ArgumentError
-from torch_recompute.planning.ops import Op
-from torch_recompute.planning.prices import Roofline
+from torch_recompute.planner.ops import Op
+from torch_recompute.planner.prices import Roofline
 
 from .models import HEAD, MODELS
 from .models.convnext import FINEST

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torch_recompute._compat.fakes import FakeTensorMode
-from torch_recompute.planning.ops import Op, op_of
-from torch_recompute.planning.prices import Roofline, prices_for
+from torch_recompute._torch.fakes import FakeTensorMode
+from torch_recompute.planner.ops import Op, op_of
+from torch_recompute.planner.prices import Roofline, prices_for
 
 from .sac_tools import SacTools, ends_of_backward, priced, sac_tools
 

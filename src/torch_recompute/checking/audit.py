@@ -31,20 +31,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _compat, errors
-from .._frame import Frame
-from .._reach import Reach, rebuild
-from .._replay import Replay
-from .._saved_call import SavedCall
-from .._slots import Packed, Stop, unpack
+from .. import _torch, errors
 from .._text import table
-from .._tree import check_call, each_once
+from ..arguments import Captures, check_call, each_once, rebuild
+from ..engine.region_call import RegionCall, Replay
+from ..engine.saved_call import SavedCall
+from ..engine.slots import Packed, Stop, unpack
 from ..memory.ledger import storages
 from ..memory.operations import leaves
 from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState
-from ..values import Trace, thread
+from ..values import CallRecord, thread
 from .evidence import ModelCall, SideEffects, sample_of
 from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun, Written
 
@@ -287,7 +285,7 @@ class _Again(Replay):
 
     __slots__ = ("stopped",)
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: RegionCall) -> None:
         super().__init__(frame, (), None)
         self.stopped = False
 
@@ -296,7 +294,7 @@ class _Again(Replay):
         unread = list(_unread(self.trace))
         for record in unread:
             record.read = True
-        _compat.push_hooks(self.pack, unpack)
+        _torch.push_hooks(self.pack, unpack)
         try:
             fn(*args, **kwargs)
         except Stop as stop:
@@ -304,14 +302,14 @@ class _Again(Replay):
                 raise
             self.stopped = True
         finally:
-            _compat.pop_hooks()
+            _torch.pop_hooks()
             for record in unread:
                 record.read = False
 
     def event(self) -> None:
         """Goes on."""
 
-    @_compat.see_through
+    @_torch.see_through
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
         """Counts the tensor."""
         self.filled += 1
@@ -322,15 +320,15 @@ class _Again(Replay):
         if not record.finished or record.dropped:
             raise Stop(self)
 
-    def next_child(self) -> Trace | None:
+    def next_child(self) -> CallRecord | None:
         """The trace of the next nested region; ends where outputs of saved calls in it have been dropped."""
         child = super().next_child()
-        if child is not None and child.spare and _has_dropped(child):
+        if child is not None and child.not_needed and _has_dropped(child):
             raise Stop(self)
         return child
 
 
-def _unread(trace: Trace | None) -> Iterator[SavedCall]:
+def _unread(trace: CallRecord | None) -> Iterator[SavedCall]:
     """The calls of a run and of those in it whose results have no values in a replay."""
     if trace is not None:
         yield from (one for one in trace.records if isinstance(one, SavedCall) and one.unread and not one.read)
@@ -338,7 +336,7 @@ def _unread(trace: Trace | None) -> Iterator[SavedCall]:
             yield from _unread(child)
 
 
-def _has_dropped(trace: Trace) -> bool:
+def _has_dropped(trace: CallRecord) -> bool:
     return any(record.dropped for record in trace.records if isinstance(record, SavedCall)) or any(
         child is not None and _has_dropped(child) for _, child in trace.children
     )
@@ -380,7 +378,7 @@ def run_again(
     frame, second = first.frame, SecondRun(first)
     with recorder.deaf():
         try:
-            frame._world.check(frame.name)  # pyright: ignore[reportPrivateUsage]
+            frame._state.check(frame.name)  # pyright: ignore[reportPrivateUsage]
             frame.inputs.check(frame.name)
         except errors.ChangedError as error:
             second.changed = error
@@ -395,7 +393,7 @@ def run_again(
         second.inputs_differ = second.changed is not None or differ
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
         fn = rebuild(frame._template, cells)  # pyright: ignore[reportPrivateUsage]
-        reached = Reach(fn).mutable(True)
+        reached = Captures(fn).mutable(True)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
         effects = around(fn)
         run, contexts = _Again(frame), frame._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
@@ -405,16 +403,16 @@ def run_again(
                 run.go(fn, args, kwargs)
 
         grad, outer = torch.is_grad_enabled(), thread.run
-        _compat.set_grad_enabled(True)
+        _torch.set_grad_enabled(True)
         thread.run = run
         try:
             with _disturbed([*given, *cells], noise):
-                frame._world.run(frame.name, go)  # pyright: ignore[reportPrivateUsage]
+                frame._state.run(frame.name, go)  # pyright: ignore[reportPrivateUsage]
         except Exception as error:
             second.error = error.with_traceback(None)
         finally:
             thread.run = outer
-            _compat.set_grad_enabled(grad)
+            _torch.set_grad_enabled(grad)
         second.ended_early = run.stopped
         second.places, second.generators = effects.changed_places(), effects.advanced_generators()
         effects.restore()
@@ -438,8 +436,8 @@ def _disturbed(tensors: Sequence[torch.Tensor], noise: float) -> Generator[None]
         if noise
         and tensor.is_floating_point()
         and tensor.layout is torch.strided
-        and _compat.is_plain(tensor)
-        and _compat.parameter_of(tensor) is None
+        and _torch.is_plain(tensor)
+        and _torch.parameter_of(tensor) is None
     ]
     state = TensorState(*chosen)
     before = state.capture()

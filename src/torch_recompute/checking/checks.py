@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from .. import errors
-from .._compat.compiling import NO_CUDA_GRAPH
 from .._text import document
+from .._torch.modes import NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import Audit, AuditRow

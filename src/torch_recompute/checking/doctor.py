@@ -28,12 +28,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from .. import errors
-from .._loop import COMMON, Loop
-from .._tree import check_call
+from ..arguments import check_call
+from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
-from ..planning.planner import Loss, MakeOptimizer
+from ..planner.planner import Loss, MakeOptimizer
 from ..simulation.step import loss_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for

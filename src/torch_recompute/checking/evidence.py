@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from .. import _compat, _tree
-from .._compat.storages import set_versions, versions_of
-from .._reach import Reach
+from .. import _torch, arguments
+from .._torch.storages import set_versions, versions_of
+from ..arguments import Captures
 from ..memory.ledger import storages
 from ..memory.saved import module_names
 from ..state import DEFAULT, NumpyRng, PythonRng
@@ -88,10 +88,10 @@ class TensorSample(NamedTuple):
 
 def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> TensorSample | None:
     """A sample of a tensor; None of one that holds no values, or is of a subclass."""
-    if tensor.device.type == "meta" or tensor.numel() == 0 or not _compat.is_plain(tensor):
+    if tensor.device.type == "meta" or tensor.numel() == 0 or not _torch.is_plain(tensor):
         return None
     flat = _flat(tensor)
-    return TensorSample(_tree.digest(tensor), flat[:: -(-flat.numel() // most)].clone(), flat.numel())
+    return TensorSample(arguments.digest(tensor), flat[:: -(-flat.numel() // most)].clone(), flat.numel())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ class ModelCall:
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self._args, self._kwargs = model, args, kwargs
         values = [*args, *kwargs.values()]
-        self._reach = reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
+        self._reach = reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
         self.names = module_names(model, reach)
         self.modules = [(module, self.names.get(id(module), "")) for module in reach.modules]
         self._leaves = self._trainable()
@@ -313,20 +313,20 @@ class ModelCall:
 
     def _copies(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
         """The call with copies of its tensors, and those of them that get a gradient."""
-        leaves, spec = _compat.tree_flatten((self._args, self._kwargs))
+        leaves, spec = _torch.tree_flatten((self._args, self._kwargs))
         inputs: dict[str, torch.Tensor] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter):
                 leaves[number] = copy = leaf.detach().clone().requires_grad_(leaf.requires_grad)
                 if copy.requires_grad:
                     inputs[f"argument {number}"] = copy
-        args, kwargs = _compat.tree_unflatten(leaves, spec)
+        args, kwargs = _torch.tree_unflatten(leaves, spec)
         return args, kwargs, inputs
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nest of containers."""
-    return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 # --- side effects -----------------------------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]
 
 def _same_state(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return _compat.same_bytes(a, b)
+        return _torch.same_bytes(a, b)
     if isinstance(a, tuple):
         return all(_same_state(x, y) for x, y in zip(cast("tuple[Any, ...]", a), b, strict=True))
     return a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else bool(a == b)

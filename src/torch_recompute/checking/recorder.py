@@ -1,7 +1,7 @@
 """Writes down what the regions of a model do: their operations, their waits for the device, the memory they write to.
 
 A dispatch mode sees every operation, those inside torch's own functions too. The engine says which regions
-it belongs to (`_observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not
+it belongs to (`observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not
 repeated and not written down; neither is the engine's own work.
 
 An operation whose result is a number, or whose shape depends on values, waits for the device; torch marks both with
@@ -29,14 +29,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import _compat, _tree
-from .._compat.fakes import traced
-from .._frame import Frame
-from .._observer import observing, running
-from .._replay import Replay
-from .._saved_call import call_again, record_call
+from .. import _torch, arguments
+from .._torch.fakes import traced
+from ..engine.region_call import RegionCall, Replay
+from ..engine.saved_call import call_again, record_call
 from ..memory.ledger import storages
 from ..memory.operations import ModuleStack, Operations, kind_of, leaves
+from ..observer import observing, running
 from .evidence import TensorSample, sample_of
 
 T = TypeVar("T")
@@ -44,8 +43,8 @@ _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
-        *("_saved_call", "_tree", "_inputs", "_slots", "_frame", "_replay", "_late", "_discard", "_mismatch"),
-        *("_reach", "stores", "values", "state"),
+        *("engine/saved_call", "engine/inputs", "engine/slots", "engine/region_call", "engine/mismatch"),
+        *("arguments", "discard", "stores", "values", "state"),
     )
 )
 _ENDS = (record_call.__code__, call_again.__code__)
@@ -133,8 +132,8 @@ class Written(NamedTuple):
         return self.storage.nbytes() == content.nbytes() and torch.equal(_bytes(self.storage), _bytes(content))
 
     def is_among(self, identities: Container[int]) -> bool:
-        """Whether its identity, as `_compat.storage_id` gives it, is one of these."""
-        return _compat.storage_id(_bytes(self.storage)) in identities
+        """Whether its identity, as `_torch.storage_id` gives it, is one of these."""
+        return _torch.storage_id(_bytes(self.storage)) in identities
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -165,7 +164,7 @@ class RegionRun:
         line: The line that called it.
     """
 
-    def __init__(self, frame: Frame, start: int = 0, line: str = "") -> None:
+    def __init__(self, frame: RegionCall, start: int = 0, line: str = "") -> None:
         self.frame, self.start, self.line = frame, start, line
         self.ops: list[RecordedOp] = []
         self.syncs: list[DeviceSync] = []
@@ -249,7 +248,7 @@ class Recorder(Operations):
         with _no_function_modes():
             place = self._place()
             op = RecordedOp(name, self.modules.module, *(() if place is None else place[:3]))
-            written = [*_compat.written_by(func, args, kwargs), *(args[3:5] if name in _STATISTICS else ())]
+            written = [*_torch.written_by(func, args, kwargs), *(args[3:5] if name in _STATISTICS else ())]
             self._before_writing(written, op, () if place is None else place.runs)
         out = func(*args, **kwargs)
         with _no_function_modes():
@@ -316,7 +315,7 @@ class Recorder(Operations):
         forwards = [at for at in running() if at.kind == "forward"]
         while frame is not None:
             code = frame.f_code
-            if forwards and code is Frame.forward.__code__:
+            if forwards and code is RegionCall.forward.__code__:
                 decided, near = True, line or fallback if near is None else near
                 at = forwards.pop()
                 region = region or at.name
@@ -356,12 +355,12 @@ class Recorder(Operations):
                 run.scopes[id(code)] = code, scope
         return _OpPlace(line or fallback, near or "", region, runs)
 
-    def _run_of(self, frame: Frame, args: Any, kwargs: Any) -> RegionRun:
+    def _run_of(self, frame: RegionCall, args: Any, kwargs: Any) -> RegionRun:
         run = self.runs.get(id(frame))
         if run is None:
             run = self.runs[id(frame)] = RegionRun(frame, self._count)
             run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
-            call = _tree.Call(args, kwargs)
+            call = arguments.Call(args, kwargs)
             for index in call.tensors:
                 for _, storage in storages(call.leaves[index]):
                     run.arguments.setdefault(id(storage), call.label(index))
@@ -437,10 +436,10 @@ def _by_token(name: str, indices: torch.Tensor, args: tuple[Any, ...], kwargs: d
 @contextlib.contextmanager
 def _no_function_modes() -> Generator[None]:
     """The user's function modes do not see what the recorder does."""
-    modes = _compat.function_modes()
-    _compat.set_function_modes(())
+    modes = _torch.function_modes()
+    _torch.set_function_modes(())
     try:
         with torch.no_grad():
             yield
     finally:
-        _compat.set_function_modes(modes)
+        _torch.set_function_modes(modes)

@@ -5,7 +5,7 @@ held by others. The consumer of a fused attention saves its output; a softmax sa
 around it keeps the input as well, which nothing kept before.
 
 Idea. Count it where it happens, on the fake tensors of one simulated step. The engine says what each region drops
-(`_observer.py`); when the loss is there, the graph is walked (`memory/retainers.py`), and memory that was dropped and
+(`observer.py`); when the loss is there, the graph is walked (`memory/retainers.py`), and memory that was dropped and
 is held by something else is *pinned*, memory that a region holds and nothing else does is *held*. What the region frees
 is
 
@@ -34,20 +34,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _compat
-from .._frame import Frame
-from .._loop import Loop
-from .._observer import Observer, observing, running
+from .. import _torch
+from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
 from ..memory.ledger import CountedOnce, storages
+from ..memory.loop import Loop
 from ..memory.retainers import Retainers
+from ..observer import Observer, observing, running
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.planned import bytes_of
-from ..planning.hosts import stores_for
-from ..planning.ops import op_of
-from ..planning.planner import Loss, MakeOptimizer, Planner
-from ..planning.prices import flops_of, where
+from ..planner.hosts import stores_for
+from ..planner.ops import op_of
+from ..planner.planner import Loss, MakeOptimizer, Planner
+from ..planner.prices import flops_of, where
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
 from ..values import thread
@@ -100,7 +100,7 @@ class Accounts(Observer):
     def __init__(self) -> None:
         self.by_name: dict[str, Account] = {}
         self.flops: dict[str, float] = dict.fromkeys(("forward", "replay", "backward"), 0.0)
-        self._tops: weakref.WeakKeyDictionary[Frame, _Outermost] = weakref.WeakKeyDictionary()
+        self._tops: weakref.WeakKeyDictionary[RegionCall, _Outermost] = weakref.WeakKeyDictionary()
         self._outermost: list[_Outermost] = []
         self._around: dict[str, str] = {}
         self._made: dict[int, weakref.ref[Any]] = {}
@@ -112,7 +112,7 @@ class Accounts(Observer):
         given = {id(storage) for _, storage in storages((args, kwargs))}
         self._made.update({id(s): weakref.ref(s) for _, s in storages(out) if id(s) not in given})
         if run is None:
-            self.flops["backward" if _compat.in_backward() else "forward"] += flops
+            self.flops["backward" if _torch.in_backward() else "forward"] += flops
             return
         account, work = self._account(run.name), int(str(func) != "aten.detach.default")  # the engine's own
         if run.replaying:
@@ -121,7 +121,7 @@ class Accounts(Observer):
             account.replay_ops += work
             return
         self.flops["forward"] += flops
-        if isinstance(run, Frame) and run not in self._tops:
+        if isinstance(run, RegionCall) and run not in self._tops:
             self._enter([at.run for at in running() if at.kind == "forward"])
         account.forward_ops += work
         account.forward_flops += flops
@@ -167,7 +167,7 @@ class Accounts(Observer):
         name = held_by.partition(" / ")[0]
         return self._around.get(name, name)
 
-    def _enter(self, frames: list[Frame]) -> None:
+    def _enter(self, frames: list[RegionCall]) -> None:
         """Notes the calls of regions that run now, the outermost first, at the first operation in the innermost."""
         top = None
         for around, frame in zip([None, *frames], frames, strict=False):

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._tree import check_call
+from ..arguments import check_call
 from ..plan import Choice, Plan, apply
 from ..plan.report import Report
 from ..simulation.step import any_loss

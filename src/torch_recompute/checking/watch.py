@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import _compat
-from .._compat.compiling import fallbacks
+from .. import _torch
+from .._torch.modes import fallbacks
 from ..memory import allocator
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
@@ -183,7 +183,7 @@ class StepWatcher:
         if torch.compiler.is_compiling():
             return
         self._grad = torch.is_grad_enabled()
-        if not self._grad or _compat.in_backward():
+        if not self._grad or _torch.in_backward():
             return
         del self._stamps[2:]
         self._stamps.append(stamp())
@@ -192,10 +192,10 @@ class StepWatcher:
         self._found.steps += 1
 
     def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._grad or not self._close or _compat.in_backward():
+        if torch.compiler.is_compiling() or not self._grad or not self._close or _torch.in_backward():
             return
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
-        leaves = [leaf for leaf in _compat.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not leaves:
             return
         from ..distributed import find_reentrant  # takes two seconds to import
@@ -205,10 +205,10 @@ class StepWatcher:
             leaf.register_hook(self._in_backward)
 
     def _in_backward(self, _gradient: torch.Tensor) -> None:
-        task = _compat.graph_task_id()
+        task = _torch.graph_task_id()
         if task != self._task:  # an output of several tensors has a hook on each
             self._task = task
-            _compat.after_backward(self._backward_over)
+            _torch.after_backward(self._backward_over)
 
     def _backward_over(self) -> None:
         self._found.backwards += 1
@@ -223,7 +223,7 @@ class StepWatcher:
         def count(_module: nn.Module, _args: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            if _compat.in_backward():
+            if _torch.in_backward():
                 found.calls_in_backward[path] += 1
                 return
             found.calls[path] += 1

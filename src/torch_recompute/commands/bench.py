@@ -374,7 +374,7 @@ class Journal:
             if not last and not cut_off:
                 raise errors.ArgumentError(
                     f"--results is {self._path!s}, whose line {number} is no result of bench run ({error!s}). Write "
-                    "the path of another file, or --fresh to begin this one anew."
+                    "the path of another file, or --fresh to begin this one again."
                 ) from None
 
     def get(self, key: str, number: int) -> list[Record] | None:
@@ -744,7 +744,7 @@ def add_command(commands: Any) -> None:
         "--threshold", type=float, metavar="PERCENT", help=f"below the golden figure allowed ({Config.threshold:g})"
     )
     parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
-    parser.add_argument("--fresh", action="store_true", help="begin the file of results anew")
+    parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
     RecomputeConfig.add_arguments(parser)
     add_others_to(parser, RecomputeConfig.names())
     add_options(parser, command)
@@ -856,7 +856,7 @@ def notes(result: Result) -> list[str]:
     """What has to be known to read the table."""
     said: list[str] = []
     if result.taken:
-        said.append(f"{result.taken} trials were taken from the file of results; --fresh runs them anew.")
+        said.append(f"{result.taken} trials were taken from the file of results; --fresh runs them again.")
     if result.noise_percent is not None:
         said.append(f"Noise: rounds of one setting lie up to {result.noise_percent:.1f} % apart.")
         if result.golden is not None and result.noise_percent > result.config.threshold:

@@ -31,14 +31,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from .. import _compat, errors
-from .._loop import COMMON, Loop
+from .. import _torch, errors
+from ..memory.loop import COMMON, Loop
 from ..plan.plan import Plan
 from ..plan.planned import planned
 from ..plan.profile import Profile
 from ..plan.solve import frontier
-from ..planning.planner import Loss, Planner
-from ..planning.prices import DEVICES
+from ..planner.planner import Loss, Planner
+from ..planner.prices import DEVICES
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -127,7 +127,7 @@ def autocasting(model: nn.Module, dtype: str | None) -> Generator[None]:
         model: What is to run in it.
         dtype: A word of `DTYPES`, or what it stands for; None or "" for no autocast.
     """
-    where = next((p.device.type for p in model.parameters() if not p.is_meta), _compat.ACCELERATOR or "cpu")
+    where = next((p.device.type for p in model.parameters() if not p.is_meta), _torch.ACCELERATOR or "cpu")
     if not dtype:
         yield
         return

@@ -19,7 +19,7 @@ from .. import errors
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
-from ..planning.planner import Planner
+from ..planner.planner import Planner
 from . import ranks
 from .models import Step, add_loop_options, add_model_options, add_step_options, autocasting, curve, loop_of, words_of
 from .output import GIB, OK, Output, add_options, check_folder, document, new_command, new_table, write_plan
@@ -132,13 +132,13 @@ def _print(console: Console, step: Step, profile: Profile, plans: Sequence[Plan]
     for path, why in profile.left_out:
         console.print(f"not planned: {path} {why}", style="dim", markup=False)
     if frontier and profile.advice:
-        console.print(f"with no region: {profile.advice}", style="yellow", markup=False)
+        console.print(f"without recomputation: {profile.advice}", style="yellow", markup=False)
 
 
 def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> None:
     plain = profile.costs.step_seconds
     console.print(
-        f"with no region: peak {profile.plain_peak_bytes / GIB:,.2f} GiB, step {1000 * plain:,.1f} ms on "
+        f"without recomputation: peak {profile.plain_peak_bytes / GIB:,.2f} GiB, step {1000 * plain:,.1f} ms on "
         f"{profile.device}"
     )
     if profile.loop is not None:
@@ -163,7 +163,7 @@ def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> N
 
 
 def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> None:
-    """Draws the curve, the bound below it, and the step with no region."""
+    """Draws the curve, the bound below it, and the step without recomputation."""
     from matplotlib.figure import Figure
 
     promises = [plan.prediction for plan in plans if plan.prediction is not None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import table
-from ..planning.layout import Layout, LayoutPlanner, RankPlan, step_seconds
+from ..planner.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from .models import DTYPES, batch_for, check_sizes, load
 from .output import GIB, MIB, OK, Output, document, write_plan
 

@@ -30,8 +30,8 @@ from torch import nn
 
 from .. import errors
 from ..plan.plan import Plan
-from ..planning.planner import Loss, MakeOptimizer
-from ..planning.prices import DEVICES
+from ..planner.planner import Loss, MakeOptimizer
+from ..planner.prices import DEVICES
 from .models import (
     DTYPES,
     OPTIMIZERS,

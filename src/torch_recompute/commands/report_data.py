@@ -1,8 +1,8 @@
 """What a report shows, as plain data: the step at every moment, for the plan, for none, and along the frontier.
 
 One document, so that the page and the picture work from a file, without the model. Its `steps` are training steps that
-differ in their plans, the least peak first: the plan that is reported, the step with no region, and plans along the
-curve of budget against seconds, each simulated with the same batch, so that all figures are of one kind. A step is
+differ in their plans, the least peak first: the plan that is reported, the step without recomputation, and plans along
+the curve of budget against seconds, each simulated with the same batch, so that all figures are of one kind. A step is
 sampled: of the moments of its timeline, which may be a hundred thousand, as many as a screen has columns, each the
 highest of its stretch. So the peak is always among them.
 
@@ -29,17 +29,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._loop import COMMON, Loop
 from ..memory import Block
+from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.choice import Choice, stored_in
 from ..plan.plan import Line, Plan, Prediction
 from ..plan.roles import inside
 from ..plan.sizes import Sizes, parameters, size_of
-from ..planning.hosts import stores_for
-from ..planning.ops import Op, op_of
-from ..planning.planner import Loss, MakeOptimizer, Planner
-from ..planning.prices import Measured, Roofline, prices_for, where
+from ..planner.hosts import stores_for
+from ..planner.ops import Op, op_of
+from ..planner.planner import Loss, MakeOptimizer, Planner
+from ..planner.prices import Measured, Roofline, prices_for, where
 from ..simulation import Moment, Simulation, simulate_step
 from .models import POINTS, curve
 

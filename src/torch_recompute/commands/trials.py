@@ -49,7 +49,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import Plan, RecomputeConfig, apply, errors, make_plan, measure, simulate
-from .._compat import tree_flatten, tree_leaves, tree_unflatten
+from .._torch import tree_flatten, tree_leaves, tree_unflatten
 from ..errors import ArgumentError, BudgetError, MismatchError
 from ..simulation.step import any_loss
 from .models import DTYPES, OPTIMIZERS, batch_for, call_of, load, random_batch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from .._frame import Options
+from ..engine.region_call import Options
 from ..region import call, recompute
 from ..state import Ambient
 from ..stores import Store

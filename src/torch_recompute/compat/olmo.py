@@ -1,6 +1,6 @@
 """OLMo-core's `OutputDiscardCheckpoint` on this engine: a region whose output is dropped, said in two calls.
 
-The mechanism is in `_discard.py`; this is the shape of the calls, the plain call without grad, torch's own checkpoint
+The mechanism is in `discard.py`; this is the shape of the calls, the plain call without grad, torch's own checkpoint
 inside `torch.compile`, and the order in which the two may be called.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .. import errors
-from .._discard import Discard
-from .._frame import Options
+from ..discard import Discard
+from ..engine.region_call import Options
 from ..state import DEFAULT, Ambient
 from ..values import name_of
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from .. import _compat, errors
-from .._tree import apart
+from .. import _torch, errors
+from ..arguments import apart
 from ..state import Ambient, NumpyRng, PythonRng
 from ..stores import OnHost
 from ..values import name_of
@@ -157,7 +157,7 @@ def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Se
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(args):
             raise errors.ArgumentError(_bad_offload_index(name, index, len(args), tuple(kwargs)))
-        tensors = [tensor for tensor in _tensors(args[index]) if not _compat.is_parameter(tensor)]
+        tensors = [tensor for tensor in _tensors(args[index]) if not _torch.is_parameter(tensor)]
         if not tensors:
             raise errors.ArgumentError(
                 f"offload_indices holds {index}, but argument {index} of {name} is {errors.say(args[index])}, in which "
@@ -171,7 +171,7 @@ def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Se
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Chosen:
@@ -185,13 +185,13 @@ class _Chosen:
         if id(tensor) in self._ids:
             return self._host.put(tensor), None, ""
         label = self._labels.get(id(tensor), "a closure variable")
-        return apart(tensor), _compat.version_of(tensor), label
+        return apart(tensor), _torch.version_of(tensor), label
 
     def get(self, handle: tuple[Any, int | None, str]) -> torch.Tensor:
         held, version, label = handle
         if version is None:
             return self._host.get(held)
-        now = _compat.version_of(held)
+        now = _torch.version_of(held)
         if now != version:
             raise errors.ChangedError(errors.changed_input(self._region, label, version, now))
         return held

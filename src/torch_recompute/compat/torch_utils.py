@@ -16,9 +16,9 @@ import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from .. import _compat, errors
-from .._frame import Contexts, Options
-from .._mismatch import traces
+from .. import _torch, errors
+from ..engine.mismatch import traces
+from ..engine.region_call import Contexts, Options
 from ..region import call
 from ..state import DEFAULT
 from ..values import name_of
@@ -119,7 +119,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
             'contents of saved tensors as well: recompute(fn, check="values").'
         )
     contexts = None if context_fn is noop_context_fn else context_fn
-    override = _compat.debug_override()
+    override = _torch.debug_override()
     if debug if override is None else override:
         if contexts is not None:
             raise errors.ArgumentError(
@@ -135,7 +135,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
         return function(*args, **kwargs)
     if contexts is not None and respect is not None:
         contexts = functools.partial(_respecting, contexts, respect)
-    stop = _compat.early_stop_override()
+    stop = _torch.early_stop_override()
     options = Options(
         name_of(function),
         ambients=DEFAULT if rng else (),
@@ -149,7 +149,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
 
 def _respecting(contexts: Contexts, respect: bool) -> Any:
     forward, replay = contexts()
-    if not _compat.respect_hooks(forward, respect):
+    if not _torch.respect_hooks(forward, respect):
         raise errors.ArgumentError(
             "respect_saved_tensors_hooks=True needs torch 2.14 or later: the selective context_fn of torch "
             f"{torch.__version__} stores what its policy saves where saved-tensor hooks (save_on_cpu) do not see it\n"

@@ -30,7 +30,7 @@ def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callab
         layer = recompute(keep_collectives(block))
 
     For functional collectives, those of `torch.distributed._functional_collectives` and what DTensor calls when it lays
-    out a tensor anew. Collectives in place (`dist.all_reduce(x)`) are repeated; make a saved call of the function that
+    out a tensor again. Collectives in place (`dist.all_reduce(x)`) are repeated; make a saved call of the function that
     makes one, `no_recompute(reduce)(x)`. What backward itself communicates is as before.
 
     Args:

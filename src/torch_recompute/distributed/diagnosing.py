@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _compat, errors
+from .. import _torch, errors
 from ..values import name_of
 
 __all__ = ["Reentrant", "find_reentrant"]
@@ -50,7 +50,7 @@ class Reentrant(NamedTuple):
         times = "once" if self.calls == 1 else f"{self.calls} times"
         return (
             f"{where} is checkpointed {times} by {self.library}, reentrant: it calls backward inside backward, so each "
-            "call marks its parameters as ready anew. Write torch_recompute.recompute(fn)(*args) instead, or "
+            "call marks its parameters as ready again. Write torch_recompute.recompute(fn)(*args) instead, or "
             "use_reentrant=False."
         )
 
@@ -75,7 +75,7 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
     Raises:
         ArgumentError: No tensor of `output` has a graph.
     """
-    roots = [leaf.grad_fn for leaf in _compat.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    roots = [leaf.grad_fn for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not any(roots):
         raise errors.ArgumentError(
             "find_reentrant walks the autograd graph of a model's output or loss, but found no graph on "
@@ -85,7 +85,7 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     found: dict[tuple[str, str, str], int] = {}
     for node in _nodes(roots):
-        made_by = _compat.function_of(node)
+        made_by = _torch.function_of(node)
         if made_by is not None and made_by.__name__ == "CheckpointFunction":
             function: Any = getattr(node, "run_function", None)
             module = _module_of(function)

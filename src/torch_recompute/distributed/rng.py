@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _compat, errors
-from .._compat.capture import capturing
+from .. import _torch, errors
+from .._torch.devices import capturing
 from ..values import thread
 
 DEFAULT, MODEL_PARALLEL, EXPERT = "default", "model-parallel", "expert"
@@ -50,14 +50,14 @@ def _at_start(seed: int) -> _State:
 def _present(loaded: _State) -> _State:
     """Where the generators stand now, since `loaded` was put into them."""
     cpu = _cpu.get_state()
-    if _compat.same_bytes(cpu, loaded.cpu):
+    if _torch.same_bytes(cpu, loaded.cpu):
         cpu = loaded.cpu
-    return _State(loaded.seed, cpu, tuple((g.initial_seed(), g.get_offset()) for g in _compat.device_generators()))
+    return _State(loaded.seed, cpu, tuple((g.initial_seed(), g.get_offset()) for g in _torch.device_generators()))
 
 
 def _load(state: _State) -> None:
     _cpu.set_state(state.cpu)
-    for i, generator in enumerate(_compat.device_generators()):
+    for i, generator in enumerate(_torch.device_generators()):
         # A device that was not initialised has drawn nothing from the stream.
         seed, offset = state.devices[i] if i < len(state.devices) else (state.seed, 0)
         if generator.initial_seed() != seed:

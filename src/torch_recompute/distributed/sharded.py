@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _compat, errors
-from .._tree import digest, meta, say, unexpanded
+from .. import _torch, errors
+from ..arguments import digest, meta, say, unexpanded
 
 # The name is new in torch 2.13, which deprecates the other.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -210,7 +210,7 @@ class ShardedOver:
             "ahead=False)."
         )
         if same.device.type != "cpu":
-            _compat.assert_on_device(same, text)
+            _torch.assert_on_device(same, text)
         elif not same:
             raise errors.StoreError(text)
 
@@ -243,9 +243,9 @@ class ShardedOver:
             tensor, wrap = d.to_local(), lambda shape, local: from_local(_expanded(shape, local))
         if tensor.layout is not torch.strided:
             raise errors.StoreError(_not_in_rows(tensor, f"its layout is {tensor.layout}"))
-        if not _compat.is_plain(tensor):
+        if not _torch.is_plain(tensor):
             tensor = tensor.clone()  # waits for what a collective has yet to deliver
-            if not _compat.is_plain(tensor):
+            if not _torch.is_plain(tensor):
                 raise errors.StoreError(_not_in_rows(tensor, "only its class knows what it is made of"))
         return tensor, wrap
 

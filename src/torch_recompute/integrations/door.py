@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .. import errors, plan
-from .._loop import Loop
+from ..memory.loop import Loop
 from ..plan import Applied
 from ..plan.observe import Stamp, between, stamp
 from ..stores import Store

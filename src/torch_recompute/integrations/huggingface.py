@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .. import errors, memory
-from .._loop import Loop
+from ..memory.loop import Loop
 from .door import Applied, Figures, apply, check_loop
 from .policies import Policy, plan_of
 

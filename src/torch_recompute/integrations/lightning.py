@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .._loop import Loop
+from ..memory.loop import Loop
 from .door import Applied, Figures, apply, check_loop
 from .policies import Policy
 

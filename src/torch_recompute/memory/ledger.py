@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from .._compat.fakes import FakeTensor, device_of
+from .._torch.fakes import FakeTensor, device_of
 
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "other", "activations")
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, OTHER, ACTIVATIONS = range(len(CATEGORIES))

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
-from .._compat import in_backward
-from .._observer import observing
+from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
+from ..observer import observing
 from ..values import doing_recompute
 from . import allocator
 from .ledger import (

@@ -5,7 +5,7 @@ gives the name of a node, not of a module, and its anomaly mode a traceback of e
 
 Idea. A dispatch mode sees every operation's result when it is made. A storage that was not among the operation's inputs
 and is not known yet is an allocation, and at that moment the answers are at hand: the running module (a stack, kept by
-torch's global module hooks), the region (`_observer.py`), and the Python frames. A weak reference to the storage's
+torch's global module hooks), the region (`observer.py`), and the Python frames. A weak reference to the storage's
 Python object carries them; as in `ledger.py`, it dies with the memory and keeps nothing alive.
 
 The line is that of the nearest frame outside torch, this library and the standard library, between the model and the
@@ -34,8 +34,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._compat import TorchDispatchMode, current_node, sequence_number, sequence_of
-from .._observer import observing, running
+from .._torch import TorchDispatchMode, current_node, sequence_number, sequence_of
+from ..observer import observing, running
 from ..values import thread
 from .ledger import storages
 

@@ -7,7 +7,7 @@ saved, and a region takes the hooks around it for its store: watching that way c
 Idea. `_raw_saved_*` gives the place without opening it, and what is there: the tensor, or what a pack hook made of
 it. From that, Python's own garbage-collector interface leads on: a slot to its frame, the frame to the region's inputs
 and stored outputs, the closure of a foreign hook to what it holds. Nothing here knows the fields of any of them, only
-that a `Frame` is a region and a `SavedCall` a saved call, so a new way of holding a tensor is found too.
+that a `RegionCall` is a region and a `SavedCall` a saved call, so a new way of holding a tensor is found too.
 
 The reverse direction is for memory that no node saved: of all Python tensors, those over that memory, and then who
 refers to them, up to something with a name: an attribute, a global, a closure variable, a `ctx`.
@@ -30,10 +30,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from .. import _slots
-from .._compat import SavedTensor, TorchDispatchMode, packed_of, unpack_hook_of
-from .._frame import Frame
-from .._saved_call import SavedCall
+from .._torch import SavedTensor, TorchDispatchMode, packed_of, unpack_hook_of
+from ..engine import slots
+from ..engine.region_call import RegionCall
+from ..engine.saved_call import SavedCall
 from .ledger import storages
 
 _CLOSED = (nn.Module, type, types.ModuleType, types.CodeType, types.FrameType, TorchDispatchMode)
@@ -123,12 +123,12 @@ class Retainers:
                 self._note(packed, "regions", _TORCH_CHECKPOINT)
             elif hook is None:
                 self._note(packed, "savers", label).plain = True
-            elif type(packed) is _slots.Slot:
+            elif type(packed) is slots.Slot:
                 if isinstance(packed.tensor, torch.Tensor):  # filled already
                     self._note(packed.tensor, "savers", label)
                     self._note(packed.tensor, "regions", packed.owner.name)
                 self._region(packed.owner, packed.owner.name)
-            elif hook is _slots.unpack:
+            elif hook is slots.unpack:
                 for tensor, _ in self._search(packed):
                     self._note(tensor, "savers", label).in_region = True
             else:  # a foreign hook; torch's checkpoint keeps its arguments in the closure of its own
@@ -168,7 +168,7 @@ class Retainers:
             if isinstance(value, Node):
                 self._enqueue([value])
                 continue
-            if isinstance(value, Frame):
+            if isinstance(value, RegionCall):
                 region = value.name
             elif isinstance(value, SavedCall):
                 region = f"{region} / {value.name}"

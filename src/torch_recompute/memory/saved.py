@@ -38,11 +38,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _tree
-from .._compat.storages import set_versions, versions_of
-from .._reach import Reach
+from .. import arguments
 from .._text import table
-from .._tree import check_call
+from .._torch.storages import set_versions, versions_of
+from ..arguments import Captures, check_call
 from ..state import DEFAULT, Ambient, GeneratorRng, TensorState
 from .ledger import storages
 from .operations import Allocation, Allocations
@@ -81,12 +80,14 @@ def saved_activations(
     """
     check_call(_WHAT, model, args, kwargs)
     values = [*args, *(kwargs or {}).values()]
-    reach = Reach(model, [value for value in values if isinstance(value, nn.Module)])
+    reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
     with attributes_as_before(reach.modules):
         return _look(model, args, kwargs or {}, reach)
 
 
-def _look(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reach: Reach) -> SavedActivations:
+def _look(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reach: Captures
+) -> SavedActivations:
     values = [*args, *kwargs.values()]
     names = module_names(model, reach)
     retainers = Retainers()
@@ -153,7 +154,7 @@ def _explain_the_rest(
 
 
 @contextmanager
-def as_before(reach: Reach, values: list[Any]) -> Generator[None]:
+def as_before(reach: Captures, values: list[Any]) -> Generator[None]:
     """Puts generators and buffers back, and how often these have been changed: a graph around may have saved them."""
     generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
     ambients: list[Ambient] = [*DEFAULT, *map(GeneratorRng, generators)]
@@ -169,7 +170,7 @@ def as_before(reach: Reach, values: list[Any]) -> Generator[None]:
             place.update(held)
         with torch.inference_mode():  # where buffers of either sort may be written to
             for buffer, content in zip(buffers, contents, strict=True):
-                if 0 not in _tree.layout(buffer):  # an expanded one cannot have been changed, nor be copied to
+                if 0 not in arguments.layout(buffer):  # an expanded one cannot have been changed, nor be copied to
                     TensorState(buffer).restore([content])
         set_versions(versions)
         for ambient, state in zip(ambients, states, strict=True):
@@ -226,7 +227,7 @@ def _existing(hold: Hold, kind: str, name: str) -> Row:
     return Row(0, kind, "", tuple(hold.savers), holders, name, "", shape, dtype, device, False)
 
 
-def module_names(model: object, reach: Reach) -> dict[int, str]:
+def module_names(model: object, reach: Captures) -> dict[int, str]:
     """Paths by `id`: those of the model; of a function's modules, their own, or below their class if it has several."""
     inner = {id(child) for module in reach.modules for child in module.children()}
     tops = [module for module in reach.modules if id(module) not in inner]
@@ -241,7 +242,7 @@ def module_names(model: object, reach: Reach) -> dict[int, str]:
 
 
 def _names_of_storages(
-    reach: Reach, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    reach: Captures, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, tuple[str, str]]:
     """Kind and name of what was there before the call, by `id` of its storage."""
     found: dict[int, tuple[str, str]] = {}
@@ -254,7 +255,7 @@ def _names_of_storages(
             for name, tensor in tensors:
                 for _, storage in storages(tensor):
                     found.setdefault(id(storage), (kind, f"{path}.{name}".removeprefix(".")))
-    call = _tree.Call(args, kwargs)
+    call = arguments.Call(args, kwargs)
     for index in call.tensors:
         for _, storage in storages(call.leaves[index]):
             found.setdefault(id(storage), ("input", call.label(index)))

@@ -40,10 +40,10 @@ from typing import Any, cast
 
 import torch
 
-from .. import _compat, errors
-from .._compat.allocations import cpu_allocations
-from .._compat.fakes import FakeTensor, device_of
-from .._tree import mapped
+from .. import _torch, errors
+from .._torch.devices import cpu_allocations
+from .._torch.fakes import FakeTensor, device_of
+from ..arguments import mapped
 from . import allocator
 from .free import host_memory
 
@@ -106,7 +106,7 @@ def workspace(func: Any, inputs: Any) -> int | str:
     taking, copying = _kind(func)
     if not taking and not copying:
         return 0
-    tensors = [leaf for leaf in _compat.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     if not tensors or (copying and all(tensor.is_contiguous() for tensor in tensors)):
         return 0
     device = device_of(tensors[0])
@@ -147,7 +147,7 @@ def reserve(func: Any, inputs: Any) -> int | str:
     if func is _CUDNN and args[_DROPOUT]:  # it is run without, so as to draw nothing; a mask has the size of its layer
         masks = args[0].shape[0] * args[0].shape[1] * args[4].numel() // args[4].shape[1] * args[0].itemsize
         args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 : -1], None)
-    tensors = [leaf for leaf in _compat.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in _torch.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     steps = int(args[0].shape[0])
     work = tensors[0].numel() // tensors[0].shape[-1] * sum(tensor.numel() for tensor in tensors[1:])
     fewer = max(2, min(steps, MOST_WORK * threads * steps // max(1, work)))
@@ -239,7 +239,7 @@ def _kind(func: Any) -> tuple[bool, bool]:
 
 def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int) -> int | str:
     """Runs an operation alone."""
-    if any(type(x) is not FakeTensor and not _compat.is_plain_kind(type(x)) for x in tensors):
+    if any(type(x) is not FakeTensor and not _torch.is_plain_kind(type(x)) for x in tensors):
         return "a tensor is of a class of its own"
     if device.type not in ("cpu", "cuda"):
         return f"{device.type} does not say what it allocates"

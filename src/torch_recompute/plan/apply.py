@@ -167,7 +167,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         if found != said:
             raise errors.ArgumentError(
                 f"the plan was made for a model with {said} at {path!r}; this model has {found} there.\n"
-                "  Make the plan anew for this model, as it is when the plan is applied:  make_plan(model, args, "
+                "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, "
                 "budget=...)"
             )
     by_word = _stores(plan, stores or {})

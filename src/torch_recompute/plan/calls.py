@@ -13,9 +13,9 @@ too, which also saves the replay its synchronisation.
 Where decisions are not carried, `Compare` counts those that a replay made otherwise, so that a flip is not silent.
 
 Collectives are met one level lower. DTensor makes most of them out of sight of function modes, while it dispatches an
-operation whose operands must be laid out anew, so `KeepCollectives` is a dispatch mode: about 20 us per operation, paid
-by regions that ask for it. It meets functional collectives only. What is called in place (`dist.all_reduce(x)`) is left
-alone: `fully_shard` gathers parameters so, which must be gathered again for the replay.
+operation whose operands must be laid out again, so `KeepCollectives` is a dispatch mode: about 20 us per operation,
+paid by regions that ask for it. It meets functional collectives only. What is called in place (`dist.all_reduce(x)`) is
+left alone: `fully_shard` gathers parameters so, which must be gathered again for the replay.
 
 `nn.MultiheadAttention` is one call to a function mode, `F.multi_head_attention_forward`; the calls in it are shown too.
 Not seen: what other Python functions do that torch treats as one call.
@@ -31,9 +31,9 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .. import _compat
-from .._compat.collectives import call_next_mode, dispatches
-from .._compat.functions import attention_in_parts
+from .. import _torch
+from .._torch.modes import attention_in_parts
+from .._torch.ranks import call_next_mode, dispatches
 from ..region import no_recompute
 from ..values import Run, replay, thread
 
@@ -118,8 +118,8 @@ class KeepCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class KeepCollectives(_compat.TorchDispatchMode):
-    """Makes saved calls of functional collectives, whoever calls them: the user, DTensor, an autograd Function.
+class KeepCollectives(_torch.TorchDispatchMode):
+    """Makes saved calls of functional collectives, whatever calls them: the user, DTensor, an autograd Function.
 
     Args:
         kinds: Keys of `COLLECTIVES`.
@@ -160,13 +160,13 @@ def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     operands = [*args, *kwargs.values()]
     for operand in operands:
         operands.extend(operand if isinstance(operand, (list, tuple)) else ())
-    return any(isinstance(operand, torch.Tensor) and _compat.parameter_of(operand) is not None for operand in operands)
+    return any(isinstance(operand, torch.Tensor) and _torch.parameter_of(operand) is not None for operand in operands)
 
 
 def _narrows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a product with a matrix makes less of each row than it reads, by the part of the matrix on this rank."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    place = next((i for i, x in enumerate(tensors) if x.dim() > 1 and _compat.parameter_of(x) is not None), None)
+    place = next((i for i, x in enumerate(tensors) if x.dim() > 1 and _torch.parameter_of(x) is not None), None)
     if place is None or func not in LINEAR | MATRICES:
         return False
     rows, columns = getattr(tensors[place], "_local_tensor", tensors[place]).shape[-2:]

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._compat.fakes import FakeTensor
-from .._observer import Observer, always
+from .._torch.fakes import FakeTensor
 from ..memory import measurement
 from ..memory.ledger import CountedOnce
+from ..observer import Observer, always
 from .plan import Plan
 from .planned import solve
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from .._compat.capture import capturing
-from .._compat.flops import flops
-from .._frame import Frame
-from .._observer import Observer, Running, running
+from .._torch.devices import capturing
+from .._torch.flops import flops
+from ..engine.region_call import RegionCall
 from ..memory.ledger import CountedOnce
 from ..memory.operations import Operations
+from ..observer import Observer, Running, running
 from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
 
@@ -59,7 +59,7 @@ class Figures(Observer):
         self.decisions = 0
         self.watchers = 0
         self._name, self._compare = name, compare
-        self._first: weakref.ref[Frame] | None = None
+        self._first: weakref.ref[RegionCall] | None = None
         self._dropped = CountedOnce()
         self._flips: list[torch.Tensor] = []
         self._times: list[tuple[Stamp, Stamp]] = []
@@ -85,7 +85,7 @@ class Figures(Observer):
         return nullcontext()
 
     @contextmanager
-    def _forward(self, frame: Frame) -> Generator[None]:
+    def _forward(self, frame: RegionCall) -> Generator[None]:
         with self._lock:
             around = self._first and self._first()
             inner = around is not None and any(at.run is around for at in running()[:-1])

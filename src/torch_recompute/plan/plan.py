@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import errors
-from .._loop import COMMON, Loop
 from .._text import table
+from ..memory.loop import COMMON, Loop
 from .choice import KINDS, Choice, Target
 from .profile import MIB, Profile, read
 
@@ -172,7 +172,8 @@ class Plan:
         modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
             modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
         sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
-        profile: What the plan was chosen from, for whoever wants another one when this does not fit. It is not part of
+        profile: What the plan was chosen from, for a caller who wants another one when this does not fit. It is not
+        part of
             the plan: it is not compared, and not written by `to_json`.
     """
 

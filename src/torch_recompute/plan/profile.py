@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 from .. import errors
-from .._loop import Loop
 from .._text import table
+from ..memory.loop import Loop
 from .choice import Choice
 from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, highest_points
 
@@ -184,8 +184,8 @@ def _diff(one: Profile, other: Profile) -> str:
         for name, a, b in (
             ("model", one.model, other.model),
             ("device", one.device, other.device),
-            ("peak with no region, MiB", _mib(one.plain_peak_bytes), _mib(other.plain_peak_bytes)),
-            ("step with no region, ms", _ms(one.costs.step_seconds), _ms(other.costs.step_seconds)),
+            ("peak without recomputation, MiB", _mib(one.plain_peak_bytes), _mib(other.plain_peak_bytes)),
+            ("step without recomputation, ms", _ms(one.costs.step_seconds), _ms(other.costs.step_seconds)),
             ("most besides the segments, MiB", _besides(one.costs), _besides(other.costs)),
             ("counted", str(one.loop or "-"), str(other.loop or "-")),
             ("not planned", ", ".join(dict(one.left_out)) or "-", ", ".join(dict(other.left_out)) or "-"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._loop import Loop
+from ..memory.loop import Loop
 from ..simulation import Simulation, simulate_step
 from .apply import apply
 from .plan import Plan

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _compat
+from .. import _torch
 from ..values import Overrides, thread
 from .choice import Choice
 from .plan import Plan, fits, shape_in_words
@@ -52,7 +52,7 @@ def size_of(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, An
     """
     in_order = [kwargs[name] for name in names if name in kwargs]
     rest = [value for name, value in kwargs.items() if name not in names]
-    leaves = _compat.tree_leaves([*args, *in_order, *rest])
+    leaves = _torch.tree_leaves([*args, *in_order, *rest])
     found = next((x for x in leaves if isinstance(x, torch.Tensor)), None)
     return None if found is None else tuple(found.shape)
 

@@ -10,7 +10,7 @@ wrapper knows its module, so each replica gets a copy that knows the replica: `D
 
 A region over several modules that the model calls one after the other (`uniform` with more than one layer) is a chain:
 each is a region of its own, and passes its result on to the next, which then holds no input but rebuilds it
-(`_discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
+(`discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
 is kept, and no layer runs more than once in forward and once in backward.
 
 Named calls are parts of a `forward` that are no modules: the author marks them with a saved call that has a name, which
@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _compat, errors
-from .._discard import Discard
-from .._frame import Options
-from .._observer import observing
-from .._tree import copied
+from .. import _torch, errors
+from ..arguments import copied
+from ..discard import Discard
+from ..engine.region_call import Options
+from ..observer import observing
 from ..region import no_recompute, recompute
 from ..stores import Store
 from ..values import Overrides, thread
@@ -84,7 +84,7 @@ class Promised:
     def compare(self, module: nn.Module) -> None:
         """Warns if the autocast that a region's module finds is another one."""
         planned, self._autocast = self._autocast, None
-        found = _compat.autocast_dtype(next((p.device.type for p in module.parameters()), "cpu"))
+        found = _torch.autocast_dtype(next((p.device.type for p in module.parameters()), "cpu"))
         if planned is not None and found != planned:
             made, trained = (
                 f"inside torch.autocast ({x})" if x else "outside torch.autocast" for x in (planned, found)
@@ -291,8 +291,8 @@ class SavedModule(ForwardWrapper):
         if self.idle or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
-        leaves, spec = _compat.tree_flatten(result)
-        return _compat.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        leaves, spec = _torch.tree_flatten(result)
+        return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 class KeepCallsWithin(ForwardWrapper):
@@ -353,7 +353,7 @@ class Chain:
 
     def __init__(self, modules: Sequence[nn.Module], model: nn.Module | None = None) -> None:
         self.modules = list(modules)
-        # Weak, and not in a copy: whoever copies one layer must not get the whole model with it.
+        # Weak, and not in a copy: a copy of one layer must not bring the whole model with it.
         self._model = None if model is None else weakref.ref(model)
         self._local = threading.local()
 

@@ -42,12 +42,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .. import _compat
-from .._compat.autocasting import autocast_as_one, below_autocast, casting, only_on_cuda
-from .._compat.fakes import below_autograd
-from .._compat.functions import attention_in_parts
-from .._compat.on_cuda import PREFERRING_CUDNN, enabled_backends
-from .._tree import mapped
+from .. import _torch
+from .._torch.devices import PREFERRING_CUDNN, enabled_backends
+from .._torch.fakes import below_autograd
+from .._torch.modes import attention_in_parts, autocast_as_one, below_autocast, casting, only_on_cuda
+from ..arguments import mapped
 
 aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -108,7 +107,7 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    if _compat.autocast_on(input.device.type):
+    if _torch.autocast_on(input.device.type):
         input, weight = as_wide(input, weight)
     mixed = weight is not None and weight.dtype is not input.dtype
     if mixed or input.is_complex() or _channels_last(input):
@@ -142,7 +141,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if _compat.autocast_on(query.device.type):
+    if _torch.autocast_on(query.device.type):
         query, key, value, attn_mask = as_narrow(query, key, value, attn_mask)
     call = _Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability)
     backend = next((name for name in enabled_backends(capability) if getattr(call, name)), "math")

@@ -46,9 +46,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .. import _compat, errors
-from .._compat import TorchDispatchMode
-from .._compat.fakes import (
+from .. import _torch, errors
+from .._torch import TorchDispatchMode
+from .._torch.fakes import (
     NOT_FAKED,
     FakeTensor,
     FakeTensorMode,
@@ -66,7 +66,7 @@ from .._compat.fakes import (
     without_modes,
     writes,
 )
-from .._tree import mapped
+from ..arguments import mapped
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
 from ..state import DEFAULT
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
@@ -239,7 +239,7 @@ class FakeMode(TorchDispatchMode):
         for kind in map(type, _tensors(args, kwargs)):
             if kind is FakeTensor:
                 fake = True
-            elif _compat.is_plain_kind(kind):
+            elif _torch.is_plain_kind(kind):
                 real = True
             else:
                 return NotImplemented
@@ -255,7 +255,7 @@ class FakeMode(TorchDispatchMode):
         elif kind.reads:
             return self._kept(self._run(func, args, kwargs))
         if real and kind.writes:
-            written = _tensors(_compat.written_by(func, args, kwargs), {})
+            written = _tensors(_torch.written_by(func, args, kwargs), {})
             if any(type(tensor) is not FakeTensor for tensor in written):
                 return self._run(func, args, kwargs)
         if func is _GROUPED:
@@ -531,7 +531,7 @@ def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
 
 def _recipe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
     """How to make this result again; `_ASK` where that is not known."""
-    sources = {_compat.storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    sources = {_torch.storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
     return _recipe_of(out, tensors, sources, set())
 
 
@@ -546,7 +546,7 @@ def _recipe_of(out: Any, tensors: Sequence[FakeTensor], sources: dict[int, int],
     index = next((i for i, tensor in enumerate(tensors) if tensor is out), None)
     if index is not None:
         return index
-    storage = _compat.storage_id(out)
+    storage = _torch.storage_id(out)
     offset = int(out.storage_offset())
     made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, sources.get(storage))
     if made.source is not None:
@@ -599,13 +599,13 @@ class Faker:
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call: tensors as fakes, anything else as it is."""
-        leaves, spec = _compat.tree_flatten((args, kwargs))
+        leaves, spec = _torch.tree_flatten((args, kwargs))
         names = _names(args, kwargs)
         made = [
             self.tensor(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, name in zip(leaves, names, strict=True)
         ]
-        return _compat.tree_unflatten(made, spec)
+        return _torch.tree_unflatten(made, spec)
 
     def tensor(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
         """The fake of a tensor, or a copy of one that stays real; the same one each time."""
@@ -656,7 +656,7 @@ class Faker:
             return self._over_storage(tensor, device)
 
     def _over_storage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        identity, whole = _compat.storage_id(tensor), tensor.untyped_storage()
+        identity, whole = _torch.storage_id(tensor), tensor.untyped_storage()
         with self._fakes:
             if identity not in self._storages:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -685,13 +685,13 @@ class _Copying(TorchFunctionMode):
 
 
 def _simple(tensor: torch.Tensor) -> bool:
-    return _compat.is_plain(tensor) or type(tensor) is nn.Buffer
+    return _torch.is_plain(tensor) or type(tensor) is nn.Buffer
 
 
 def _names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     names: list[str] = []
     for i, arg in enumerate(args):
-        names.extend([f"args[{i}]"] * len(_compat.tree_leaves(arg)))
+        names.extend([f"args[{i}]"] * len(_torch.tree_leaves(arg)))
     for key, value in kwargs.items():
-        names.extend([key] * len(_compat.tree_leaves(value)))
+        names.extend([key] * len(_torch.tree_leaves(value)))
     return names

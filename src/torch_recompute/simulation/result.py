@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._loop import Loop
 from ..memory.ledger import Block, Place
+from ..memory.loop import Loop
 from ..memory.snapshot import write_snapshot
 
 

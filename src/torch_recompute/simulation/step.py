@@ -1,7 +1,7 @@
 """The step: forward, loss, backward, optimizer, on fakes of everything, with the books of `measure` open.
 
-The step is one from the middle of a training run, in the loop that `_loop.py` describes. What earlier steps have left
-is there from the start:
+The step is one from the middle of a training run, in the loop that `memory/loop.py` describes. What earlier steps have
+left is there from the start:
 
 - The optimizer has its state. It makes that in its first step, so the simulated one is stepped twice at the end, and
   what it made the first time is added to all that came before.
@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import _compat, errors
-from .._compat.fakes import FakeTensorMode
-from .._compat.flops import flops
-from .._loop import COMMON, Loop
-from .._tree import check_call
+from .. import _torch, errors
+from .._torch.fakes import FakeTensorMode
+from .._torch.flops import flops
+from ..arguments import check_call
 from ..memory.ledger import (
     ACTIVATIONS,
     OTHER,
@@ -38,6 +37,7 @@ from ..memory.ledger import (
     by_category,
     storages,
 )
+from ..memory.loop import COMMON, Loop
 from ..memory.measurement import SimulatedMeasurement
 from ..memory.operations import PHASES, ModuleStack
 from ..memory.workspaces import kept_by_cublas
@@ -158,7 +158,7 @@ def loss_in(output: Any) -> tuple[torch.Tensor, str]:
         return output["loss"], 'output["loss"]'
     if isinstance(output, torch.Tensor) and _is_scalar(output):
         return output, "the output"
-    leaves = _compat.tree_leaves(output)
+    leaves = _torch.tree_leaves(output)
     scalars = [(number, x) for number, x in enumerate(leaves) if isinstance(x, torch.Tensor) and _is_scalar(x)]
     if len(scalars) != 1:
         raise errors.ArgumentError(_no_loss(output, len(scalars)))
@@ -189,7 +189,7 @@ def _is_scalar(tensor: torch.Tensor) -> bool:
 
 def first_floating(output: Any) -> torch.Tensor | None:
     """The first floating tensor in an output."""
-    leaves = _compat.tree_leaves(output)
+    leaves = _torch.tree_leaves(output)
     return next((x for x in leaves if isinstance(x, torch.Tensor) and x.dtype.is_floating_point), None)
 
 
@@ -199,9 +199,9 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
         found = next((p.device for p in (*model.parameters(), *model.buffers()) if p.device.type != "meta"), None)
         if found is not None:
             return found
-        return torch.device(_compat.accelerator() or "cpu")
+        return torch.device(_torch.accelerator() or "cpu")
     device = torch.device(device)
-    if device.type not in ("cpu", _compat.accelerator()):
+    if device.type not in ("cpu", _torch.accelerator()):
         raise errors.ArgumentError(
             f"simulate(device={str(device)!r}): this build of PyTorch, on this machine, has no such device, and which "
             "kernels would run there cannot be asked.\n"
@@ -261,7 +261,7 @@ class _Step:
     ) -> Simulation:
         """Runs the step."""
         args, kwargs = self._faker.arguments(args, kwargs)
-        batch = [leaf for leaf in _compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        batch = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if loop.keeps_gradients:
             with self._pretend, self._modules.following():
                 value = (loss or loss_of)(self._model(*args, **kwargs))
@@ -314,7 +314,7 @@ class _Step:
         parts = [_Part(recording, recording.on(self._device)) for recording in recordings]
         output = value = None  # what this frees, the step before has left until here
         held = parts[-1].reading.live_bytes - recordings[-1].on(self._device).live_bytes
-        autocast = _compat.autocast_dtype(self._composed.partition(" ")[0], self._device.type)
+        autocast = _torch.autocast_dtype(self._composed.partition(" ")[0], self._device.type)
         seen = replace(loop, loss=words, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
         return self._result(parts, _Left(state, held, returned), seen, logits)
 

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
-from .._compat.capture import capturing
-from .._compat.storages import is_fake
-from .._tree import unexpanded
-from .lanes import Direct, DirectTo, Lane, Streams
-from .parcels import Cut, Depot, Group, Parcel, cut
+from .._torch.devices import capturing
+from .._torch.storages import is_fake
+from ..arguments import unexpanded
+from .transfers import Cut, Depot, Direct, DirectTo, Group, Lane, Parcel, Streams, cut
 
 
 class _Here(NamedTuple):

@@ -107,7 +107,7 @@ class PriceFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _say(f"{self.path} cannot be read ({error}); prices are measured anew and written there. ")
+            _say(f"{self.path} cannot be read ({error}); prices are measured again and written there. ")
             return {}
         return seconds
 

@@ -1,0 +1,407 @@
+"""Every private PyTorch name that the library uses, each behind one plain function.
+
+PyTorch offers no public way to push saved-tensor hooks without a context manager object, to ask which backward
+call is running, or to see the stacks of ambient modes. The engine needs these on its hot path. They are gathered
+here so that a new torch release is answered in one file, and `tests/test_architecture.py` keeps them from
+spreading. Supported: torch 2.11 and later. Where a name is newer than 2.11 the fallback stands beside it, and
+`tests/test_torch_shims.py` takes the newer name away to run it.
+
+Invariants: nothing here decides anything; a function either answers a question about PyTorch's state or changes
+that state and nothing else.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import operator
+import os
+import weakref
+from collections import deque, namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.utils.checkpoint as _checkpoint
+from torch._guards import TracingContext as _TracingContext
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._traceback import CapturedTraceback
+
+from .devices import ACCELERATOR as ACCELERATOR
+from .devices import accelerator as accelerator
+from .devices import device_generators as device_generators
+from .devices import device_states as device_states
+from .devices import in_use as in_use
+from .devices import on_streams as on_streams
+from .devices import set_device_state as set_device_state
+from .devices import stream_for as stream_for
+from .devices import streams_of as streams_of
+from .devices import wait_for as wait_for
+from .modes import autocast_dtype as autocast_dtype
+from .modes import autocast_on as autocast_on
+from .modes import function_modes as function_modes
+from .modes import pop_dispatch_mode as pop_dispatch_mode
+from .modes import push_dispatch_mode as push_dispatch_mode
+from .modes import set_flags as set_flags
+from .modes import set_function_modes as set_function_modes
+from .modes import settings as settings
+from .modes import split_settings as split_settings
+from .modes import update_kernels as update_kernels
+
+_C: Any = torch._C
+_autograd: Any = _C._autograd
+
+# --- the running backward -----------------------------------------------------------------------------------------
+
+graph_task_id: Callable[[], int] = _C._current_graph_task_id
+_keep_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+
+
+def in_backward() -> bool:
+    """Whether a backward call runs on this thread."""
+    return graph_task_id() != -1
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward call was asked to retain its graph. False outside of backward."""
+    return in_backward() and _keep_graph()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward call will run, or has run, a node of its graph."""
+    try:
+        return _C._will_engine_execute_node(node)
+    except RuntimeError:  # torch does not answer for a leaf that autograd.grad was asked for: it computes that one
+        return True
+
+
+current_node: Callable[[], Any] = _C._current_autograd_node
+"""The autograd node that runs now on this thread, or None outside of backward."""
+
+
+def reads_once(node: Any) -> bool:
+    """Whether a node reads each tensor that it saved once; a Function that users write may read them again."""
+    kind = type(node)
+    if kind in _read_once:
+        return True
+    if issubclass(kind, _C._FunctionBase) or kind.__name__ == "CppFunction":
+        return False
+    _read_once.add(kind)  # torch's own, of which there are as many as operations
+    return True
+
+
+_read_once: set[type] = set()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward call has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+_MOST_NODES = 10_000  # to look at before giving up
+
+
+def upstream() -> Iterator[Any]:
+    """The nodes that the running backward is at and has yet to reach, nearest first."""
+    start = current_node()
+    if start is None:
+        return
+    seen, queue = {start}, deque([start])
+    while queue and len(seen) < _MOST_NODES:
+        node = queue.popleft()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+
+
+def leads_to(leaf: torch.Tensor) -> bool:
+    """Whether the running backward has yet to accumulate the gradient of `leaf`."""
+    return any(getattr(node, "variable", None) is leaf for node in upstream())
+
+
+exec_group: Callable[[], Any] = getattr(_C, "_get_graph_exec_group", lambda: None)
+"""The `torch.utils.checkpoint.GraphExecGroup` that several backward calls were put in, or None."""
+
+
+sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+"""The number that the next autograd node of this thread will get: equal for all tensors saved by one operation."""
+
+
+SavedTensor: type = _autograd.SavedTensor
+"""What a `_raw_saved_*` attribute of a node is made of."""
+
+
+def packed_of(saved: Any) -> Any:
+    """What a pack hook returned for a `_raw_saved_*` attribute of a node; None where torch cannot tell."""
+    return getattr(saved, "data", None)
+
+
+def unpack_hook_of(saved: Any) -> Any:
+    """The unpack hook of a `_raw_saved_*` attribute of a node; None where there is none, or torch cannot tell."""
+    return getattr(saved, "unpack_hook", None)
+
+
+def replace_saved(node: Any, choose: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Puts what `choose` makes of it in the place of each tensor that a node has saved.
+
+    Left alone is a tensor for which `choose` returns None, and one that was saved under hooks: torch takes one pair.
+    """
+    kind = type(node)
+    names = _saved_names.get(kind)
+    if names is None:
+        names = _saved_names[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in names:
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if hasattr(one, "data"):
+                bare = isinstance(one.data, torch.Tensor) and unpack_hook_of(one) is None
+                packed = choose(one.data) if bare else None
+                if packed is not None:
+                    one.register_hooks(partial(_swap, packed), unpack)
+            else:  # torch 2.11 does not say what lies there, so everything is looked at from within a hook
+                with contextlib.suppress(RuntimeError):
+                    one.register_hooks(partial(_swap_if, choose), unpack)
+
+
+def _swap(packed: Any, tensor: torch.Tensor) -> Any:
+    return packed
+
+
+def _swap_if(choose: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    packed = choose(tensor)
+    return (tensor, tensor._version) if packed is None else packed
+
+
+_saved_names: Any = weakref.WeakKeyDictionary()  # by class of node
+
+
+def sequence_of(node: Any) -> int:
+    """When an autograd node was made, as `sequence_number` counts on its thread; larger than all for leaves."""
+    return node._sequence_nr()
+
+
+def function_of(node: Any) -> type | None:
+    """The autograd Function that made a node; None for a node of PyTorch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is an `nn.Parameter`, also one whose data is a tensor subclass."""
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return False
+    return kind is torch.nn.Parameter or bool(getattr(tensor, "_is_param", False))
+
+
+def parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The `nn.Parameter` that `tensor` is, or is a view of (`F.linear` saves `weight.t()`); else None."""
+    if is_parameter(tensor):
+        return tensor
+    if tensor._is_view():
+        base: Any = tensor._base
+        return base if base is not None and is_parameter(base) else None
+    return None
+
+
+_PLAIN: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor whose strides say where its elements lie: no subclass, but a fake one may be."""
+    return type(value) in _PLAIN
+
+
+def is_plain_kind(kind: type) -> bool:
+    """The same of a tensor's class."""
+    return kind in _PLAIN
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind `tensor`, shared by its views; 0 where it has none (sparse layouts).
+
+    An identity is meaningful only while the memory is alive, as with `id`.
+    """
+    try:
+        return cast("Any", tensor.untyped_storage())._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def being_traced() -> bool:
+    """Whether torch.compile is just looking at values that code is called with."""
+    return _TracingContext.try_get() is not None
+
+
+no_torch_function: Any = _C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that does nothing with functions of its own."""
+
+
+def without_memory(kind: type, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has a layout and no memory, and answers for itself in `__torch_dispatch__`."""
+    make = torch.Tensor._make_wrapper_subclass
+    return make(kind, shape, strides=stride, dtype=dtype, device=device)  # pyright: ignore[reportArgumentType]
+
+
+_bytes_at: Callable[[int, int], bytes] = getattr(ctypes, "_string_at", ctypes.string_at)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous CPU tensors of bytes are equal; a fifth of the time of `torch.equal`."""
+    size = a.numel()
+    return size == b.numel() and _bytes_at(a.data_ptr(), size) == _bytes_at(b.data_ptr(), size)
+
+
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies each tensor of the second list into that of the first; on a device in one launch if they are alike."""
+
+assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
+"""Fails once the device has found a tensor of one element to be zero: the next wait for the device raises."""
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of an operation that its schema says it writes to; empty where it has no schema."""
+    if not getattr(getattr(func, "_schema", None), "is_mutable", False):
+        return []
+    arguments = enumerate(func._schema.arguments)
+    written = ((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
+
+
+# --- diagnosis ----------------------------------------------------------------------------------------------------
+
+capture_stack: Callable[[], Any] = CapturedTraceback.extract
+
+
+def say_stack(stack: Any, last: int = 12) -> list[str]:
+    """A captured stack as lines, the innermost calls last, without this library's and torch's own frames."""
+    lines: list[str] = "".join(stack.format()).splitlines()
+    frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
+
+
+def early_stop_override() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_early_stop` says; None where it says nothing."""
+    return cast("Any", _checkpoint)._enable_checkpoint_early_stop
+
+
+def debug_override() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` says; None where it says nothing."""
+    return cast("Any", _checkpoint)._checkpoint_debug_enabled
+
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+_Pack = TypeVar("_Pack", bound=Callable[..., Any])
+
+push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
+push_hooks = _autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+ambient_hooks: Callable[[], _Hooks | None] = partial(_autograd._top_saved_tensors_default_hooks, True)
+"""The innermost saved-tensor hooks now active on this thread, or None."""
+
+
+class _Beneath:
+    """What torch finds when it asks one of this library's pack hooks for the hooks around it: the user's."""
+
+    _checkpoint_internal = True
+
+    @property
+    def _user_hooks(self) -> _Hooks | None:
+        ours: list[_Hooks] = []
+        while (hooks := ambient_hooks()) is not None and getattr(hooks[0], "_user_hooks", None) is _BENEATH:
+            ours.append(hooks)
+            pop_hooks()
+        for hook in reversed(ours):
+            push_hooks(*hook)
+        return hooks
+
+
+_BENEATH = (_Beneath(), None)
+
+
+def see_through(pack: _Pack) -> _Pack:
+    """Marks a pack hook as torch 2.14 marks its own: the user's are those beneath it.
+
+    The selective contexts of `torch.utils.checkpoint` store tensors outside the graph. They pass them through the
+    user's saved-tensor hooks if asked to, else they warn that they do not; neither is meant for a hook of ours.
+    """
+    marked: Any = pack
+    marked._checkpoint_internal, marked._user_hooks = True, _BENEATH
+    return pack
+
+
+def respect_hooks(context: Any, respect: bool) -> bool:
+    """Tells a selective context whether what it stores passes through the user's hooks; False if torch cannot do so."""
+    if not isinstance(context, _checkpoint._CachingTorchDispatchMode):
+        return True
+    selective: Any = context
+    selective.respect_saved_tensors_hooks = respect
+    return not respect or hasattr(_checkpoint, "_current_user_saved_tensors_hooks")
+
+
+_NODES: Any = _pytree.SUPPORTED_NODES
+
+
+def _node_of(value: Any) -> Any:
+    """How a pytree container is taken apart and put together; None for a leaf."""
+    kind = type(value)
+    node = _NODES.get(kind)
+    if node is None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        node = _NODES[namedtuple]
+    return node
+
+
+def is_container(value: Any) -> bool:
+    """Whether `value` is a pytree node: a tuple, list, dict, named tuple or a registered class."""
+    return _node_of(value) is not None
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree and what `tree_unflatten` makes it from again.
+
+    PyTorch's own functions of these names define a recursive closure, seven objects of cyclic garbage per call.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def _flatten(tree: Any, leaves: list[Any]) -> Any:
+    node = _node_of(tree)
+    if node is None:
+        leaves.append(tree)
+        return None
+    children, context = node.flatten_fn(tree)
+    return node.unflatten_fn, context, [_flatten(child, leaves) for child in children]
+
+
+def tree_unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """A pytree of the structure `spec` with these leaves."""
+    return _unflatten(iter(leaves), spec)
+
+
+def _unflatten(leaves: Iterator[Any], spec: Any) -> Any:
+    if spec is None:
+        return next(leaves)
+    unflatten, context, children = spec
+    return unflatten([_unflatten(leaves, child) for child in children], context)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a pytree."""
+    return tree_flatten(tree)[0]

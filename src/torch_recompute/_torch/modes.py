@@ -1,0 +1,338 @@
+"""What decides how an operation runs: autocast, the kernels that are allowed, precision, and the ambient modes.
+
+Each flag is a getter and the setter that takes what it returned. Which kernels a process prefers is also set by torch
+itself while it runs: the first attention on a Hopper GPU puts cuDNN at the head of the SDPA priority order.
+
+The precision of float32 has two interfaces over one state. The newer one (`torch.backends.fp32_precision`, and the
+same of cuda.matmul, cudnn.conv, mkldnn.matmul ...) is a tree: what is "none" takes after its parent, and all that can
+be read is the outcome. So it is written from the root down, only where the outcome differs, and "none" is tried first:
+then a branch that took after its parent does so again. The older one (`torch.set_float32_matmul_precision`,
+`torch.backends.cudnn.allow_tf32`) refuses to answer for a state that it has no word for. Then it is left out, and is
+not asked again for that state, for its refusal takes 16 us.
+
+Invariants: nothing here raises or warns for a state that torch allows, and `set_flags(settings())` changes nothing.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+import torch.overrides as _overrides
+from torch.cuda.amp import common
+from torch.library import Library
+from torch.nn import functional as F
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from .devices import ACCELERATOR
+
+_C: Any = torch._C
+Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+# --- ambient modes ------------------------------------------------------------------------------------------------
+
+_count_function_modes: Callable[[], int] = _C._len_torch_function_stack
+_function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
+_count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The TorchFunctionModes active on this thread, outermost first."""
+    return tuple(_function_mode_at(i) for i in range(_count_function_modes()))
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """Make `modes` the active TorchFunctionModes, without entering or leaving any of them."""
+    while _count_function_modes():
+        _overrides._pop_mode()
+    for mode in modes:
+        _overrides._push_mode(mode)
+
+
+def push_dispatch_mode(mode: Any) -> None:
+    """Activate `mode` without entering it."""
+    _push_mode(mode)
+
+
+def pop_dispatch_mode() -> None:
+    """Deactivate the innermost dispatch mode without leaving it."""
+    _pop_mode()
+
+
+# --- flags --------------------------------------------------------------------------------------------------------
+
+
+def _flag(name: str, setter: str | None = None) -> Iterator[Flag]:
+    get = getattr(_C, f"_get_{name}", None)
+    put = getattr(_C, f"_set_{setter or name}", None)
+    if get is not None and put is not None:
+        yield get, put
+
+
+def _autocast(device: str) -> list[Flag]:
+    return [
+        (partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
+        (partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
+    ]
+
+
+def autocast_on(device: str) -> bool:
+    """Whether autocast is on for a type of device; False where it knows no autocast, such as "meta"."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def autocast_dtype(*devices: str) -> str:
+    """The dtype of the autocast that is on for the first of some types of device that has one; "" for none."""
+    found = next((torch.get_autocast_dtype(device) for device in devices if device and autocast_on(device)), "")
+    return str(found).removeprefix("torch.")
+
+
+_precision_of: Any = getattr(_C, "_get_fp32_precision_getter", None)
+
+
+def _put_precision(backend: str, op: str, value: str) -> None:
+    for attempt in ("none", value):
+        if _precision_of(backend, op) != value:
+            _C._set_fp32_precision_setter(backend, op, attempt)
+
+
+def _precisions() -> list[Flag]:
+    """The tree of the newer interface, from the root down."""
+    if _precision_of is None:
+        return []
+    branches = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
+    leaves = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
+    return [(partial(_precision_of, *node), partial(_put_precision, *node)) for node in (*branches, *leaves)]
+
+
+_THREAD: list[Flag] = [
+    *_autocast("cpu"),
+    *(_autocast(ACCELERATOR) if ACCELERATOR is not None and torch.amp.is_autocast_available(ACCELERATOR) else ()),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+]
+_PROCESS: list[Flag] = [
+    *_flag("flash_sdp_enabled", "sdp_use_flash"),
+    *_flag("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+    *_flag("math_sdp_enabled", "sdp_use_math"),
+    *_flag("cudnn_sdp_enabled", "sdp_use_cudnn"),
+    *_flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
+    *_flag("sdp_priority_order"),
+    *_flag("cudnn_enabled"),
+    *_flag("mkldnn_enabled"),
+]
+_PRECISIONS = _precisions()
+_FLAGS = [*_THREAD, *_PROCESS, *_PRECISIONS]
+_OLDER: list[Flag] = [
+    *_flag("cublas_allow_tf32"),
+    *_flag("float32_matmul_precision"),
+    *_flag("cudnn_allow_tf32"),
+]
+_get_flags = [get for get, _ in _FLAGS]
+_get_process = [get for get, _ in _PROCESS]
+_get_older = [get for get, _ in _OLDER]
+_tree = slice(len(_FLAGS) - len(_PRECISIONS), len(_FLAGS))
+_refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: who of the older interface has no word for it
+
+
+def _older(tree: tuple[Any, ...]) -> list[Any]:
+    """What the older interface says of the tree; None where it refuses to."""
+    refused = _refused.get(tree)
+    if refused is None:
+        try:
+            return [get() for get in _get_older]
+        except RuntimeError:
+            refused = _refused[tree] = {n for n, get in enumerate(_get_older) if _answer(get) is None}
+    return [None if number in refused else _answer(get) for number, get in enumerate(_get_older)]
+
+
+def _answer(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:
+        return None
+
+
+def settings() -> list[Any]:
+    """What decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
+    values = [get() for get in _get_flags]
+    values.append(_older(tuple(values[_tree])))
+    if _count_function_modes() or _count_dispatch_modes():
+        values += [function_modes(), tuple(_get_current_dispatch_mode_stack())]
+    return values
+
+
+def update_kernels(values: list[Any]) -> None:
+    """Takes into `values`, from `settings`, which kernels the process allows and prefers now."""
+    values[len(_THREAD) : len(_THREAD) + len(_PROCESS)] = [get() for get in _get_process]
+
+
+def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
+    """What `settings` returned, as flags, function modes and dispatch modes."""
+    count = len(_FLAGS) + 1
+    if len(values) == count:
+        return values, (), ()
+    return values[:count], values[count], values[count + 1]
+
+
+def set_flags(values: Sequence[Any]) -> None:
+    """Puts back the flags among the settings."""
+    *flags, older = values
+    for (get, put), value in zip(_OLDER, older, strict=True):
+        if value is not None and _answer(get) != value:  # first, for these setters write to the tree
+            put(value)
+    for (get, put), value in zip(_FLAGS, flags, strict=True):
+        if get() != value:
+            put(value)
+
+
+_KINDS = ("cpu", "cuda")
+_lock = threading.RLock()
+
+
+def only_on_cuda() -> list[Any]:
+    """The overloads that CUDA's autocast casts for and the CPU's does not, which is in every build of torch."""
+    listed = _C._dispatch_get_registrations_for_dispatch_key
+    names: set[str] = {*listed("AutocastCUDA")} - {*listed("AutocastCPU")}
+    found = (name.partition("::")[2].partition(".") for name in names if name.startswith("aten::"))
+    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """A context in which the CPU's autocast does nothing more."""
+    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutocastCPU))
+
+
+@contextmanager
+def casting(kernels: Iterable[tuple[Any, Callable[..., Any]]]) -> Generator[None]:
+    """A context in which the CPU's autocast calls these for overloads that it has no cast for."""
+    with _lock:  # two at once would replace each other's
+        library = Library("aten", "IMPL")
+        try:
+            for overload, kernel in kernels:
+                library.impl(overload, kernel, "AutocastCPU")
+            yield
+        finally:
+            library._destroy()
+
+
+@contextmanager
+def autocast_as_one(is_on: Callable[[], None]) -> Generator[None]:
+    """A context in which this thread's autocast of CUDA and that of the CPU are one, and CUDA's is there without CUDA.
+
+    Whoever turns either on or off turns both. One that is on before is on for both; CUDA's goes before.
+
+    Args:
+        is_on: Called whenever autocast has been turned on.
+    """
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
+    here = threading.get_ident()
+    enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def both(setter: Callable[..., Any]) -> Callable[..., None]:
+        def set_both(kind: Any, *value: Any) -> None:
+            one = threading.get_ident() == here and kind in _KINDS
+            for each in _KINDS if one else (kind,):
+                setter(each, *value)
+            if one and value[0] is True:
+                is_on()
+
+        return set_both
+
+    patched = [
+        (torch, "set_autocast_enabled", both(enable)),
+        (torch, "set_autocast_dtype", both(choose)),
+        (common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+    ]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    dtype = next((dtype for _, on, dtype in reversed(before) if on), None)
+    if dtype is not None:
+        is_on()
+        for kind in _KINDS:
+            enable(kind, True)
+            choose(kind, dtype)
+    for owner, name, value in patched:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+        for kind, on, dtype in before:
+            enable(kind, on)
+            choose(kind, dtype)
+
+
+R = TypeVar("R")
+_compiler_at_work: Callable[[], Any] = _C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def eagerly(fn: Callable[..., R], *args: Any) -> R:
+    """Calls `fn(*args)` so that torch.compile does not see it, as when compiled autograd opens what was saved."""
+    if torch.compiler.is_dynamo_compiling() or _compiler_at_work() is not None:
+        return _unseen(fn, *args)
+    return fn(*args)
+
+
+@torch._disable_dynamo
+def _unseen(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
+# The counter has no reasons; torch's log has them.
+NO_CUDA_GRAPH = "no CUDA graph (cudagraph_skips)"
+
+
+def fallbacks() -> dict[str, int]:
+    """How often each thing was not compiled, or not captured, so far, by its reason."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    counters: Mapping[str, Mapping[str, int]] = utils.counters
+    found = {f"graph break: {_first_line(why)}": count for why, count in counters["graph_break"].items()}
+    inductor = counters["inductor"]
+    if inductor.get("cudagraph_skips"):
+        found[NO_CUDA_GRAPH] = inductor["cudagraph_skips"]
+    return found
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in str(text).splitlines() if line.strip()), "")
+
+
+def activation_memory_budget(share: float) -> AbstractContextManager[Any] | None:
+    """A context in which what is compiled keeps at most a share of what it would keep; None where torch has no such.
+
+    Args:
+        share: From 0 to 1, of the bytes that are kept without the setting.
+    """
+    try:
+        config: Any = import_module("torch._functorch.config")
+    except ImportError:
+        return None
+    return config.patch(activation_memory_budget=share) if hasattr(config, "activation_memory_budget") else None
+
+
+def _shown_inside(function: types.FunctionType) -> Callable[..., Any]:
+    """A Python function of torch whose calls inside are shown to function modes, where it would show itself alone."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    twin = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+attention_in_parts = _shown_inside(F.multi_head_attention_forward)
+"""What `nn.MultiheadAttention` calls, with its products, its attention and its dropout shown."""

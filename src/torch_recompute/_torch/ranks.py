@@ -1,0 +1,80 @@
+"""The functional collectives of torch, and what the classes of tensors that make them are shown to."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from .fakes import FakeTensor
+
+
+def functional() -> Any:
+    """The operations; what they return on fake tensors is defined where torch calls them."""
+    importlib.import_module("torch.distributed._functional_collectives")
+    return torch.ops._c10d_functional
+
+
+_plain: Any = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009
+
+
+def dispatches(kind: type) -> bool:
+    """Whether tensors of a class decide themselves what an operation on them is; not so fake ones, nor parameters."""
+    own: Any = getattr(kind, "__torch_dispatch__", None)
+    return own is not None and own is not _plain and not issubclass(kind, FakeTensor)
+
+
+def call_next_mode(mode: Any, func: Any, kinds: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shows an operation to the dispatch mode around `mode`, which is handling it and goes on inside of that one.
+
+    `NotImplemented`, as that mode may return, where there is none: the tensors' class comes next.
+    """
+    around: Any = next(reversed(_get_current_dispatch_mode_stack()), None)
+    if around is None or getattr(around, "_mode_key", None) is not None:
+        return NotImplemented
+    _pop_mode()
+    _push_mode(mode)
+    try:
+        return type(around).__torch_dispatch__(around, func, kinds, args, kwargs)
+    finally:
+        _pop_mode()
+        _push_mode(around)
+
+
+def let_go(outputs: Iterable[torch.Tensor]) -> None:
+    """Cuts the outputs of the last stage, which are kept until the step ends, off their graph: all that are no views.
+
+    The graph of a view stays, with whatever the backward has not let go of.
+    """
+    for output in outputs:
+        if not output._is_view():
+            output.detach_()
+
+
+def backward_for_inputs(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    weights: Iterable[torch.nn.Parameter],
+) -> Any:
+    """Makes the gradients of the inputs; returns what the other half needs."""
+    from torch.distributed.pipelining import _backward
+
+    given = None if gradients is None else list(gradients)
+    return _backward.stage_backward_input(list(outputs), given, list(inputs), iter(weights))[1]
+
+
+def backward_for_weights(weights: Iterable[torch.nn.Parameter], groups: Any) -> None:
+    """Makes the gradients of the weights."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(weights), groups)

@@ -1,0 +1,640 @@
+"""What a region's function is given: its arguments, taken apart, and what its closure holds.
+
+A region is called twice with "the same" arguments, the second time long after the first. Between the two the caller
+may have emptied a list that was passed, popped a key from a dict or replaced an element. So a call is taken apart
+into leaves when it is made and put together again for each replay: containers are rebuilt, tensors come from where
+they were kept, everything else is passed on by identity. Flat calls (every argument a tensor or a plain value) are by
+far the most common and skip the pytree machinery. Rejected: `tree_flatten((args, kwargs))` on every call, 5 us where
+the loop below takes one.
+
+The closure scan finds what the function captures besides its arguments, since a replay reads it again: a closure's
+cells, the object of a bound method, the parts of a `functools.partial`, the globals that the function names. What
+cannot be seen (attributes of plain objects below the first level, globals used by functions that the function calls) is
+not guarded, and the manual says so.
+
+Cells are special: `for layer in layers: x = recompute(lambda x: layer(x))(x)` rebinds one cell, so every replay would
+run the last layer, and a tensor deleted by the caller would be missing. So a closure is taken apart: the contents its
+cells had in forward are kept, its tensors like arguments of the region, and a replay runs the same code over fresh
+cells; the caller's own cells are never written. A cell that the function itself writes (`nonlocal`) is its own state
+and left alone. Looking never calls user code (no `getattr` on user objects beyond `__dict__`).
+
+Geometry says where a view lies in its memory, relative to another view of the same memory, so that it can be rebuilt
+from that other one once it exists again.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from . import _torch, errors
+
+PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+
+class Subtree(NamedTuple):
+    """Stands for a container among the leaves of a call: its elements are `leaves[start:stop]`."""
+
+    spec: Any
+    start: int
+    stop: int
+
+
+class Call:
+    """The arguments of one call as a flat list: positional ones, keyword ones, then the elements of containers.
+
+    Attributes:
+        leaves: The flat list; a container is replaced by a `Subtree`.
+        tensors: Where in `leaves` the tensors are.
+        others: Where in `leaves` there is something that is neither a tensor nor a plain value.
+    """
+
+    __slots__ = ("_nested", "keywords", "leaves", "others", "positional", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves = leaves = [*args, *kwargs.values()] if kwargs else list(args)
+        self.positional = len(args)
+        self.keywords = tuple(kwargs)
+        self.tensors: list[int] = []
+        self.others: Sequence[int] = ()
+        self._nested = False
+        for i, leaf in enumerate(leaves):  # grows while it is read: elements of containers come at the end
+            kind = type(leaf)
+            if kind is torch.Tensor:
+                self.tensors.append(i)
+            elif kind in PLAIN:
+                continue
+            elif isinstance(leaf, torch.Tensor):
+                self.tensors.append(i)
+            elif i < self.positional + len(self.keywords) and _torch.is_container(leaf):
+                self._nested = True
+                elements, spec = _torch.tree_flatten(leaf)
+                leaves[i] = Subtree(spec, len(leaves), len(leaves) + len(elements))
+                leaves.extend(elements)
+            else:
+                self.others = (*self.others, i)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Puts `leaves` (as long as `self.leaves`) together into fresh `args, kwargs`."""
+        if self._nested:
+            top = self.positional + len(self.keywords)
+            leaves, elements = list(leaves[:top]), leaves
+            for i, value in enumerate(leaves):
+                if type(value) is Subtree:
+                    spec, start, stop = value
+                    leaves[i] = _torch.tree_unflatten(list(elements[start:stop]), spec)
+        if not self.keywords:
+            return leaves, {}
+        return leaves[: self.positional], dict(zip(self.keywords, leaves[self.positional :], strict=True))
+
+    def label(self, index: int) -> str:
+        """Names leaf `index` for an error: `argument 0`, `argument 'mask'`, `an element of argument 1`."""
+        top = self.positional + len(self.keywords)
+        if index < top:
+            key = index if index < self.positional else repr(self.keywords[index - self.positional])
+            return f"argument {key}"
+        for i, value in enumerate(self.leaves[:top]):
+            if type(value) is Subtree and value.start <= index < value.stop:
+                return f"an element of {self.label(i)}"
+        return "an argument"
+
+
+class Geometry(NamedTuple):
+    """A view of some memory, placed relative to `base`, another view of the same memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: int
+    base_stride: tuple[int, ...]
+    whole: bool
+
+    def of(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The view, over the memory of a new `base`; None where that cannot be had."""
+        if self.whole:
+            return base.detach()
+        if base.stride() != self.base_stride:
+            return self._laid_out(base)
+        return base.detach().as_strided(self.size, self.stride, base.storage_offset() + self.shift)
+
+    def _laid_out(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The view, over a copy of `base` with the strides that it had (a store may have returned it without gaps)."""
+        try:
+            copy = base.new_empty_strided(base.shape, self.base_stride).copy_(base.detach())
+            return copy.as_strided(self.size, self.stride, self.shift)
+        except RuntimeError:  # the elements of the old one overlapped, or the view reached beyond it
+            return None
+
+
+class SplitGeometry(NamedTuple):
+    """Where a DTensor lies relative to another: as its part on this rank does, if the two are split alike on a mesh."""
+
+    part: Geometry
+    layout: dict[str, Any]
+    base_stride: tuple[int, ...]
+
+    def of(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The view, over the memory of a new `base`; None where that cannot be had."""
+        part = _part(base.detach())
+        view = None if part is None else self.part.of(part)
+        return None if view is None else cast("Any", type(base)).from_local(view, **self.layout)
+
+
+AnyGeometry = Geometry | SplitGeometry
+
+
+def _part(tensor: Any) -> torch.Tensor | None:
+    """What of a DTensor is on this rank, once a collective has delivered it; None of other subclasses."""
+    if not hasattr(tensor, "placements"):
+        return None
+    with torch.no_grad():
+        local = tensor.to_local()
+        return local.wait() if hasattr(local, "wait") else local
+
+
+def _split_geometry(view: Any, base: Any) -> SplitGeometry | None:
+    part, whole = _part(view.detach()), _part(base.detach())
+    if part is None or whole is None or _torch.storage_id(part) != _torch.storage_id(whole):
+        return None
+    found = geometry(part, whole)
+    if not isinstance(found, Geometry):
+        return None
+    layout = {"device_mesh": view.device_mesh, "placements": view.placements, "run_check": False}
+    return SplitGeometry(found, {**layout, "shape": view.shape, "stride": view.stride()}, base.stride())
+
+
+def geometry(view: torch.Tensor, base: torch.Tensor) -> AnyGeometry | None:
+    """Where `view` lies relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
+    plain = view.layout is torch.strided and base.layout is torch.strided
+    if not plain or view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
+        return None
+    if not _torch.is_plain(view) or not _torch.is_plain(base):
+        return _split_geometry(view, base)
+    shift = int(view.storage_offset() - base.storage_offset())
+    whole = shift == 0 and view.shape == base.shape and view.stride() == base.stride()
+    return Geometry(tuple(view.shape), view.stride(), shift, base.stride(), whole)
+
+
+def wants_grad(tensor: torch.Tensor) -> bool:
+    """Whether operations on the tensor are recorded.
+
+    `requires_grad` says so too, but also of a view made under `no_grad` of something that requires grad, which is a
+    constant; and it raises for a view whose base was changed under it, which counts as requiring grad here.
+    """
+    try:
+        if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
+            return tensor.requires_grad
+        base: Any = tensor._base
+        return base is None or not base.requires_grad
+    except RuntimeError:
+        return True
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory and version without a history, which might come to lead back to who holds it.
+
+    A leaf that requires grad has none and is returned as it is, and so is a view that PyTorch refuses to detach
+    because its base was changed under it; nothing can be computed with that one anyway.
+    """
+    try:
+        return tensor if tensor.is_leaf and wants_grad(tensor) else tensor.detach()
+    except RuntimeError:
+        return tensor
+
+
+Meta = tuple[Any, ...]
+
+
+def meta(tensor: torch.Tensor) -> Meta:
+    """What the forward and the replay must agree on for a saved tensor: shape, dtype, device.
+
+    Strides are compared with `check="values"` only: other strides give the same gradient, and reading them costs.
+    """
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Stride, or the layout where there is no stride (sparse, nested)."""
+    try:
+        return tensor.stride()
+    except (RuntimeError, NotImplementedError):
+        return (tensor.layout,)
+
+
+def say(value: Meta) -> str:
+    """A `meta` in words."""
+    shape, dtype, device = value
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its expanded dimensions narrowed to one."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same memory in which no element lies twice.
+
+    Unexpanded; where elements overlap in another way (`unfold`), all memory from the first to the last of them.
+    """
+    tensor = unexpanded(tensor)
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            whole = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            return tensor.as_strided((whole,), (1,), tensor.storage_offset())
+        reach += (size - 1) * stride
+    return tensor
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A fingerprint of a tensor's bits (two int64, on its device; no host sync), for `check="values"`.
+
+    Rows and columns of the bits are summed with weights in wrapping integer arithmetic, so a changed bit, a moved
+    element and a NaN that is not the same NaN all show.
+    """
+    with torch.no_grad():
+        data = tensor.detach()
+        if data.layout is not torch.strided:
+            data = data.to_dense() if not data.is_nested else data.values()
+        flat = data.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.stride(0) != 1:  # one element, whose stride says nothing to anybody but `view`
+            flat = flat.as_strided((flat.numel(),), (1,))
+        bits = flat.view(torch.uint8)
+        pad = -bits.numel() % 1024
+        rows = torch.nn.functional.pad(bits, (0, pad)).view(-1, 1024)
+        across, down = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+        return torch.stack([_weighted(across), _weighted(down)])
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64)
+    return (sums * (weights * 2 - 1) * 0x9E3779B1).sum()
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, as `clone` makes it; but that of a DTensor has the same placements, where `clone` reduces a partial one.
+
+    Duck typing keeps torch.distributed, which need not be there, out of `import torch_recompute`.
+    """
+    placements: Any = getattr(tensor, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return tensor.clone()
+    from torch.distributed.tensor import Replicate
+
+    d: Any = tensor
+    local = d.to_local(grad_placements=[Replicate() if p.is_partial() else p for p in placements])
+    layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
+    return type(d).from_local(local.clone(), d.device_mesh, placements, **layout)
+
+
+def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """An operation's arguments or results, with `fn` of each tensor among them."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, fn) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, fn) for key, item in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def check_call(what: str, model: object, args: object, kwargs: object, *, a_module: bool = False) -> None:
+    """Refuses what is no model, no tuple of positional arguments or no dict of keyword arguments.
+
+    Args:
+        what: The public function that was called; the error's text names it.
+        model: The model.
+        args: The positional arguments of one call of it.
+        kwargs: Its keyword arguments, or None.
+        a_module: Whether only a module will do; else anything that can be called.
+
+    Raises:
+        ArgumentError: One of them is of another kind.
+    """
+    if not (isinstance(model, nn.Module) if a_module else callable(model)):
+        raise errors.ArgumentError(errors.not_a_model(what, model))
+    if type(args) is not tuple:
+        raise errors.ArgumentError(errors.args_not_a_tuple(what, args))
+    if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
+        raise errors.ArgumentError(errors.kwargs_not_a_dict(what, kwargs))
+
+
+class _Code(NamedTuple):
+    """What is asked of a code object, found once: the globals it names and the cells it writes."""
+
+    names: tuple[str, ...]
+    writes: frozenset[str]
+    code: types.CodeType  # keeps the key of the cache alive
+
+
+_codes: dict[int, _Code] = {}
+_NO_STATE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def _look(code: types.CodeType, scope: dict[str, Any]) -> _Code:
+    found = _codes.get(id(code))
+    if found is None:
+        writes = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
+        names = {name for name in code.co_names if name in scope and not isinstance(scope[name], _NO_STATE)}
+        for const in code.co_consts:
+            if isinstance(const, types.CodeType):
+                inner = _look(const, scope)
+                names.update(inner.names)
+                writes.update(inner.writes)
+        found = _codes[id(code)] = _Code(tuple(sorted(names)), frozenset(writes), code)
+    return found
+
+
+class Held:
+    """A function taken apart: its code, and what its closure cells held at one moment.
+
+    The function object is not kept, since it would keep the tensors in its cells alive. `cells` holds, for each free
+    variable, a `Held` (a function), a `Cell` (one that the function writes itself), an index into the closure's
+    tensors wrapped in `Hole`, or the contents.
+    """
+
+    __slots__ = ("attributes", "cells", "code", "defaults", "kwdefaults", "name", "scope")
+
+    def __init__(self, fn: types.FunctionType, cells: list[Any]) -> None:
+        self.code = fn.__code__
+        self.scope = fn.__globals__
+        self.name = fn.__name__
+        self.defaults = fn.__defaults__
+        self.kwdefaults = fn.__kwdefaults__
+        self.attributes = fn.__dict__
+        self.cells = cells
+
+    def function(self, tensors: Sequence[torch.Tensor]) -> types.FunctionType:
+        """The function again, over fresh cells; `tensors` are the contents of the cells that held tensors."""
+        cells = tuple([_cell(contents, tensors) for contents in self.cells])
+        new = types.FunctionType(self.code, self.scope, self.name, self.defaults, cells)
+        if self.kwdefaults:
+            new.__kwdefaults__ = self.kwdefaults
+        if self.attributes:
+            new.__dict__.update(self.attributes)
+        return new
+
+
+class Hole(NamedTuple):
+    """Stands for a tensor that a cell held: `tensors[number]`."""
+
+    number: int
+
+
+def _cell(contents: Any, tensors: Sequence[torch.Tensor]) -> types.CellType:
+    kind = type(contents)
+    if kind is types.CellType:
+        return contents
+    if kind is Held:
+        return types.CellType(contents.function(tensors))
+    if kind is Hole:
+        return types.CellType(tensors[contents.number])
+    return types.CellType() if contents is _EMPTY else types.CellType(contents)
+
+
+_EMPTY = object()
+_PLAIN = frozenset({int, float, bool, str, type(None), types.ModuleType, type})
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+class Captured(NamedTuple):
+    """A tensor that a function reaches.
+
+    Attributes:
+        kind: "parameter" or "buffer" of `owner`; "" for a tensor whose `name` says all.
+        name: Its name there.
+        owner: The module it belongs to.
+        tensor: The tensor.
+        surely: Whether the function is known to read it; not so for what else belongs to a module in a closure,
+            which may be the whole model.
+        training: Whether its owner is in training mode.
+    """
+
+    kind: str
+    name: str
+    owner: type
+    tensor: torch.Tensor
+    surely: bool
+    training: bool
+
+    def label(self) -> str:
+        """How errors call it."""
+        return f"{self.kind} '{self.name}' of {self.owner.__name__}" if self.kind else self.name
+
+
+class Captures:
+    """Everything that a function was seen to reach at one moment.
+
+    Attributes:
+        modules: Every module reached, submodules included.
+        generators: `torch.Generator`s in closures and globals.
+        tensors: Tensors that closure cells hold, in order.
+    """
+
+    __slots__ = ("_names", "_others", "_whole", "generators", "modules", "tensors", "template")
+
+    def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.tensors: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._others: list[tuple[str, torch.Tensor]] = []
+        self._whole = 0  # modules[:_whole] belong to fn itself, not merely to its closure
+        seen: dict[int, Any] = {}
+        self.template = self._function(fn, seen)
+        for module in modules:
+            self._module(module, seen)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was found that a replay depends on."""
+        return not (self.modules or self.generators or self._others or isinstance(self.template, (Held, _Partial)))
+
+    def buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
+        """The dictionaries in which the modules hold their buffers."""
+        for module in self.modules:
+            if module._buffers:  # pyright: ignore[reportPrivateUsage]
+                yield module._buffers  # pyright: ignore[reportPrivateUsage]
+
+    def idle(self, cells: bool) -> bool:
+        """Whether there is no module or tensor to watch (`cells`: those in closure cells counted)."""
+        return not (self.modules or self._others or (cells and self.tensors))
+
+    def mutable(self, cells: bool) -> Iterator[Captured]:
+        """Buffers, and tensors without grad in closures (`cells`)."""
+        for i, module in enumerate(self.modules):
+            if module._buffers:  # pyright: ignore[reportPrivateUsage]
+                for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+                    if buffer is not None and not buffer.requires_grad:
+                        yield Captured("buffer", name, type(module), buffer, i < self._whole, module.training)
+        for name, tensor in self._named(cells):
+            if not wants_grad(tensor):
+                yield Captured("", name, type(None), tensor, True, True)
+
+    def parameters(self, cells: bool) -> Iterator[Captured]:
+        """Parameters, and other tensors that require grad: in buffers, in closures (`cells`)."""
+        for i, module in enumerate(self.modules):
+            for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+                if parameter is not None:
+                    yield Captured("parameter", name, type(module), parameter, i < self._whole, module.training)
+            if module._buffers:  # pyright: ignore[reportPrivateUsage]
+                for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+                    if buffer is not None and buffer.requires_grad:
+                        yield Captured("buffer", name, type(module), buffer, i < self._whole, module.training)
+        for name, tensor in self._named(cells):
+            if wants_grad(tensor):
+                yield Captured("", name, type(None), tensor, True, True)
+
+    def _named(self, cells: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        if cells:
+            yield from zip(self._names, self.tensors, strict=True)
+        yield from self._others
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def _function(self, fn: Any, seen: dict[int, Any]) -> Any:
+        """Looks at `fn`; returns what `rebuild` makes it from."""
+        if isinstance(fn, types.FunctionType):
+            return self._closure(fn, seen)
+        if isinstance(fn, functools.partial):
+            for i, value in enumerate((*fn.args, *fn.keywords.values())):
+                self._value(f"argument {i} of a partial", value, seen)
+            inner = self._function(fn.func, seen)
+            return _Partial(inner, fn.args, fn.keywords) if isinstance(inner, Held) else fn
+        if isinstance(fn, torch.nn.Module):
+            self._module(fn, seen)
+            self._whole = len(self.modules)
+        elif isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
+            self._module(fn.__self__, seen)
+            self._whole = len(self.modules)
+        elif isinstance(fn, types.MethodType):
+            self._object(fn.__self__, seen)
+        elif not isinstance(fn, _SIMPLE):
+            self._object(fn, seen)
+        return fn
+
+    def _closure(self, fn: types.FunctionType, seen: dict[int, Any]) -> Any:
+        code = _look(fn.__code__, fn.__globals__)
+        for name in code.names:
+            self._value(f"global '{name}'", fn.__globals__.get(name), seen)
+        if fn.__defaults__ or fn.__kwdefaults__:
+            for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+                self._value(f"a default of {fn.__name__}", value, seen)
+        if not fn.__closure__:
+            return fn
+        cells: list[Any] = []
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
+            value = _contents(cell)
+            kind = type(value)
+            if name in code.writes:
+                cells.append(cell)
+            elif kind in _PLAIN:
+                cells.append(value)
+            elif isinstance(value, torch.Tensor):
+                cells.append(Hole(len(self.tensors)))
+                self.tensors.append(value)
+                self._names.append(f"closure variable '{name}'")
+            elif kind is types.FunctionType and id(value) not in seen:
+                seen[id(value)] = value
+                cells.append(self._closure(value, seen))
+            else:
+                self._value(f"closure variable '{name}'", value, seen)
+                cells.append(value)
+        return Held(fn, cells)
+
+    def _object(self, value: Any, seen: dict[int, Any]) -> None:
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            self._value(f"attribute '{name}'", attribute, seen)
+
+    def _value(self, name: str, value: Any, seen: dict[int, Any]) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._module(value, seen)
+        elif isinstance(value, torch.Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = value
+                self._others.append((name, value))
+        elif type(value) is torch.Generator:
+            self.generators.append(value)
+        elif type(value) in _FOLLOWED and id(value) not in seen:
+            seen[id(value)] = value
+            if type(value) is types.MethodType and not isinstance(value.__self__, torch.nn.Module):
+                self._object(value.__self__, seen)
+            for element in _parts(value):
+                if type(element) not in _PLAIN:
+                    self._value(name, element, seen)
+
+    def _module(self, module: torch.nn.Module, seen: dict[int, Any]) -> None:
+        if id(module) in seen:
+            return
+        seen[id(module)] = module
+        self.modules.append(module)
+        for name, value in module.__dict__.items():
+            if type(value) is torch.Tensor:
+                self._value(f"attribute '{name}' of {type(module).__name__}", value, seen)
+        for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
+            if child is not None:
+                self._module(child, seen)
+
+
+_FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType, functools.partial})
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a container or function that a closure holds holds in turn."""
+    if isinstance(value, types.FunctionType):
+        yield from map(_contents, value.__closure__ or ())
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    else:
+        yield from (value.values() if isinstance(value, dict) else value)
+
+
+_SIMPLE = (types.BuiltinFunctionType, type)
+
+
+class _Partial(NamedTuple):
+    """A `functools.partial` around a function that was taken apart."""
+
+    inner: Held
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def rebuild(template: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The function that `Captures.template` was made of, with `tensors` in the cells that held tensors."""
+    if isinstance(template, Held):
+        return template.function(tensors)
+    if isinstance(template, _Partial):
+        return functools.partial(template.inner.function(tensors), *template.args, **template.keywords)
+    return template
+
+
+def reach(fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> Captures | None:
+    """What `fn` and the `modules` passed to it reach; None where that is nothing."""
+    if not modules:
+        if isinstance(fn, types.FunctionType):
+            simple = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+            if simple and not _look(fn.__code__, fn.__globals__).names:
+                return None
+        elif isinstance(fn, _SIMPLE):
+            return None
+    found = Captures(fn, modules)
+    return None if found.empty else found

@@ -1,0 +1,241 @@
+"""The tensors that a region was given, between its forward and its replays.
+
+Without a store they are kept where they are, with their versions, so that a change in place is noticed. What is held
+is detached, unless it is a leaf that requires grad: the tensor itself may get a history later that leads back to the
+region (`h += recompute(block)(h)`), and a cycle through the graph is never collected. A replay gets fresh leaves over
+the same memory; two arguments that were one tensor are one tensor again, because code asks (`k is v` in attention).
+
+An input may be the result of a region whose output will be discarded (`discard.py`), and would keep it alive. It is
+held by a `DeferredInput`: the tensor for now, and once the output has been discarded the slot from which it is rebuilt.
+No caller has to say which regions form a chain, nor in which order they are discarded.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .. import errors
+from .._torch import is_parameter, storage_id
+from ..arguments import Call, apart, wants_grad
+from ..stores import Hooks, Kept, Store
+from .shape_only import ShapeOnly, missing
+from .slots import Slot, lend
+
+
+class _Detached:
+    """An input that is part of a graph, held without it."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def open(self) -> torch.Tensor:
+        return self.tensor.detach().requires_grad_()
+
+
+def _open(held: Any) -> torch.Tensor:
+    if type(held) is _Detached or type(held) is Kept:
+        return held.open()
+    return held if held.requires_grad else held.detach()  # what the replay does to it must not stay
+
+
+class Around(Hooks):
+    """The region around this one, as its store.
+
+    It counts what it is given, and so it is given a tensor that is passed twice twice: its replay may find two tensors
+    there, as where one is a carried value, and has to count the same.
+    """
+
+
+class Inputs:
+    """The tensors among a call's arguments, then those in the cells of its function's closure.
+
+    Attributes:
+        ids: Identity and version of each while the forward runs; empty where a store keeps copies.
+    """
+
+    __slots__ = ("_call", "_given", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions", "ids")
+
+    def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
+        self._call = call
+        self._store = store
+        self._spoiled: tuple[int, int] | None = None
+        self._storages: set[int] | None = None
+        leaves = call.leaves
+        given: list[torch.Tensor] = []
+        for i in call.tensors:
+            given.append(leaves[i])
+            leaves[i] = None
+        given += cells
+        versions: list[int] = []
+        held: list[Any] = []
+        ids: dict[int, int] = {}
+        for tensor in given:
+            version = tensor._version
+            versions.append(version)
+            if id(tensor) in ids:  # one tensor twice stays one
+                held.append(next(kept for other, kept in zip(given, held, strict=False) if other is tensor))
+                if isinstance(store, Around):
+                    store.put(tensor)
+            else:
+                ids[id(tensor)] = version
+                held.append(self._hold(tensor, region))
+        self._given = given
+        self._versions = versions
+        self._held = held
+        self._shared = len(ids) != len(given)
+        self.ids: dict[int, int] = ids if store is None else {}
+
+    def _hold(self, tensor: torch.Tensor, region: str) -> Any:
+        if type(tensor) is ShapeOnly:
+            raise missing(tensor, f"the region {region}, whose input it is")
+        if self._store is not None:
+            return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
+        held = apart(tensor)
+        return _Detached(held) if held is not tensor and wants_grad(tensor) else held
+
+    @property
+    def storages(self) -> set[int]:
+        """The storages of the inputs, where there is no store."""
+        if self._storages is None:
+            held = self._held if self._store is None else ()
+            self._storages = {storage_id(h.tensor if type(h) is _Detached else h) for h in held} - {0}
+        return self._storages
+
+    def settle(self) -> None:
+        """After the forward: lets go of the tensors themselves."""
+        if self._store is not None:
+            for n, tensor in enumerate(self._given):
+                if tensor._version != self._versions[n]:
+                    self._spoiled = n, tensor._version
+        self._given = []
+
+    def forget(self) -> None:
+        """Lets go of everything: there will be no replay."""
+        self._held, self._call.leaves = [], []
+
+    def check(self, region: str) -> None:
+        """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
+        found = self._spoiled
+        if self._store is None:
+            for n in range(len(self._call.tensors)):
+                held = self._held[n]
+                version = (held.tensor if type(held) is _Detached else held)._version
+                if version != self._versions[n]:
+                    found = n, version
+                    break
+        if found is not None:
+            n, now = found
+            places = self._call.tensors
+            label = self._call.label(places[n]) if n < len(places) else "a closure variable"
+            raise errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
+
+    def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
+        """For a replay: arguments, keyword arguments, closure tensors, and the identities that the graph may hold."""
+        if self._shared:
+            each = {id(held): held for held in self._held}
+            opened = {key: _open(held) for key, held in each.items()}
+            tensors = [opened[id(held)] for held in self._held]
+        else:
+            tensors = [_open(held) for held in self._held]
+        leaves = list(self._call.leaves)
+        for i, tensor in zip(self._call.tensors, tensors, strict=False):
+            leaves[i] = tensor
+        args, kwargs = self._call.arguments(leaves)
+        ids = set(map(id, tensors)) if self._store is None else ()
+        return args, kwargs, tensors[len(self._call.tensors) :], ids
+
+
+class Owner(Protocol):
+    """Who will say that a result is discarded."""
+
+    def waits_for(self, late: DeferredInput) -> None:
+        """Notes an input that is one of its results, or a view of one."""
+        ...
+
+
+class DeferredInput:
+    """One input of a region, held as a tensor until it is given a slot."""
+
+    __slots__ = ("__weakref__", "_region", "_slot", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, region: str) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self._region = region
+        self._slot: Slot | None = None
+
+    def give(self, slot: Slot | None) -> None:
+        """Lets go of the tensor, which from now on comes out of the slot; without one it is kept."""
+        if slot is not None:
+            self.tensor, self._slot = None, slot
+
+    def open(self) -> torch.Tensor:
+        """The tensor, for a replay."""
+        if self.tensor is None:
+            return lend(self._slot)
+        if self.tensor._version != self.version:
+            text = errors.changed_input(self._region, "an argument", self.version, self.tensor._version)
+            raise errors.ChangedError(text)
+        return self.tensor
+
+
+class DeferredStore:
+    """The store of a region with such an input. The other inputs stay where they are, too."""
+
+    __slots__ = ("_region",)
+
+    def __init__(self, region: str) -> None:
+        self._region = region
+
+    def put(self, tensor: torch.Tensor) -> DeferredInput:
+        """Holds the tensor, and says so to whom it will be taken from."""
+        late = DeferredInput(tensor, self._region)
+        owner = waiting.owner(storage_id(tensor))
+        if owner is not None:
+            owner.waits_for(late)
+        return late
+
+    def get(self, handle: DeferredInput) -> torch.Tensor:
+        """The tensor, rebuilt if need be."""
+        return handle.open()
+
+
+class Waiting(threading.local):
+    """The results of this thread that wait to be discarded, by storage; each entry dies with its owner.
+
+    The owner holds the result, so that the storage's identity means something. A plain dict, because every region
+    asks whether it is empty.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[int, weakref.ref[Owner]] = {}
+
+    def put(self, storage: int, owner: Owner) -> None:
+        """Notes that a result waits."""
+        results = self.results
+
+        def forget(ref: weakref.ref[Owner]) -> None:
+            if results.get(storage) is ref:
+                del results[storage]
+
+        results[storage] = weakref.ref(owner, forget)
+
+    def owner(self, storage: int) -> Owner | None:
+        """Who will say that this result is discarded; None where it does not wait."""
+        ref = self.results.get(storage)
+        return None if ref is None else ref()
+
+
+waiting = Waiting()
+
+
+def store_for(region: str, tensors: Iterable[torch.Tensor]) -> DeferredStore | None:
+    """The store of a region with these inputs; None where none of them waits to be discarded."""
+    return DeferredStore(region) if any(storage_id(tensor) in waiting.results for tensor in tensors) else None

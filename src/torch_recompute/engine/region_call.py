@@ -1,0 +1,594 @@
+"""One call of a region: its forward under hooks that keep nothing, and its replays, which fill what backward needs.
+
+A `RegionCall` holds the call's arguments (or what a store made of them), the state it was made in, and weak references
+to its slots; the graph holds the slots, and they the call. When the last slot dies, so does everything.
+
+A `Replay` runs the function again. Its pack hook meets as many tensors in the same order as the forward's did and puts
+each, detached, into the slot of its turn, if it has one: what the forward kept in the graph is passed by. So the
+forward alone tells inputs and stored outputs from the rest. A replay could not: one tensor of the forward may be two
+there, if it is an input and also a global, a carried value, or the output of a saved call.
+
+Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak (softmax, exp), so
+what the replay's own graph holds is the detached tensor too; that graph is dropped at once.
+
+Where a replay ends is said in `region.py`. Ending means raising `Stop` through the user's function; nothing else leaves
+it. A module that ends after the last slot was filled ends the replay before its own forward hooks run: backward is
+inside that module, and under ZeRO-3 its forward hook would take away the weights that the next node reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from _thread import RLock
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+from .. import _torch, arguments, errors, state
+from .._torch import parameter_of, storage_id
+from ..arguments import meta, reach, rebuild
+from ..observer import here, tell
+from ..state import copies
+from ..stores import Hooks, Store
+from ..values import CallRecord, Key, Run, thread
+from .backward_task import leaves_undone, this_task
+from .inputs import Around, Inputs, store_for, waiting
+from .mismatch import Fingerprints, OpTrace, reader_of
+from .saved_call import SavedCall
+from .shape_only import Read, ShapeOnly, give_values, missing
+from .slots import KEPT, Packed, Slot, Stop, lend, unpack, without_history
+
+if TYPE_CHECKING:
+    pass
+
+
+class Replay(Run):
+    """One replay of a frame: fills the slots that are still open, then stops."""
+
+    __slots__ = (
+        "_borrowed",
+        "_check",
+        "_done",
+        "_fingerprints",
+        "_frame",
+        "_ids",
+        "_last",
+        "_module_hook",
+        "_restored",
+        "_slots",
+        "_stop",
+        "_unfinished",
+        "filled",
+    )
+
+    def __init__(self, frame: RegionCall, ids: Container[int], stop: Key | None) -> None:
+        super().__init__(frame.name, frame.trace, True, frame.ambients)
+        self._frame = frame
+        self._stop = stop
+        self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
+        self._slots = frame.slots
+        self._unfinished = -1
+        self._fingerprints = None if frame.fingerprints is None else Fingerprints()
+        self._check = frame.options.check != "none"
+        self._done = False
+        self._module_hook: RemovableHandle | None = None
+        self.filled = 0
+        self._ids = ids
+        self._restored = frame.restored
+        self._borrowed: list[tuple[Slot, torch.Tensor]] = []
+
+    def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Runs the function under the hooks, as far as it is needed."""
+        _torch.push_hooks(self.pack, unpack)
+        try:
+            result = fn(*args, **kwargs)
+        except Stop as stop:
+            if stop.args[0] is not self:
+                raise
+            return
+        finally:
+            _torch.pop_hooks()
+            if self._module_hook is not None:
+                self._module_hook.remove()
+            if self._borrowed:  # before the world is put back, and running statistics with it
+                self._keep_borrowed()
+            if self._fingerprints is not None:
+                self._fingerprints.flush()
+        expected = len(self._frame.slots)
+        if self.filled < expected and not self._done:
+            waiting = [slot for ref in self._slots[self.filled :] if (slot := ref()) is not None]
+            op = reader_of(waiting[0]) if waiting else ""
+            raise errors.MismatchError(errors.fewer(self.name, expected, self.filled, op))
+        if self._frame.later is not None:
+            results = [leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._frame.later.check(self.name, results)
+            self._frame.later.fill(self.name, results, self._restored)
+
+    def _keep_borrowed(self) -> None:
+        """Fills slots with what will have other contents after the replay.
+
+        What the function has changed since it was saved keeps its version, so that its reader is told, as by autograd.
+        """
+        kept = copies([tensor for _, tensor in self._borrowed])
+        for (slot, tensor), copy in zip(self._borrowed, kept, strict=True):
+            changed = tensor._version != slot.version
+            slot.version = slot.version if changed else copy._version
+            slot.tensor = tensor if changed else copy
+
+    def saved(self) -> int:
+        """How many tensors autograd has saved by now."""
+        return self.filled
+
+    def skip(self, saved: int, records: int, children: int) -> bool:
+        """Goes on at the moment at which a value was saved.
+
+        The function might do the work all the same and fill the wrong slots, so from here on the replay does not stop
+        early: it runs to its end, and the number of slots must come out exactly.
+        """
+        if (saved, records, children) == (self.filled, self._record, self._child):
+            return True
+        skipped = super().skip(saved, records, children)
+        if skipped:
+            self.filled = saved
+            self._last = -1
+            self._stop = None
+        return skipped
+
+    def event(self) -> None:
+        """Ends the replay if every open slot has been filled."""
+        if self._done:
+            raise Stop(self)
+
+    def _module_ends(self, *_: Any) -> None:
+        if thread.run is self:
+            raise Stop(self)
+
+    @_torch.see_through
+    def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
+        """The pack hook of the replay: fills the next slot."""
+        index = self.filled
+        ref = self._slots[index] if index < len(self._slots) else None
+        if ref is KEPT:
+            self.filled = index + 1
+            return tensor, tensor._version
+        if self._done:
+            raise Stop(self)
+        self.filled = index + 1
+        slot = None if ref is None else ref()
+        if type(tensor) is ShapeOnly:
+            raise missing(tensor, "autograd, which saves it")
+        rebuilt = tensor.detach()
+        restored = self._restored and storage_id(tensor) in self._restored
+        if slot is not None:
+            if self._check and (slot.meta != meta(tensor) or id(tensor) in self._ids):
+                self._differs(slot, index, tensor)
+            slot.stream = _torch.stream_for(rebuilt) if self._frame.streams else None
+            slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
+            if restored:
+                self._borrowed.append((slot, rebuilt))
+            else:
+                slot.tensor = rebuilt
+        elif ref is None and self._frame.complete:  # else for a backward inside its own forward, not there yet
+            raise errors.MismatchError(errors.more(self.name, len(self._slots)))
+        if self._fingerprints is not None and not restored:
+            self._fingerprints.add(index, tensor)
+        if not tensor.requires_grad:
+            self._unfinished = _torch.sequence_number()
+        if index == self._last:
+            self._done = True
+            if finished or (tensor.requires_grad and self._unfinished != _torch.sequence_number()):
+                raise Stop(self)
+            self._module_hook = register_module_forward_hook(self._module_ends)
+        return rebuilt
+
+    def put(self, tensor: torch.Tensor) -> Packed:
+        """Keeps an input of a region inside this one; it is finished, whether it requires grad or not."""
+        return without_history(self.pack(tensor, finished=True))
+
+    def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
+        then, now = arguments.say(slot.meta), arguments.say(meta(tensor))
+        if id(tensor) in self._ids:
+            now += ", an input of the region"
+        raise errors.MismatchError(
+            f"the replay of {self.name} saved another tensor than its forward at position {index}:\n"
+            f"      forward: {then}\n"
+            f"      replay:  {now}\n"
+            "  (Recomputed values for the following tensors have different metadata than during the forward pass.)"
+            f"{errors.needed_by(reader_of(slot))}\n{errors.WHY}"
+        )
+
+    def compare_values(self) -> None:
+        """With `check="values"`, compares strides and bits of what was rebuilt with the forward's."""
+        then, now = self._frame.fingerprints, self._fingerprints
+        if then is None or now is None:
+            return
+        found = then.difference(now)
+        if found is not None:
+            index, was, new = found
+            raise errors.MismatchError(
+                f"the replay of {self.name} saved a tensor with other values than its forward at position {index}; "
+                f"those before it are the same to the last bit.{errors.needed_by(reader_of(self._slots[index]()))}\n"
+                f"      forward: {was}\n"
+                f"      replay:  {new}\n"
+                f"{errors.REASONS}"
+            )
+
+    def saved_call(self, record: SavedCall, inputs: Sequence[torch.Tensor]) -> None:
+        """Fills the slots of a saved call of this frame; the replay may end here."""
+        record.fill(self.name, inputs, self._restored)
+        if self._stop == record.key or not record.finished or record.dropped:
+            raise Stop(self)
+
+
+Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
+NEVER: Key = (-1, 0)
+_NONE: dict[int, torch.Tensor] = {}
+_END: Key = (math.inf, math.inf)
+
+
+class Options(NamedTuple):
+    """How a region is to be run."""
+
+    name: str
+    store: Store | None = None
+    ambients: tuple[state.Ambient, ...] = state.DEFAULT
+    check: str = "metadata"
+    early_stop: bool = True
+    rng: bool = True
+    contexts: Contexts | None = None
+
+
+class RegionCall(Run):
+    """One call of a region: its forward run, and what its replays need.
+
+    Attributes:
+        slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
+        later: Slots outside of the region that are views of its results (`discard.py`), filled by its replays.
+        overrides: Decides about calls with a name in it.
+        observers: Who observes it; None for nobody.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_aliased", "_aliases", "_contexts", "_ids"),
+        *("_lock", "_first", "_nested", "_template", "_state"),
+        *("brief", "complete", "fingerprints", "inputs", "later", "observers", "options"),
+        *("overrides", "slots", "store", "streams", "transient"),
+    )
+
+    def __init__(
+        self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None
+    ) -> None:
+        super().__init__(options.name, None, False, options.ambients)
+        if outer is not None:
+            outer.event()
+            if outer.replaying:
+                self.trace, self.replaying = outer.next_child(), True
+        self.options = options
+        self.overrides, self.observers = thread.overrides, here.observers
+        self.transient = self.brief = self.complete = self._aliased = False
+        self._aliases: dict[int, torch.Tensor] = _NONE
+        self._nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
+        self.store = options.store or _ambient_store(outer)
+        self.later: SavedCall | None = None
+        self.slots: list[weakref.ref[Slot]] = []
+        self.fingerprints = Fingerprints() if options.check == "values" else None
+        self._first, self._lock = _torch.sequence_number(), RLock()
+        self._contexts: contextlib.AbstractContextManager[Any] | None = None
+        call = arguments.Call(args, kwargs)
+        self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors) if _torch.in_use() else ()
+        found = reach(fn, self._look_at(call) if call.others else ())
+        if found is None:
+            self._template: Any = fn
+        else:
+            self._template = found.template
+            if found.generators and options.rng:
+                self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
+        if self.store is None and waiting.results:
+            captured = () if found is None else found.tensors
+            self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
+        self._state = state.ReplayState(found, self.ambients, cells=self.store is None)
+        thread.calls += 1
+        self.inputs = Inputs(call, () if found is None else found.tensors, self.store, self.name)
+        self._ids = self.inputs.ids
+
+    def _look_at(self, call: arguments.Call) -> list[torch.nn.Module]:
+        """The modules among the arguments; takes generators, refuses iterators."""
+        modules: list[torch.nn.Module] = []
+        for i in call.others:
+            leaf = call.leaves[i]
+            if isinstance(leaf, torch.nn.Module):
+                modules.append(leaf)
+            elif isinstance(leaf, torch.Generator):
+                if self.options.rng:
+                    self.ambients = (*self.ambients, state.GeneratorRng(leaf))
+            elif isinstance(leaf, Iterator):
+                raise errors.ArgumentError(
+                    f"{call.label(i)} of {self.name} is a {errors.kind(leaf)}, which can be consumed only once: the "
+                    "forward would leave nothing for the replay.\n"
+                    "  Pass a list instead: list(...)."
+                )
+        return modules
+
+    @property
+    def restored(self) -> frozenset[int]:
+        """The storages of tensors that hold other contents outside of the replay."""
+        return self._state.restored()
+
+    def alias(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly.
+
+        From here on a tensor is known by its storage alone: what a replay hands out has the storage of what the call
+        returned, but need not be a view where that was one.
+        """
+        self._aliased = True
+        if self.store is None:
+            self._aliases = {**self._aliases, **{storage_id(tensor): tensor for tensor in tensors}}
+
+    def nested(self, frame: weakref.ref[RegionCall] | None) -> None:
+        """Notes a region that ended inside this one."""
+        self._nested = (*self._nested, frame)
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def saved(self) -> int:
+        """How many tensors autograd has saved by now."""
+        return len(self.slots)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a replay may have something to do; where all that was saved is alive anyway, none ever runs."""
+        slots = self.slots
+        return slots.count(KEPT) < len(slots) or self.trace is not None or not self.options.early_stop
+
+    @_torch.see_through
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """The pack hook of the forward."""
+        version = self._ids.get(id(tensor))
+        if version is not None:
+            now = tensor._version  # once changed here, its history leads to the very node that saves it
+            self.slots.append(KEPT)
+            return (tensor if now == version else tensor.detach()), now
+        if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
+            parameter = parameter_of(tensor)
+            if parameter is not None:
+                self.slots.append(KEPT)
+                return (tensor if tensor is parameter else tensor.detach()), tensor._version
+            storage = storage_id(tensor)
+            if storage in self.inputs.storages or storage in self._aliases:
+                self.slots.append(KEPT)
+                return tensor.detach(), tensor._version
+        slot = Slot(self, meta(tensor))
+        self.slots.append(weakref.ref(slot))
+        if self.fingerprints is not None:
+            self.fingerprints.add(len(self.slots) - 1, tensor)
+        if self.observers is not None:
+            self.observers.dropped(self, tensor)
+        return slot
+
+    def dropped(self, tensor: torch.Tensor) -> None:
+        """Notes what a saved call leaves to the replay."""
+        if self.observers is not None:
+            self.observers.dropped(self, tensor)
+
+    def put(self, tensor: torch.Tensor) -> Packed:
+        """Keeps an input of a region inside this one."""
+        return without_history(self.pack(tensor))
+
+    def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
+        """Runs the function under the hooks."""
+        if self.options.contexts is not None:
+            before, self._contexts = self.options.contexts()
+            fn = _within(before, fn)
+        if self.observers is not None:
+            fn = self.observers.around("forward", self.name, self, fn)
+        _torch.push_hooks(self.pack, unpack)
+        thread.run = self
+        try:
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            self._state.forget()
+            if isinstance(error, RuntimeError):
+                tell(error, self.name, replaying=self.replaying)
+            raise
+        finally:
+            thread.run = outer
+            _torch.pop_hooks()
+            self.inputs.settle()
+            self._aliases = _NONE  # an identity means something only while what it identifies is alive
+        self.complete = True
+        if self.fingerprints is not None:
+            self.fingerprints.flush()
+        if self.replays:
+            self._state.settle()
+        else:  # nothing to rebuild; what the graph holds keeps the pack hook alive, and so this frame
+            self._state.forget()
+            self.inputs.forget()
+        if not self.replaying:
+            self._settle(outer)
+        return result
+
+    def _settle(self, outer: Run | None) -> None:
+        if self.trace is not None:
+            mark_not_needed(self.trace, self._need() if self.options.early_stop else _END)
+            if self.trace.values:
+                alive = [ref() is not None for ref in self.slots]
+                self.trace.live = alive, [ref is not None and ref() is not None for ref in self._nested]
+        hand_over(self.trace, outer, weakref.ref(self))
+
+    def _need(self) -> Key:
+        """The last moment of the forward that backward still waits for; `NEVER` if none."""
+        last = len(self.slots) - 1
+        while last >= 0 and self.slots[last]() is None:
+            last -= 1
+        need: Key = (last, math.inf) if last >= 0 else NEVER
+        for record in self._saved_calls():
+            if record.needed:
+                need = max(need, record.key)
+        return need
+
+    def _saved_calls(self) -> Sequence[SavedCall]:
+        later = () if self.later is None else (self.later,)
+        if self.trace is None:
+            return later
+        return [*later, *(record for record in self.trace.records if isinstance(record, SavedCall))]
+
+    # --- replay ---------------------------------------------------------------------------------------------------
+
+    def rebuild(self, slot: Slot) -> torch.Tensor:
+        """Replays the region, unless another thread has done it meanwhile, and returns the slot's tensor."""
+        with self._lock:
+            if not isinstance(slot.tensor, torch.Tensor):
+                try:
+                    with _torch.on_streams(self.streams):
+                        replay = self._replay
+                        if self.observers is not None:
+                            replay = self.observers.around("rebuild", self.name, self, replay)
+                        filled = replay()
+                except errors.MismatchError as error:
+                    self.release()
+                    if isinstance(self._contexts, OpTrace):
+                        raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
+                    raise
+                except BaseException as error:
+                    if isinstance(error, RuntimeError):
+                        tell(error, self.name, replaying=True)
+                    self.release()
+                    raise
+                if not isinstance(slot.tensor, torch.Tensor):
+                    for record in self._saved_calls():
+                        if record.owns(slot):
+                            raise errors.MismatchError(errors.missed_call(self.name, record.name))
+                    raise errors.MismatchError(errors.fewer(self.name, len(self.slots), filled, reader_of(slot)))
+            tensor = slot.tensor
+            self._decide_lifetime()
+            assert isinstance(tensor, torch.Tensor)
+            return tensor
+
+    def _replay(self) -> int:
+        self._state.check(self.name)
+        self.inputs.check(self.name)
+        args, kwargs, cells, ids = self.inputs.open()
+        fn = rebuild(self._template, cells)
+        if self._contexts is not None:
+            fn = _within(self._contexts, fn)
+        run = Replay(self, ids, self._need() if self.options.early_stop else None)
+        if self.observers is not None:
+            fn = self.observers.around("replay", self.name, run, fn)
+        grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
+        _torch.set_grad_enabled(True)
+        thread.run, thread.overrides, here.observers = run, self.overrides, self.observers
+        try:
+            self._state.run(self.name, run.go, fn, args, kwargs)
+            run.compare_values()
+            return run.filled
+        except Read as read:
+            give_values(self.name, read)
+        finally:
+            thread.run, thread.overrides, here.observers = outer, overrides, observers
+            _torch.set_grad_enabled(grad)
+        return self._replay()
+
+    def _decide_lifetime(self) -> None:
+        """Says how long the rebuilt tensors live: until they are read, or to the second half of this backward."""
+        self.brief = False
+        if not _torch.in_backward():
+            self.transient = True
+            self.release()
+            return
+        kept, task = _torch.graph_is_kept(), this_task()
+        if _torch.exec_group() is not None or (kept and leaves_undone(self._first)):
+            self.transient, task.split = False, True
+        else:
+            self.transient, self.brief = kept, not kept
+            task.frames.append(weakref.ref(self))
+
+    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Empties a slot that has been read, unless its node is to run once more, in another half of this backward."""
+        if not _torch.in_backward():
+            slot.tensor = None
+        elif leaves_undone():
+            self.transient, this_task().split = False, True
+        else:
+            slot.tensor = weakref.ref(tensor)
+
+    def end(self, kept: bool, split: bool) -> None:
+        """Empties every slot at the end of a backward call, unless it was a half and left some to the other."""
+        if kept and (not self.transient or (split and any(_is_full(ref()) for ref in self.slots))):
+            return
+        self.release()
+
+    def release(self) -> None:
+        """Empties every slot."""
+        with self._lock:  # another thread may just be rebuilding
+            for ref in self.slots:
+                slot = ref()
+                if slot is not None:
+                    slot.tensor = None
+            for record in self._saved_calls():
+                record.release()
+
+
+def _is_full(slot: Slot | None) -> bool:
+    return slot is not None and isinstance(slot.tensor, torch.Tensor)
+
+
+def _within(context: contextlib.AbstractContextManager[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return fn(*args, **kwargs)
+        raise errors.RecomputeError(
+            f"the context {errors.kind(context)} provided by context_fn suppressed an exception raised during the "
+            "checkpointed call, so there is no result to return.\n"
+            "  Its __exit__ must return False or None."
+        )
+
+    return inner
+
+
+def _ambient_store(outer: Run | None) -> Store | None:
+    """The saved-tensor hooks around a region, as its store; None where there are none."""
+    hooks = _torch.ambient_hooks()
+    if hooks is None:
+        return None
+    if isinstance(outer, (RegionCall, Replay)) and getattr(hooks[0], "__self__", None) is outer:
+        return Around(outer.put, lend)
+    return Hooks(*hooks)
+
+
+def hand_over(
+    trace: CallRecord | None, outer: Run | None, frame: weakref.ref[RegionCall] | None, key: Key | None = None
+) -> None:
+    """Gives a finished region's trace to the region around it, or drops what no replay will ever need.
+
+    `key` is the moment of the outer forward after which replays pass the region by: by default the present one.
+    """
+    if outer is not None:
+        outer.writing().children.append((outer.key() if key is None else key, trace))
+        if isinstance(outer, RegionCall):
+            outer.nested(frame)
+    elif trace is not None:
+        _drop_spare(trace)
+
+
+def mark_not_needed(trace: CallRecord, need: Key) -> None:
+    """Marks what lies at or after the last moment that backward waits for: replays of this region end before it."""
+    for record in trace.records:
+        if isinstance(record, SavedCall):
+            record.not_needed = record.key >= need
+    for key, child in trace.children:
+        if child is not None:
+            child.not_needed = key >= need
+
+
+def _drop_spare(trace: CallRecord) -> None:
+    for record in trace.records:
+        if isinstance(record, SavedCall) and record.not_needed:
+            record.drop()
+    for _, child in trace.children:
+        if child is not None and child.not_needed:
+            _drop_spare(child)

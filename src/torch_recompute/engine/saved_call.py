@@ -1,0 +1,375 @@
+"""Saved calls: what `no_recompute` keeps in forward, and what it does instead of the call in a replay.
+
+In forward the call runs under its own pack hook, which sorts by storage what autograd saves (see `region.py`). What
+the record keeps for the replay is the least that lets later code run as it did: the output, unless it is a view of
+something that the replay has; the contents of inputs that the call changed in place; the state of every generator
+that it advanced, so that random numbers drawn after the call are the same ones. Of a call whose result is said to be
+unread, the output's layout alone is kept, and a replay is handed a tensor without values (`engine/shape_only.py`).
+
+A record belongs to the trace of the innermost region. Replays of outer regions pass by it as well and are handed the
+same output, so a saved call runs once however deep it lies.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _torch, arguments, errors
+from .._torch import parameter_of, storage_id, version_of
+from ..arguments import wants_grad
+from ..observer import here
+from ..state import Ambient, advanced
+from ..stores import Kept, Store
+from ..values import Key, Run, thread
+from .shape_only import Layout, ShapeOnly, missing
+from .slots import Owner, Packed, Slot, unpack
+
+
+class View(NamedTuple):
+    """An output that is a view of input number `source` of the call; `geometry` None where it is that input itself."""
+
+    source: int
+    geometry: arguments.AnyGeometry | None
+    grad: bool
+
+
+class Stored(NamedTuple):
+    """A tensor that is kept: on the device with its version, or in a store."""
+
+    packed: tuple[torch.Tensor, int] | Kept
+    grad: bool
+
+
+class Unkept(NamedTuple):
+    """An output of which a replay needs the layout only."""
+
+    layout: Layout
+    grad: bool
+
+
+def _other_inputs(region: str, call: str, position: int, then: str, now: str) -> str:
+    """Text for a saved call that a replay reached with other inputs."""
+    return (
+        f"the replay of {region} reached the saved call {call} with another tensor than its forward as input "
+        f"{position}:\n      forward: {then}\n      replay:  {now}\n{errors.WHY}"
+    )
+
+
+class SavedCall:
+    """The record of one saved call.
+
+    Attributes:
+        name: The call's name.
+        key: The moment of the call in its region's forward.
+        not_needed: Set once no replay of its own region needs the output; dropped when no outer one does either.
+        unread: Whether the values of its output are said not to be needed.
+        read: Whether a replay needed them all the same; the call is then repeated.
+    """
+
+    __slots__ = (
+        *("_after", "_metas", "_mutated", "_outputs", "_returned", "_spec", "_views"),
+        *("key", "name", "read", "not_needed", "unread"),
+    )
+
+    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor], unread: bool = False) -> None:
+        self.name = name
+        self.key = key
+        self.not_needed = False
+        self.unread = unread
+        self.read = False
+        self._metas = [arguments.meta(t) for t in inputs]
+        self._views: list[tuple[weakref.ref[Slot], int, arguments.AnyGeometry]] = []
+        self._outputs: list[Any] | None = None
+        self._spec: Any = None
+        self._returned = False
+        self._mutated: list[tuple[int, Stored]] = []
+        self._after: list[tuple[Ambient, Any]] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether the call has returned; a backward inside it may need its inputs before that."""
+        return self._returned
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the output has been dropped, because no replay was to get past the call."""
+        return self._returned and self._outputs is None
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward still waits for a view of one of the call's inputs."""
+        return any(ref() is not None for ref, _, _ in self._views)
+
+    def drop(self) -> None:
+        """Forgets what only a replay that goes on after the call would need."""
+        self._outputs = None
+        self._mutated = []
+
+    def owns(self, slot: Slot) -> bool:
+        """Whether `slot` is one of the call's."""
+        return any(ref() is slot for ref, _, _ in self._views)
+
+    def release(self) -> None:
+        """Empties the slots."""
+        for ref, _, _ in self._views:
+            slot = ref()
+            if slot is not None:
+                slot.tensor = None
+
+    def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
+        """A slot for a view of input number `index`; None where strides cannot say how it lies in that."""
+        geometry = arguments.geometry(tensor, base)
+        if geometry is None:
+            return None
+        slot = Slot(owner, arguments.meta(tensor))
+        self._views.append((weakref.ref(slot), index, geometry))
+        return slot
+
+    def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: Container[int]) -> None:
+        """Fills the slots that are views of the call's inputs."""
+        for ref, index, geometry in self._views:
+            slot = ref()
+            if slot is not None:
+                view = geometry.of(inputs[index])
+                if view is None:
+                    then, now = self._sides(index, inputs[index])
+                    raise errors.MismatchError(_other_inputs(region, self.name, index, then, now))
+                if type(view) is ShapeOnly:
+                    raise missing(view, self.name)
+                if storage_id(view) in restored:  # its contents will not outlive the replay
+                    view = view.clone()
+                slot.version = view._version
+                slot.stream = _torch.stream_for(view) if slot.owner.streams else None
+                slot.tensor = view
+
+    def held(self) -> list[torch.Tensor]:
+        """The outputs that are kept on the device."""
+        outputs = self._outputs or ()
+        return [o.packed[0] for o in outputs if isinstance(o, Stored) and type(o.packed) is tuple]
+
+    def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Compares the inputs of the replay with those of the forward."""
+        metas = [arguments.meta(t) for t in inputs]
+        for i, (then, now) in enumerate(zip(self._metas, metas, strict=False)):
+            if then != now:
+                text = _other_inputs(region, self.name, i, arguments.say(then), arguments.say(now))
+                raise errors.MismatchError(text)
+
+    def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any]) -> Any:
+        """Does to the world what the call did, and returns what it returned; calls `again` where values are missing."""
+        fresh = _torch.tree_leaves(again()) if self.read else None
+        for ambient, value in self._after:
+            ambient.restore(value)
+        for index, stored in self._mutated:
+            tensor = inputs[index]
+            with torch.no_grad():
+                tensor.copy_(self._open(region, stored))
+            if stored.grad and not tensor.requires_grad:
+                tensor.requires_grad_()
+        if self._outputs is None:
+            raise errors.MismatchError(errors.missed_call(region, self.name))
+        leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
+        for place, output in enumerate(self._outputs) if self.unread else ():
+            if isinstance(output, Unkept):
+                made = ShapeOnly.make(output.layout, self) if fresh is None else fresh[place].detach()
+                with torch.enable_grad():  # the function may change it in place, which no leaf may be
+                    leaves[place] = made.requires_grad_(output.grad).clone()
+        return leaves[0] if self._spec is None else _torch.tree_unflatten(leaves, self._spec)
+
+    def _hand_out(self, region: str, output: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        if isinstance(output, Stored):
+            tensor = self._open(region, output).detach()
+            if output.grad:
+                tensor.requires_grad_()
+            if isinstance(output.packed, Kept):  # the function may change it in place, and the store's must not change
+                with torch.enable_grad():
+                    return tensor.clone()
+            return tensor
+        if isinstance(output, View):
+            base = inputs[output.source]
+            if output.geometry is None:
+                return base
+            view = output.geometry.of(base)
+            if view is None:
+                then, now = self._sides(output.source, base)
+                raise errors.MismatchError(_other_inputs(region, self.name, output.source, then, now))
+            return view.requires_grad_() if output.grad else view
+        return output
+
+    def _sides(self, index: int, now: torch.Tensor) -> tuple[str, str]:
+        then = next((g.base_stride for _, i, g in self._views if i == index), "other")
+        meta = arguments.say(arguments.meta(now))
+        return f"{arguments.say(self._metas[index])}, stride {then}", f"{meta}, stride {arguments.layout(now)}"
+
+    def _open(self, region: str, stored: Stored) -> torch.Tensor:
+        packed = stored.packed
+        if isinstance(packed, Kept):
+            return packed.open()
+        tensor, version = packed
+        if version_of(tensor) != version:
+            raise errors.ChangedError(
+                f"the output of the saved call {self.name} in {region} has been changed in place (version {version} "
+                f"when it was returned, {version_of(tensor)} now), and the replay needs it as it was returned.\n"
+                "  Use the out-of-place form (y = y + r, not y += r), or move the change into the saved call."
+            )
+        return tensor
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        result: Any,
+        inputs: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        store: Store | None,
+        after: list[tuple[Ambient, Any]],
+    ) -> list[torch.Tensor]:
+        """Takes what a replay will need; returns the outputs that are kept on the device."""
+        self._after = after
+        for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
+            if version_of(tensor) != version:
+                self._mutated.append((i, self._keep(tensor, store)))
+        if isinstance(result, torch.Tensor):
+            leaves: list[Any] = [result]
+        else:
+            leaves, self._spec = _torch.tree_flatten(result)
+        outputs: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
+                outputs.append(leaf)
+                continue
+            outputs.append(_view(leaf, inputs) or (self._unkept(leaf) if self.unread else self._keep(leaf, store)))
+        self._outputs = outputs
+        self._returned = True
+        return self.held()
+
+    def _keep(self, tensor: torch.Tensor, store: Store | None) -> Stored:
+        if store is None:
+            return Stored((tensor.detach(), version_of(tensor)), wants_grad(tensor))
+        return Stored(Kept(store, tensor.detach(), self.name), wants_grad(tensor))
+
+    def _unkept(self, tensor: torch.Tensor) -> Unkept:
+        if not _torch.is_plain(tensor) or tensor.layout is not torch.strided:
+            raise errors.ArgumentError(
+                f"the saved call {self.name} is said to be unread, and returns a {type(tensor).__name__} "
+                f"({str(tensor.layout).removeprefix('torch.')}); a tensor without values can stand in for a plain one "
+                "only.\n"
+                "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+            )
+        return Unkept(Layout.of(tensor), wants_grad(tensor))
+
+    def pack(
+        self,
+        tensor: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        versions: Sequence[int],
+        scope: tuple[Owner | None, Container[int]],
+        store: Store | None,
+    ) -> Packed:
+        """The pack hook of the call: sorts a tensor that autograd saves in it."""
+        if parameter_of(tensor) is not None:
+            return tensor, version_of(tensor)
+        owner, storages = scope
+        storage = storage_id(tensor)
+        if storage and storage in storages:
+            return tensor.detach(), version_of(tensor)
+        if owner is not None and storage:
+            for i, base in enumerate(inputs):
+                if storage_id(base) == storage and version_of(base) == versions[i]:
+                    slot = self.slot(owner, tensor, i, base)
+                    if slot is not None:
+                        owner.dropped(tensor)
+                        return slot
+        if store is None:
+            return tensor.detach(), version_of(tensor)
+        return Kept(store, tensor.detach(), self.name)
+
+
+def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
+    for i, base in enumerate(inputs):
+        if tensor is base:
+            return View(i, None, wants_grad(tensor))
+    storage = storage_id(tensor)
+    for i, base in enumerate(inputs):
+        if storage and storage_id(base) == storage:
+            geometry = arguments.geometry(tensor, base)
+            if geometry is not None:
+                return View(i, geometry, wants_grad(tensor))
+    return None
+
+
+def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call is made with: in its arguments, and in the cells of a closure."""
+    call = arguments.Call(args, kwargs)
+    found: list[torch.Tensor] = [call.leaves[i] for i in call.tensors]
+    if isinstance(fn, types.FunctionType) and fn.__closure__:
+        for cell in fn.__closure__:
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+    return found
+
+
+def record_call(
+    run: Run,
+    scope: tuple[Owner | None, Container[int]],
+    store: Store | None,
+    name: str,
+    unread: bool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, list[torch.Tensor]]:
+    """Runs a saved call in forward and writes its record.
+
+    Returns:
+        What the call returned, and those of its outputs that are kept on the device.
+    """
+    inputs = tensors_of(fn, args, kwargs)
+    versions = [version_of(t) for t in inputs]
+    record = SavedCall(name, run.key(), inputs, unread)
+    before = [ambient.capture() for ambient in run.ambients]
+
+    @_torch.see_through
+    def pack(tensor: torch.Tensor) -> Packed:
+        return record.pack(tensor, inputs, versions, scope, store)
+
+    records = run.writing().records
+    records.append(record)
+    observers = here.observers
+    if observers is not None:
+        fn = observers.around("saved call", name, run, fn)
+    _torch.push_hooks(pack, unpack)
+    thread.run = None
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException:
+        records.remove(record)
+        inputs.clear()
+        raise
+    finally:
+        thread.run = run
+        _torch.pop_hooks()
+    kept = record.record(result, inputs, versions, store, advanced(run.ambients, before))
+    inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
+    return result, kept
+
+
+def call_again(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeats a saved call in a replay, for the values of its output alone."""
+    if here.observers is not None:
+        fn = here.observers.around("saved call", name, run, fn)
+    thread.run = None
+    try:
+        with torch.no_grad():
+            return fn(*args, **kwargs)
+    finally:
+        thread.run = run

@@ -1,0 +1,220 @@
+"""Shape-only tensors: what a saved call returns in a replay when nothing that backward needs reads its values.
+
+Problem. Dropout ends an attention and an MLP. Backward needs its mask, which follows from the generator and a shape;
+to draw it again, a replay of the code as it is written computes the product in front of it too, or keeps its result.
+
+Idea. That product is a saved call of which nothing is kept (`no_recompute(fn, unread=True)`). In the replay it returns
+a `ShapeOnly`, which has the shape, strides, type and device of the result and no memory. What is computed from it
+element by element is shape-only as well; what asks for its shape alone (`empty_like`, the mask of a dropout) gets a
+real answer.
+
+Any other operation on it needs values: a product, a reduction, autograd that saves it, `item()`. That raises
+`Read`, and the replay is run once more with the call repeated. So a wrong word costs time and is said, and never a
+wrong gradient.
+
+Rejected: values computed when they are first read, which keeps all that they would be computed from alive, and has to
+know of every change in place in between; tensors of one element expanded to the shape, of which a kernel that nobody
+watches would read garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .. import _torch, errors
+from .._torch.fakes import is_operator, without_modes
+from ..arguments import mapped
+from ..values import thread
+
+aten: Any = torch.ops.aten
+ASK_FOR_LAYOUT = frozenset(
+    getattr(aten, name).default
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+_MOVES = frozenset(
+    getattr(aten, name).default
+    for name in ("_to_copy", "clone", "_unsafe_view", "cat", "stack", "repeat", "roll", "flip")
+)
+_refusing: list[bool] = []
+_said: set[tuple[str, str]] = set()
+DROPOUT = aten.native_dropout.default
+
+
+class Unread(Protocol):
+    """The saved call whose result is hollow."""
+
+    name: str
+    read: bool  # whether a replay needed its values; it is repeated from then on
+
+
+class Read(BaseException):
+    """Ends a replay that needs values which it does not have.
+
+    Attributes:
+        call: The saved call that they are missing from.
+        op: What needs them.
+    """
+
+    def __init__(self, call: Unread, op: str) -> None:
+        super().__init__(op)
+        self.call = call
+        self.op = op
+
+
+class Layout(NamedTuple):
+    """What a hollow tensor has."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        """A tensor's."""
+        return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+class ShapeOnly(torch.Tensor):
+    """A tensor without values.
+
+    Attributes:
+        call: The saved call that it is the result of, or computed from.
+    """
+
+    __slots__ = ("call",)
+    __torch_function__ = _torch.no_torch_function
+    call: Unread
+
+    @staticmethod
+    def make(layout: Layout, call: Unread) -> ShapeOnly:
+        """A hollow tensor, without grad."""
+        made: ShapeOnly = _torch.without_memory(ShapeOnly, *layout)
+        made.call = call
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """The tensors that it is made of, for those who count bytes: none. Compiled code would be compiled for it."""
+        if _torch.being_traced():
+            raise missing(self, "compiled code")
+        return [], None
+
+    __tensor_unflatten__: Any = None
+
+    def tolist(self) -> Any:
+        """Needs values, as the next three do, which ask no operation."""
+        raise missing(self, "tolist()")
+
+    def numpy(self, **_: Any) -> Any:
+        """See `tolist`."""
+        raise missing(self, "numpy()")
+
+    def data_ptr(self) -> int:
+        """See `tolist`."""
+        raise missing(self, "data_ptr()")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """See `tolist`."""
+        raise missing(self, "__array__()")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<a tensor without values, from {self.call.name}>"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        hollow = next(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, ShapeOnly))
+        if func in ASK_FOR_LAYOUT and args[0] is hollow:
+            return func(_on_meta(hollow), *args[1:], **{**kwargs, "device": kwargs.get("device") or hollow.device})
+        if func is DROPOUT and args[0] is hollow:  # a mask depends on how the elements lie
+            _, mask = func(_blank(hollow, hollow.device), *args[1:], **kwargs)
+            return ShapeOnly.make(Layout.of(hollow), hollow.call), mask
+        if not goes_through(func):
+            raise missing(hollow, str(func))
+        written = _torch.written_by(func, args, kwargs)
+        if written:
+            if not all(isinstance(x, ShapeOnly) for x in written):
+                raise missing(hollow, str(func))
+            return written[0]
+        with without_modes():
+            made = func(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
+        return mapped(made, lambda x: ShapeOnly.make(Layout.of(x)._replace(device=hollow.device), hollow.call))
+
+
+def _read_outside(call: str, op: str) -> str:
+    """Text for values of an unread call that are asked for where no replay can be run again."""
+    return (
+        f"{op} needs the values of what {call} returned in a replay, where it is said to be unread and has none; "
+        "and no replay can make them, because the tensor was taken out of the one that it belongs to (into an "
+        "attribute, a list, another region).\n"
+        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+    )
+
+
+def missing(tensor: torch.Tensor, op: str) -> BaseException:
+    """What to raise where the values of a hollow tensor are needed."""
+    assert isinstance(tensor, ShapeOnly)
+    if thread.run is not None and thread.run.replaying:
+        return Read(tensor.call, op)
+    return errors.MismatchError(_read_outside(tensor.call.name, op))
+
+
+def give_values(region: str, read: Read) -> None:
+    """Has the next replay of a region repeat the call whose values were missing; says so once.
+
+    Raises:
+        MismatchError: It repeated it already, and what is without values is left of an earlier one.
+    """
+    if read.call.read:
+        raise errors.MismatchError(_read_outside(read.call.name, read.op)) from None
+    read.call.read = True
+    if _refusing:
+        raise errors.MismatchError(read.op)
+    said = (region, read.call.name)
+    if said not in _said:
+        _said.add(said)
+        warnings.warn(
+            f"In {region} the output of {read.call.name} is said to be unread, but the replay needs its values; they "
+            f"are read by {read.op}. The replay is run once more with the call repeated, which costs time in every "
+            "step. Keep the output instead (no_recompute(fn) without unread=True; in a plan, @product in the place of "
+            "@unread), or let the call be recomputed. (Said once.)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@contextlib.contextmanager
+def refusing() -> Generator[None]:
+    """In the block a call that is said to be unread, and is read, is an error: for who tries what could be said."""
+    _refusing.append(True)
+    try:
+        yield
+    finally:
+        _refusing.pop()
+
+
+def goes_through(func: Any) -> bool:
+    """Whether an operation makes each element of one of each tensor, or moves elements, so that it need not be run."""
+    if not is_operator(func) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return func.is_view or torch.Tag.pointwise in func.tags or func in _MOVES
+
+
+def _blank(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of the same layout, with whatever is in its memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    with without_modes():
+        return _blank(tensor, "meta")

@@ -1,0 +1,126 @@
+"""Places in the autograd graph where a region left no tensor, and what opens them.
+
+A pack hook returns one of four things for a tensor that autograd saves, and `unpack` knows them apart by type: a
+(tensor, version) pair, when the tensor is alive anyway; a `Kept`, when it lies in a store; a `Slot`, when it will be
+rebuilt; in a replay, whose graph is dropped at once, the tensor itself, detached. The version stands in for
+autograd's own check, which hooks switch off.
+
+A slot lets go of the rebuilt tensor when its node has read it, and keeps a weak reference. So the sum that reduces a
+bias's gradient, which autograd takes after the node and before it empties it, finds the node's inputs gone. A Function
+that users write may read `ctx.saved_tensors` again, and where the graph is not retained its slots are full until it is
+done; where it is, a second read costs a second replay at worst.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, cast
+
+import torch
+
+from .. import errors
+from .._torch import current_node, in_backward, reads_once, wait_for
+from .._torch.modes import eagerly
+from ..arguments import Meta, apart
+from ..stores import Kept
+
+
+class Owner(Protocol):
+    """What a slot asks of the frame that it belongs to."""
+
+    name: str
+    brief: bool  # what is read is not read again, except by a node that may: the graph is not retained
+    transient: bool  # what is read is let go of, as far as the owner can say
+    streams: tuple[Any, ...]  # those that the forward ran on; none where no accelerator is in use
+
+    def rebuild(self, slot: Slot) -> torch.Tensor:
+        """Replays the region and returns the slot's tensor."""
+        ...
+
+    def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Empties a transient slot whose tensor has just been read."""
+        ...
+
+    def dropped(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that a slot stands for."""
+        ...
+
+
+class Slot:
+    """A tensor that autograd saved and that is not kept.
+
+    Attributes:
+        owner: The frame of the region's call; it is alive as long as one of its slots is in a graph.
+        meta: Shape, dtype and device of the tensor.
+        tensor: The rebuilt tensor, detached, while it is here; a weak reference to it once it has been lent out.
+        version: The tensor's version when it was saved in the replay; set with `tensor`.
+        stream: The stream on which it was saved there, None on the CPU; set with `tensor`.
+    """
+
+    __slots__ = ("__weakref__", "meta", "owner", "stream", "tensor", "version")
+
+    def __init__(self, owner: Owner, meta: Meta) -> None:
+        self.owner = owner
+        self.meta = meta
+        self.tensor: torch.Tensor | weakref.ref[torch.Tensor] | None = None
+
+
+KEPT: weakref.ref[Slot] = weakref.ref(Slot(cast("Any", None), ()))
+"""Stands among a frame's slots for a tensor that the graph holds itself. The reference is dead from the start."""
+
+
+class Stop(BaseException):
+    """Ends a replay that has filled every slot still open."""
+
+
+Packed = tuple[torch.Tensor, int] | Kept | Slot | torch.Tensor
+
+
+def without_history(packed: Packed) -> Packed:
+    """What a frame may hold: a tensor's later history could lead back to the frame, so it is left behind."""
+    return (apart(packed[0]), packed[1]) if type(packed) is tuple else packed
+
+
+def lend(packed: Any) -> torch.Tensor:
+    """Opens what holds an input of a nested region. A slot is not emptied: other regions inside may ask for it too."""
+    tensor = unpack(packed)
+    if type(packed) is Slot and in_backward():
+        packed.tensor = tensor
+    return tensor
+
+
+def _changed_saved(region: str, was: int, now: int) -> str:
+    """Text for a saved tensor that was changed in place; the first words are autograd's own."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"saved in {region} is at version {now}; expected version {was} instead.\n"
+        "  Use the out-of-place form of the operation that changes it."
+    )
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The unpack hook of every region, replay and saved call."""
+    kind = type(packed)
+    if kind is Slot:
+        tensor = packed.tensor
+        if type(tensor) is weakref.ref:
+            tensor = tensor()
+        if tensor is None:
+            tensor = eagerly(packed.owner.rebuild, packed)
+        if tensor._version != packed.version:
+            raise errors.ChangedError(_changed_saved(packed.owner.name, packed.version, tensor._version))
+        if packed.stream is not None:
+            wait_for(packed.stream, tensor)
+        owner = packed.owner
+        if owner.brief:
+            if reads_once(current_node()):
+                packed.tensor = weakref.ref(tensor)
+        elif owner.transient:
+            owner.let_go(packed, tensor)
+        return tensor
+    if kind is tuple:
+        tensor, version = packed
+        if tensor._version != version:
+            raise errors.ChangedError(_changed_saved("a region", version, tensor._version))
+        return tensor
+    return packed.open() if kind is Kept else packed

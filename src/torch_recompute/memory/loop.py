@@ -1,0 +1,109 @@
+"""The training loop that a peak is of: what of a step the model and its call do not say.
+
+Problem. Two loops over one model and one batch differ in memory by gigabytes. In the loop most people write,
+
+    for batch in loader:
+        out = model(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+the name `out` keeps the logits alive through backward and the optimizer's step, and through the next forward, too,
+because Python runs `model(**batch)` before it gives the name to its result. A figure that is promised has to say which
+loop it is of.
+
+Idea. The words of the loop are one frozen value. It goes into a simulation; it comes back with what was seen (which
+loss, the bytes of the batch and of the output), and stands in the plan beside the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import errors
+
+
+def _not_a_word_of_the_loop(name: str, value: object) -> str:
+    """Text for a word of the training loop that is not True or False."""
+    means = {
+        "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); "
+        "out.loss.backward()`",
+        "set_to_none": "that of zero_grad(set_to_none=...): whether gradients are gone when forward begins",
+    }
+    return f"{name}= is {means[name]}; it is True or False, but got {errors.say(value)}"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop around a model's call. The first three fields are asked for, the others were seen.
+
+    Attributes:
+        hold_output: Whether the model's output is alive until the next forward returns, as in `out = model(batch)`;
+            else it is gone when backward begins, as in `loss_of(model(batch)).backward()`.
+        accumulate: How many forwards and backwards there are in a step of the optimizer. With more than one, gradients
+            are alive during forward.
+        set_to_none: Whether gradients are gone when forward begins: that of `zero_grad(set_to_none=...)`.
+        loss: Which loss was counted, in words.
+        autocast: The dtype of `torch.autocast` around the forward, as "bfloat16"; "" for none.
+        batch_bytes: The bytes of the call's tensors on the device.
+        output_bytes: The bytes that the held output keeps alive once backward has ended.
+    """
+
+    hold_output: bool = True
+    accumulate: int = 1
+    set_to_none: bool = True
+    loss: str = ""
+    autocast: str = ""
+    batch_bytes: int = 0
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hold_output", "set_to_none"):
+            if type(getattr(self, name)) is not bool:
+                raise errors.ArgumentError(_not_a_word_of_the_loop(name, getattr(self, name)))
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise errors.ArgumentError(
+                "accumulate= is how many forwards and backwards come before a step of the optimizer, an integer from "
+                f"1, but got {errors.say(self.accumulate)}"
+            )
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """What was asked for, as the keyword arguments of `make_plan` and its like."""
+        return {"hold_output": self.hold_output, "accumulate": self.accumulate, "set_to_none": self.set_to_none}
+
+    @property
+    def asked(self) -> Loop:
+        """The same loop, without what was seen."""
+        return Loop(**self.words)
+
+    @property
+    def unmeasured(self) -> Loop:
+        """The same loop, without figures."""
+        return replace(self, batch_bytes=0, output_bytes=0)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are alive when forward begins."""
+        return self.accumulate > 1 or not self.set_to_none
+
+    def __str__(self) -> str:
+        held = (
+            f"the output ({errors.size(self.output_bytes)}) until the next forward returns"
+            if self.hold_output
+            else "no output in backward (hold_output=False)"
+        )
+        parts = [
+            f"the batch ({errors.size(self.batch_bytes)}), {held}",
+            f"loss: {self.loss or 'not known'}",
+            f"{self.accumulate} backwards per step, gradients alive in forward"
+            if self.accumulate > 1
+            else f"gradients {'set to None' if self.set_to_none else 'zeroed and alive in forward'}",
+            f"autocast {self.autocast}" if self.autocast else "no autocast",
+        ]
+        return "; ".join(parts)
+
+
+COMMON = Loop()
+"""The loop that most people write."""

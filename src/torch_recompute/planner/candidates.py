@@ -1,0 +1,541 @@
+"""The ways to treat one segment that are worth a trial: its operations as a graph, and what choices would cost by it.
+
+Idea. The segment runs once, on fake tensors. A dispatch mode writes down which storage each operation makes and reads,
+saved-tensor hooks which of them backward needs, and a function mode which call of a kind (`plan/calls.py`) the
+operation belongs to. Everything is said of storages: a view is its base, a write in place belongs to the node of what
+it writes (what it reads counts only if it was made earlier, so the graph has no cycle; the bound stays one). What an
+operation asks the layout of (`empty_like`, a dropout for its mask) it does not read.
+
+Calls become candidates, each the words that a plan writes into `Choice.keep` (`self_attn.q_proj@product`). What cannot
+be told apart by words is one candidate: the calls of one module, the members of a list of experts, the parts of a
+product with an adapter.
+
+Each storage also knows the module that made it, which tells what a region around a part would store.
+
+A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
+with its norm) and, in each, the calls that are kept. There are hundreds. What each stores and runs again follows from
+the graph by three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what
+backward needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed,
+but for the products of which nothing that is made again reads the values: these are unread.
+
+The guess is close, but it is only used to leave out choices: those that are worse than another in everything, and those
+far from the convex hull of seconds over bytes. A mixture of two layers on the hull is as good as any choice above it.
+Bytes are meant twice: those stored, which add up over the layers, and with them those that a replay makes, which decide
+the peak in a layer's backward. Half of the choices are taken by each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .. import _torch
+from .._torch.modes import attention_in_parts
+from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
+from ..memory.ledger import storages
+from ..plan.calls import ALL_PRODUCTS, kind_of
+from ..plan.choice import DOWN, PRODUCT, UNREAD, Choice, Target
+from ..plan.cost import Graph, Node
+from ..plan.roles import inside, relative
+from .ops import Op, logging
+
+MOST = 8  # candidates, so that all their subsets can be looked at
+
+
+@dataclass
+class Made:
+    """A storage that the segment made.
+
+    Attributes:
+        bytes: Its size.
+        ops: What was run to make it and to write it.
+        inputs: The storages read for it, by index; -1 is the segment's input.
+        call: The candidate that it was made in; -1 outside of all.
+        module: Path of the module that made it, below the segment.
+        needed: Whether backward needs it.
+    """
+
+    bytes: int
+    ops: list[Op]
+    inputs: set[int]
+    call: int
+    module: str
+    needed: bool = False
+
+
+@dataclass
+class SegmentTrace:
+    """What a segment does.
+
+    Attributes:
+        made: The storages it makes, in order.
+        calls: The words of each candidate.
+        kinds: The kind of each candidate's calls.
+        within: For each candidate those that its words say, too: the narrowing products among all of a module.
+        parts: Modules below the segment that hold several of its calls and that it calls itself.
+        feeders: For a part the module, without calls of a kind, whose result it is given: its norm.
+        output: Index of the storage of its result.
+        input_bytes: Of its input.
+        input_needed: Whether backward needs its input itself.
+    """
+
+    made: list[Made] = field(default_factory=list["Made"])
+    calls: list[tuple[Target, ...]] = field(default_factory=list[tuple[Target, ...]])
+    kinds: list[str] = field(default_factory=list[str])
+    within: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
+    parts: list[str] = field(default_factory=list[str])
+    feeders: dict[str, str] = field(default_factory=dict[str, str])
+    output: int = -1
+    input_bytes: int = 0
+    input_needed: bool = False
+
+    def graph(self, price: Callable[[Op], float]) -> Graph:
+        """The operations as plain data, with prices."""
+        nodes = [
+            Node(sum(map(price, made.ops)), made.bytes, tuple(sorted(made.inputs)), made.needed) for made in self.made
+        ]
+        return Graph(tuple(nodes), self.output, self.input_bytes, self.input_needed)
+
+
+def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> SegmentTrace:
+    """Runs a segment and writes down what it does.
+
+    Args:
+        module: The segment.
+        call: Runs it on fake tensors, with grad.
+        inputs: The tensors that come from the segments before.
+    """
+    found = SegmentTrace(input_bytes=sum(storage.nbytes() for _, storage in storages(list(inputs))))
+    index: dict[int, int] = {id(storage): -1 for _, storage in storages(list(inputs))}
+    held: list[Any] = [*inputs]  # no storage may die and give its identity to another
+    calls = _Calls(module)
+
+    def seen(op: Op, arguments: Any, result: Any) -> None:
+        reads = {index[id(s)] for _, s in storages(list(arguments)) if id(s) in index}
+        held.append(result)
+        results = [s for _, s in storages([result])]
+        fresh = [s for s in results if id(s) not in index and id(s) not in _ids(arguments)]
+        drawn = op.func is DROPOUT and len(fresh) == 2
+        if op.func in ASK_FOR_LAYOUT:
+            reads = set[int]()
+        if drawn:  # first the mask, which follows from the layout alone
+            fresh.reverse()
+        written = [index[id(s)] for s in results if id(s) in index and index[id(s)] >= 0]
+        for storage in fresh:
+            index[id(storage)] = len(found.made)
+            own = set[int]() if drawn and storage is fresh[0] else set(reads)
+            found.made.append(Made(int(storage.nbytes()), [], own, calls.current, calls.module))
+            if drawn:
+                reads.add(index[id(fresh[0])])
+        for place in written[:1] if not fresh else ():
+            found.made[place].inputs |= {read for read in reads if read < place}
+        owner = index[id(fresh[0])] if fresh else written[0] if written else None
+        if owner is not None:
+            found.made[owner].ops.append(op)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        for _, storage in storages([tensor]):
+            place = index.get(id(storage))
+            if place == -1:
+                found.input_needed = True
+            elif place is not None:
+                found.made[place].needed = True
+        return tensor.detach()
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_torch.see_through(pack), lambda tensor: tensor))
+        stack.enter_context(calls)
+        stack.enter_context(logging(seen))
+        result = call()
+    places = [index.get(id(storage), -1) for _, storage in storages([result])]
+    found.output = max(places, default=-1)
+    found.calls = calls.words()
+    found.kinds, found.within = calls.kinds(), calls.within()
+    found.parts = calls.parts()
+    found.feeders = calls.feeders(found.parts)
+    numbers = calls.numbers()
+    for made in found.made:
+        made.call = numbers[made.call] if made.call >= 0 else -1
+    return found
+
+
+def _ids(arguments: Any) -> set[int]:
+    return {id(storage) for _, storage in storages(list(arguments))}
+
+
+class _Calls(TorchFunctionMode):
+    """Which call of a kind is running, and in which module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._paths = {id(child): path for path, child in module.named_modules()}
+        self._called = [path for path, child in module.named_modules() if _can_be_called(child)]
+        self._rows = {path for path, child in module.named_modules() if isinstance(child, nn.Sequential)}
+        self._products = {path for path, child in module.named_modules() if hasattr(child, "base_layer")}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._found: dict[tuple[str, str], int] = {}
+        self._module = module
+        self._left: dict[int, tuple[str, Any]] = {}
+        self._given: dict[str, set[str]] = {}
+        self.current = -1
+
+    def __enter__(self) -> Any:
+        for path, child in self._module.named_modules():
+            enter = child.register_forward_pre_hook(lambda *seen, path=path: self._enter(path, seen), with_kwargs=True)
+            leave = child.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
+            self._handles += [enter, leave]
+        return super().__enter__()
+
+    def _enter(self, path: str, seen: tuple[Any, ...]) -> None:
+        self._stack.append(path)
+        tensors = [leaf for leaf in _torch.tree_leaves(seen[1:]) if isinstance(leaf, torch.Tensor)]
+        self._given.setdefault(path, set()).update(self._left[id(x)][0] for x in tensors if id(x) in self._left)
+
+    def _leave(self, result: Any) -> None:
+        path = self._stack.pop()
+        if isinstance(result, torch.Tensor):
+            self._left[id(result)] = path, result  # held, so that its identity stays its own
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return attention_in_parts(*args, **kwargs)
+        kind = kind_of(func, args, kwargs)
+        if kind is None or self.current >= 0:
+            return func(*args, **kwargs)
+        where = self._scope(self.module)
+        if kind == DOWN and where in self._products:  # a part of a product with an adapter
+            kind = PRODUCT
+        self.current = self._found.setdefault((where, kind), len(self._found))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.current = -1
+
+    def _scope(self, path: str) -> str:
+        """The module whose calls are named together with those of this one."""
+        parts = path.split(".")
+        for length in range(len(parts) + 1):
+            above = ".".join(parts[:length])
+            if above in self._products:
+                return above
+        for place, part in enumerate(parts):
+            if part.isdigit() and ".".join(parts[:place]) not in self._rows:  # experts, of which each may run or not
+                parts = parts[:place]
+                break
+        while parts and ".".join(parts) not in self._called:
+            parts.pop()
+        return ".".join(parts)
+
+    def parts(self) -> list[str]:
+        """The outermost modules below the segment that are called and are more than one call.
+
+        The calls of a list (`nn.Sequential`) go by its own name, so a module of that name may be more than one, too.
+        """
+        below = [path for path in self._called if path and any(inside(where, path) for where, _ in self._found)]
+        outermost = [path for path in below if not any(inside(path, other) and path != other for other in below)]
+        bare = {where for where, _ in self._found}
+        return [
+            path
+            for path in outermost
+            if path not in bare
+            or any(inside(w, path) and w != path for w in bare)
+            or (path not in self._products and any(self._module.get_submodule(path).children()))
+        ]
+
+    def feeders(self, parts: Sequence[str]) -> dict[str, str]:
+        """For each part the one module whose result it is given, if that holds no call of a kind."""
+        found: dict[str, str] = {}
+        for part in parts:
+            given = self._given.get(part, set()) - {""}
+            if len(given) == 1:
+                (feeder,) = given
+                if not any(inside(where, feeder) for where, _ in self._found) and not inside(feeder, part):
+                    found[part] = feeder
+        return {part: feeder for part, feeder in found.items() if list(found.values()).count(feeder) == 1}
+
+    def words(self) -> list[tuple[Target, ...]]:
+        """The words of each candidate, in the order in which they ran."""
+        return [
+            tuple(self._word(where, kind) for where, kind in group if not _covered(where, kind, group))
+            for group in self._groups()
+        ]
+
+    def _word(self, where: str, kind: str) -> Target:
+        """What says the calls of a kind in a module: where all products narrow, that they are products."""
+        others = any(other == PRODUCT and inside(path, where) for path, other in self._found)
+        return Target.of(where, PRODUCT if kind == DOWN and not others else kind)
+
+    def kinds(self) -> list[str]:
+        """The kind of each candidate; of one that has products of both kinds, that of all products."""
+        return [_kind(group) for group in self._groups()]
+
+    def within(self) -> list[frozenset[int]]:
+        """For each candidate the narrowing ones that lie in its modules."""
+        groups = self._groups()
+        narrow = [(i, group) for i, group in enumerate(groups) if _kind(group) == DOWN]
+        return [
+            frozenset(
+                i
+                for i, inner in narrow
+                if _kind(group) == PRODUCT and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
+            )
+            for group in groups
+        ]
+
+    def numbers(self) -> list[int]:
+        """For each call that was found, the candidate it belongs to."""
+        groups = self._groups()
+        return [next(i for i, group in enumerate(groups) if key in group) for key in self._found]
+
+    def _groups(self) -> list[list[tuple[str, str]]]:
+        groups: list[list[tuple[str, str]]] = []
+        for where, kind in sorted(self._found, key=lambda key: len(key[0])):
+            around = [group for group in groups if group[0][1] == kind and inside(where, group[0][0])]
+            if around:
+                around[0].append((where, kind))
+            else:
+                groups.append([(where, kind)])
+        order = list(self._found)
+        groups.sort(key=lambda group: min(map(order.index, group)))
+        while len(groups) > MOST:  # the two neighbours of one kind that lie nearest in the tree
+            pairs = [(_distance(a, b), i) for i, (a, b) in enumerate(itertools.pairwise(groups))]
+            _, place = min(pairs)
+            groups[place : place + 2] = [groups[place] + groups[place + 1]]
+        return groups
+
+
+def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
+    """Whether another word of the group says this one too."""
+    return any(
+        inside(where, around) and ((other == kind and where != around) or (other, kind) == (PRODUCT, DOWN))
+        for around, other in group
+    )
+
+
+def _kind(group: Sequence[tuple[str, str]]) -> str:
+    """The kind of the calls of a candidate."""
+    return next((kind for _, kind in group if kind == PRODUCT), group[0][1])
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _distance(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[bool, int]:
+    """How far apart two groups lie: of different kinds, then by how little of their paths they share."""
+    a, b = one[-1][0].split("."), other[0][0].split(".")
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return one[-1][1] != other[0][1], max(len(a), len(b)) - shared
+
+
+# --- what each choice would cost ---
+
+Regions = Mapping[tuple[str, ...], frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a choice would cost.
+
+    Attributes:
+        regions: The regions, with paths below the segment.
+        saved: Bytes stored.
+        rebuilt: Bytes made by the largest of its replays that backward needs.
+        seconds: Of the replays.
+    """
+
+    regions: tuple[Choice, ...]
+    saved: int
+    rebuilt: int
+    seconds: float
+
+    @property
+    def both(self) -> int:
+        """Bytes stored and rebuilt."""
+        return self.saved + self.rebuilt
+
+
+def all_guesses(found: SegmentTrace, price: Callable[[Op], float]) -> list[Guess]:
+    """What each choice would cost."""
+    seconds = [sum(map(price, made.ops)) for made in found.made]
+    return [_guess(found, seconds, regions) for regions in _choices(found)]
+
+
+def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int) -> list[Guess]:
+    """The choices worth trying, at most so many."""
+    every = all_guesses(found, price)
+    every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
+    best: list[Guess] = []
+    for guess in every:
+        if not any(
+            other.saved <= guess.saved and other.seconds <= guess.seconds and other.rebuilt <= guess.rebuilt
+            for other in best
+        ):
+            best.append(guess)
+    by_saved = _nearest(best, lambda guess: guess.saved)
+    by_both = _nearest(best, lambda guess: guess.both)
+    mixed = dict.fromkeys(itertools.chain.from_iterable(zip(by_saved, by_both, strict=True)))
+    return list(mixed)[:most]
+
+
+def _choices(found: SegmentTrace) -> Iterator[Regions]:
+    """All sets of regions and kept calls: one region around the segment, or any of its parts."""
+    numbers = range(len(found.calls))
+    yield from ({("",): kept} for kept in _kept(found, numbers))
+    if not found.parts:
+        return
+    ways: list[list[Regions]] = []
+    for part in found.parts:
+        own = [n for n in numbers if all(inside(word.module, part) for word in found.calls[n])]
+        ways.append([{}, *({(part,): kept} for kept in _kept(found, own))])
+        if part in found.feeders:
+            together = found.feeders[part], part
+            ways[-1] += [{together: kept} for kept in _by_kind(found, own)]
+    for chosen in itertools.product(*ways):
+        regions = {part: kept for way in chosen for part, kept in way.items()}
+        if regions:
+            yield regions
+
+
+def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+    for size in range(len(numbers) + 1):
+        yield from map(frozenset, itertools.combinations(numbers, size))
+
+
+def _kept(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All sets of calls that words can say."""
+    for chosen in _subsets(numbers):
+        if all(found.within[number] <= chosen for number in chosen):
+            yield chosen
+
+
+def _by_kind(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All sets of kinds of calls, as the calls: what can be kept of several modules."""
+    names = sorted({found.kinds[number] for number in numbers})
+    for chosen in _subsets(range(len(names))):
+        kinds = {names[i] for i in chosen}
+        if PRODUCT not in kinds or DOWN in kinds or DOWN not in names:
+            yield frozenset(number for number in numbers if found.kinds[number] in kinds)
+
+
+def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions) -> Guess:
+    """Follows what backward needs back to what is stored."""
+    at = [
+        next((paths for paths in regions if any(inside(made.module, path) for path in paths)), None)
+        for made in found.made
+    ]
+    stored: set[int] = set()
+    again: set[int] = set()
+    asked: set[int] = set()
+    open_ = [(i, at[i]) for i, made in enumerate(found.made) if made.needed]
+    takes_input = found.input_needed
+    while open_:
+        i, asked_in = open_.pop()
+        if i < 0:
+            takes_input = True
+            continue
+        region = at[i]
+        if region == asked_in:
+            asked.add(found.made[i].call)
+        if i in stored or i in again:
+            continue
+        if region is None or region != asked_in or found.made[i].call in regions[region]:
+            stored.add(i)  # no region makes it again, or it is an input of the one that asks, or it is kept
+        else:
+            again.add(i)
+            open_.extend((read, region) for read in found.made[i].inputs)
+    total, rebuilt = 0.0, 0
+    choices: list[Choice] = []
+    for paths, kept in regions.items():
+        here = [i for i in again if at[i] == paths]
+        passed = [i for i in range(max(here, default=-1) + 1) if at[i] == paths and found.made[i].call not in kept]
+        idle = {found.made[i].call for i in passed} - asked - {-1}
+        idle = {call for call in idle if _goes_nowhere(found, call, passed)}
+        unread = {call: said for call in sorted(idle) if (said := _unread(found, paths, call))}
+        total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
+        rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
+        choices.append(
+            Choice(paths, (*_words(found, paths, kept), *(word for said in unread.values() for word in said)))
+        )
+    saved = sum(found.made[i].bytes for i in stored) + (found.input_bytes if takes_input else 0)
+    return Guess(tuple(choices), saved, rebuilt, total)
+
+
+def _words(found: SegmentTrace, paths: tuple[str, ...], kept: frozenset[int]) -> tuple[Target, ...]:
+    """The words of kept calls as seen from a region."""
+    said = kept - frozenset().union(*(found.within[number] for number in kept))
+    words = [word for number in sorted(said) for word in found.calls[number]]
+    path, *more = paths
+    if more:
+        kinds = {found.kinds[number] for number in kept}
+        return tuple(Target.of(calls=kind) for kind in sorted(kinds - {DOWN} if PRODUCT in kinds else kinds))
+    return tuple(Target.of("" if word.module == path else relative(word.module, path), word.calls) for word in words)
+
+
+def _goes_nowhere(found: SegmentTrace, call: int, passed: Sequence[int]) -> bool:
+    """Whether nothing in a replay reads the values of a call, or of what is computed from them."""
+    hollow = {i for i in passed if found.made[i].call == call}
+    for i in passed:
+        if found.made[i].inputs & hollow:
+            if not all(goes_through(op.func) for op in found.made[i].ops):
+                return False
+            hollow.add(i)
+    return True
+
+
+def _unread(found: SegmentTrace, paths: tuple[str, ...], call: int) -> tuple[Target, ...]:
+    """The words that a call of products is unread, as seen from a region; none where words cannot tell it apart."""
+    modules = [word.module for word in found.calls[call]]
+    others = [word.module for n, words in enumerate(found.calls) if n != call for word in words]
+    if found.kinds[call] not in ALL_PRODUCTS or any(inside(other, module) for other in others for module in modules):
+        return ()
+    around = [next((part for part in paths if inside(m, part) and m != part), None) for m in modules]
+    if None in around:
+        return ()
+    return tuple(Target.of(relative(m, part or ""), UNREAD) for m, part in zip(modules, around, strict=True))
+
+
+def _nearest(found: Sequence[Guess], size: Callable[[Guess], int]) -> list[Guess]:
+    """By how many seconds each lies above the lower convex hull of seconds over bytes."""
+    hull: list[Guess] = []
+
+    def slope(one: Guess, other: Guess) -> float:
+        return (other.seconds - one.seconds) / (size(other) - size(one))
+
+    for point in sorted(found, key=lambda guess: (size(guess), guess.seconds)):
+        if hull and point.seconds >= hull[-1].seconds:
+            continue
+        while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+
+    def above(guess: Guess) -> float:
+        for one, other in itertools.pairwise(hull):
+            if size(guess) <= size(other):
+                return guess.seconds - one.seconds - (size(guess) - size(one)) * slope(one, other)
+        return guess.seconds - hull[-1].seconds
+
+    return sorted(found, key=above)

@@ -1,0 +1,149 @@
+"""Host memory as a plan sees it: a store that lies apart from the fake tensors' device, and how fast the way there is.
+
+Problem. A plan for a device is made with fake tensors, often of a machine without one. There host memory is where the
+fakes lie, so a simulated `OnHost` frees nothing; and its copies are done at once, while those of a device hold memory
+until two more regions have begun.
+
+Idea. `OnHost` decides what is sent, when memory on the device is free and when the copy back starts, whatever makes the
+copies (a `Lane`). Here a lane makes none: what has been sent is a size, what comes back is fresh memory. All else is
+the store that the step will run with.
+
+A copy is hidden behind what is computed meanwhile. A layer's input leaves while the layer runs and comes back while the
+layer after it is replayed and run backward, which takes as long in a stack; what takes longer than that is waited for.
+Where the neighbours of a layer send nothing, its copies have more time; that is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from ..plan.budget import read_budget
+from ..plan.plan import Plan
+from ..stores import Bandwidth, OnHost, bandwidth
+from ..stores.transfers import Depot
+from .prices import DEVICES, Roofline, where
+
+LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
+
+
+def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
+    """How fast tensors travel between a device and host memory: by its data sheet, or measured on this machine.
+
+    Raises:
+        ArgumentError: The device is the CPU, or one that nothing is known of.
+    """
+    if roofline is not None:
+        if roofline.host is None:
+            raise errors.ArgumentError(
+                f"offload: how fast device {roofline.name!r} copies to and from host memory is not known.\n"
+                f"  Known are {', '.join([*LINKS])}, and any CUDA device of this machine, which is measured."
+            )
+        return Bandwidth(roofline.host, roofline.host)
+    if device.type == "cpu":
+        raise errors.ArgumentError(
+            "offload: the step is planned for the CPU, whose memory is host memory, so offloading would free nothing.\n"
+            f'  To plan for a device that is not at hand, name it: device="h100" (known are {", ".join([*LINKS])}).'
+        )
+    return bandwidth(device)
+
+
+def limit_of(offload: object) -> int | None:
+    """The most bytes of host memory that `offload=` allows; None for no limit.
+
+    Raises:
+        ArgumentError: It is neither True nor a number of bytes.
+    """
+    if offload is True:
+        return None
+    try:
+        found = read_budget(offload).bytes
+    except errors.ArgumentError:
+        found = None
+    if found is None:
+        raise errors.ArgumentError(
+            f"offload={offload!r} says neither whether nor how much of host memory may be used.\n"
+            '  Write offload=True for as much as there is, or the most bytes of it: offload="64GiB".'
+        )
+    return found
+
+
+def stores_for(plan: Plan, model: nn.Module, device: torch.device | str | Roofline | None) -> dict[str, HostApart]:
+    """The stores for a simulated step of a plan: on a device that is no part of host memory, one that is apart from it.
+
+    Args:
+        plan: The plan; where none of its choices names host memory, nothing is needed.
+        model: The model, which says where the step runs if nothing else does.
+        device: As for `make_plan`.
+    """
+    if all(choice.store != "host" for choice in plan.all_choices):
+        return {}
+    roofline, place, _ = where(device, model)
+    if roofline is None and place is None:
+        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if place.type == "meta" and torch.accelerator.is_available():
+            return {"host": HostApart()}
+    return {} if place is not None and place.type in ("cpu", "meta") else {"host": HostApart()}
+
+
+def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float:
+    """Seconds that copies of so many bytes take longer than what hides them, both ways."""
+    return max(0.0, sent / link.to_host - forward) + max(0.0, sent / link.to_device - backward)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What lies in host memory: nothing but its size."""
+
+    elements: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.elements
+
+
+class _NoCopies:
+    """A lane for fake tensors, with the order of a device's copies."""
+
+    direct = False
+
+    def send(self, source: torch.Tensor) -> tuple[Any, None]:
+        """Nothing but the size goes."""
+        return _Sent(source.numel(), source.dtype, source.device), None
+
+    def let_go(self, mark: None) -> None:
+        """Nothing to wait for."""
+
+    def fetch(self, host: Any, after: None) -> tuple[torch.Tensor, None]:
+        """Memory of that size."""
+        return torch.empty(host.elements, dtype=host.dtype, device=host.device), None
+
+    def arrive(self, tensor: torch.Tensor, mark: None) -> None:
+        """Nothing to wait for."""
+
+    def abandon(self, tensor: torch.Tensor, mark: None) -> None:
+        """Nothing to wait for."""
+
+
+class HostApart(OnHost):
+    """`OnHost` for the fake tensors of one step, on a device that host memory is no part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._apart = Depot(_NoCopies())
+
+    def _depot(self, tensor: torch.Tensor) -> Depot:
+        return self._apart
+
+    def settle(self) -> None:
+        """Two more regions begin: what has been sent is no longer on the device."""
+        self._apart.settle()

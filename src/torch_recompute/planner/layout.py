@@ -1,0 +1,339 @@
+"""A step that is spread over ranks by tensor, pipeline and data parallelism, in Megatron's words, and its plans.
+
+A step has `batch` sequences; each of `dp` replicas takes its share in microbatches of `mbs`. A replica is a pipeline
+of `pp` ranks, each of which holds `vpp` chunks of layers, and each place in it is a group of `tp` ranks that hold a
+part of every layer. The ranks of such a group and the replicas do the same, so there is one plan per rank of the
+pipeline. The pipeline planner (`pipeline.py`) makes it: the model is a rank's slice of the whole
+(`tensor_parallel.py`), its stages are run by Megatron's runtime, and the optimizer is Megatron's as far as memory goes.
+
+Seconds are those of operations on one rank: a microbatch's forward and backward with the collectives of its
+tensor-parallel group, and the optimizer's step. From them follows a step of 1F1B, where a rank waits for the others
+while the pipeline fills and drains: (microbatches + (ranks - 1) / chunks) times the slowest rank's microbatch. What is
+sent between stages and between replicas is not counted; it overlaps, or does not depend on a plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from ..memory.loop import Loop
+from ..plan.plan import Plan
+from ..simulation.step import any_loss
+from .pipeline import Budget, PipelinePlanner, RankPlanner, paths_of_layers
+from .planner import Planner
+from .prices import sent_bytes
+from .schedules import Pipeline, one_f_one_b, orders_named
+from .tensor_parallel import check_divides, rank_model
+
+MOMENTS = ("mean", "square")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread over ranks.
+
+    Attributes:
+        tp: Ranks that share each layer (tensor parallel).
+        pp: Ranks that share the layers (pipeline parallel).
+        vpp: Chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B.
+        dp: Replicas (data parallel), over which the optimizer's state is sharded.
+        mbs: Sequences in a microbatch.
+        sequence_parallel: Whether norms and residuals hold a share of the tokens each, instead of all.
+        batch: Sequences in a step, over all replicas; None for as many as give `microbatches` their default, one
+            without a pipeline and two per rank with one.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    mbs: int = 1
+    sequence_parallel: bool = False
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "dp", "mbs"):
+            value = getattr(self, name)
+            if value < 1:
+                raise errors.ArgumentError(errors.not_a_size(f"--{name}", value))
+        if self.vpp > 1 and self.pp == 1:
+            raise errors.ArgumentError(errors.goes_with("--vpp", "--pp"))
+        if self.sequence_parallel and self.tp == 1:
+            raise errors.ArgumentError(errors.goes_with("--sequence-parallel", "--tp"))
+        share = self.dp * self.mbs
+        if self.batch is not None and (self.batch < share or self.batch % share):
+            raise errors.ArgumentError(
+                f"--batch is {self.batch}, which {self.dp} replicas (--dp) cannot take in microbatches of {self.mbs} "
+                f"(--mbs). Write a multiple of {self.dp * self.mbs}."
+            )
+        if self.vpp > 1 and self.microbatches % self.pp:
+            raise errors.ArgumentError(
+                f"--vpp: interleaved 1F1B takes the microbatches in turns of the pipeline's {self.pp} ranks, and "
+                f"{self.microbatches} are no multiple of it. Write a --batch that is a multiple of {self.pp * share}."
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """Of one replica in a step."""
+        if self.batch is None:
+            return 2 * self.pp if self.pp > 1 else 1
+        return self.batch // (self.dp * self.mbs)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.tp * self.pp * self.dp
+
+    def pipeline(self, layers: int) -> Pipeline:
+        """The pipeline over the layers of a model: 1F1B, or interleaved 1F1B.
+
+        Where they do not divide evenly, the first chunk and the last, which also hold the embedding and the head, are
+        the last to get one more.
+        """
+        count = self.pp * self.vpp
+        if layers < count:
+            raise errors.ArgumentError(
+                f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} parts, and the model has {layers} "
+                "layers. Write fewer."
+            )
+        sizes = [layers // count] * count
+        for place in [*range(1, count - 1), 0, count - 1][: layers % count]:
+            sizes[place] += 1
+        starts = [0, *itertools.accumulate(sizes)]
+        interleaved = orders_named("Interleaved1F1B", self.pp, self.microbatches, self.vpp) if self.vpp > 1 else None
+        orders = interleaved or one_f_one_b(self.pp, self.microbatches)
+        return Pipeline("1F1B", orders, self.microbatches, tuple(itertools.pairwise(starts)))
+
+    def as_data(self) -> dict[str, Any]:
+        """The layout as plain data."""
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp,
+            "dp": self.dp,
+            "mbs": self.mbs,
+            "sequence_parallel": self.sequence_parallel,
+            "microbatches": self.microbatches,
+        }
+
+    def __str__(self) -> str:
+        sequence = " with sequence parallel" if self.sequence_parallel else ""
+        chunks = f" with {self.vpp} chunks each" if self.vpp > 1 else ""
+        return (
+            f"tensor parallel {self.tp}{sequence}, pipeline {self.pp}{chunks}, data parallel {self.dp}: {self.ranks} "
+            f"ranks; {self.microbatches} microbatches of {self.mbs}"
+        )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank of a pipeline is to do, and what it takes.
+
+    Attributes:
+        rank: Its place in the pipeline.
+        layers: The numbers of its layers, by chunk.
+        parameters: How many it holds.
+        weight_bytes: Of these.
+        gradient_bytes: Of the buffers that microbatches add to.
+        optimizer_bytes: Of the optimizer's state, its share among the replicas.
+        held: How many microbatches each chunk has in flight at the peak, the running one counted.
+        activation_bytes: All else that is alive at the peak.
+        plain_peak_bytes: The peak without recomputation.
+        microbatch_seconds: Of one microbatch without recomputation, forward and backward.
+        replay_seconds: What the plan adds to it.
+        optimizer_seconds: Of the optimizer's step.
+        link_bytes: What the rank sends to its tensor-parallel group in one microbatch without recomputation.
+        link_seconds: What that takes; counted in `microbatch_seconds`.
+        plan: The plan, in the paths of the whole model.
+    """
+
+    rank: int
+    layers: tuple[tuple[int, ...], ...]
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    held: tuple[int, ...]
+    activation_bytes: int
+    plain_peak_bytes: int
+    microbatch_seconds: float
+    replay_seconds: float
+    optimizer_seconds: float
+    link_bytes: int
+    link_seconds: float
+    plan: Plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at any time."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+    def as_data(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plan"}
+        return {**fields, "peak_bytes": self.peak_bytes}
+
+
+def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = False) -> float:
+    """Seconds of a step of the pipeline; see the module's docstring."""
+    each = [plan.microbatch_seconds + (0.0 if plain else plan.replay_seconds) for plan in plans]
+    waits = (layout.pp - 1) / layout.vpp
+    return (layout.microbatches + waits) * max(each) + max(plan.optimizer_seconds for plan in plans)
+
+
+class LayoutPlanner:
+    """A model whose step is spread over ranks, and what is known of each.
+
+    Args:
+        model: The whole model, of transformers and on meta.
+        word: What the user called it.
+        layout: How the step is spread.
+        tokens: In a sequence.
+        optimizer: "adamw", "sgd" or "none".
+        device: See `profile`.
+
+    Raises:
+        ArgumentError: The model is of no kind that can be spread, or its sizes cannot be divided so.
+    """
+
+    def __init__(
+        self, model: nn.Module, word: str, layout: Layout, tokens: int, optimizer: str, device: str | None
+    ) -> None:
+        self.layout = layout
+        if layout.sequence_parallel:
+            check_divides(word, "--sequence", tokens, layout.tp)
+        part, layers = rank_model(model, word, layout.tp, layout.sequence_parallel)
+        if not layers or not hasattr(model, "get_input_embeddings"):
+            raise errors.ArgumentError(errors.no_pipeline(word, type(model).__name__))
+        pipeline = layout.pipeline(len(layers))
+        ids = torch.ones(layout.mbs, tokens, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
+        self.planner = Planner(part, (), batch, loss=any_loss, device=device, loop=Loop(hold_output=False))
+        assert paths_of_layers(self.planner) == layers
+        make = functools.partial(Sharded, replicas=layout.dp, word=optimizer)
+        self.pipeline = PipelinePlanner(self.planner, pipeline, make, megatron=True)
+
+    def plans(self, budget: Budget) -> list[RankPlan]:
+        """A plan for each rank; the budget is that of each.
+
+        Raises:
+            BudgetError: A rank does not fit; it carries the least budget of the rank that needs the most.
+        """
+        found = [self._plan(rank, budget) for rank in self.pipeline.ranks]
+        worst = max(found, key=lambda plan: plan.peak_bytes)
+        allowed = worst.plan.prediction
+        assert allowed is not None
+        if worst.peak_bytes > allowed.budget_bytes:
+            least, up = errors.size(worst.peak_bytes, up=True), worst.peak_bytes - worst.activation_bytes
+            raise errors.BudgetError(
+                f"budget={errors.size(allowed.budget_bytes)} is too small for rank {worst.rank} of the pipeline, which "
+                f"needs the most: with the plan that needs the least its peak is {least} ({worst.peak_bytes} bytes), "
+                f"without recomputation {errors.size(worst.plain_peak_bytes)}; {errors.size(up)} of either are "
+                "weights, "
+                "gradients and optimizer state.\n"
+                f"  Write --budget {least.replace(' ', '')} or more, or spread the step over more ranks.",
+                worst.peak_bytes,
+                worst.plan,
+            )
+        return found
+
+    def _plan(self, rank: RankPlanner, budget: Budget) -> RankPlan:
+        tried, wanted = rank.fitted(budget)
+        (plan,) = rank.planned([rank.stages], tried, wanted, 1)
+        runner, price = self.pipeline.runner, self.planner.price
+        weights = [runner.model.get_parameter(name) for name in rank.parameters]
+        weight_bytes, gradient_bytes = runner.bytes_of(weights), sum(one.gradient_bytes for one in tried.bytes.values())
+        microbatch, update = rank.ran
+        links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := sent_bytes(op)) is not None]
+        updating = sum(price(op) * count for op, count in update.items())
+        promise = plan.prediction
+        assert promise is not None
+        promise = dataclasses.replace(
+            promise,
+            step_seconds=promise.step_seconds + updating,
+            plain_step_seconds=promise.plain_step_seconds + updating,
+            bound_seconds=promise.bound_seconds + updating,
+        )
+        step = tried.peak.step
+        words = (
+            f"rank {rank.number} of a pipeline of {self.layout.pp}, tensor parallel {self.layout.tp}, {wanted:,} bytes"
+        )
+        return RankPlan(
+            rank=rank.number,
+            layers=tuple(tuple(range(*self.pipeline.pipeline.bounds[stage])) for stage in rank.stages),
+            parameters=sum(weight.numel() for weight in weights),
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=rank.state_bytes,
+            held=tuple(0 if step is None else step.live(stage) for stage in rank.stages),
+            activation_bytes=tried.peak.bytes - weight_bytes - gradient_bytes - rank.state_bytes,
+            plain_peak_bytes=rank.plain.peak.bytes,
+            microbatch_seconds=rank.seconds,
+            replay_seconds=tried.seconds,
+            optimizer_seconds=updating,
+            link_bytes=sum(sent * count for sent, _, count in links),
+            link_seconds=sum(seconds for _, seconds, _ in links),
+            plan=dataclasses.replace(plan, prediction=promise, source=words),
+        )
+
+
+class Sharded(torch.optim.Optimizer):
+    """Megatron's optimizer as far as memory goes: gradients that are always there, a state that the replicas share.
+
+    Gradients are in buffers from the first step to the last, because several microbatches add to them. The state is
+    sharded over the replicas (ZeRO-1, `--use-distributed-optimizer`): a rank keeps and updates its share of each
+    weight; the exchange of the rest is not part of it. Of weights of 16 bits the state holds a copy in 32 bits, beside
+    the two moments in 32 bits: 12 bytes per parameter, divided by the replicas.
+
+    Args:
+        parameters: The rank's parameters.
+        replicas: How many share the state.
+        word: "adamw", "sgd", which has no state, or "none", which has gradients and no step.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], replicas: int, word: str) -> None:
+        super().__init__(parameters, {})
+        self._replicas = replicas
+        self._word = word
+        for parameter in self._parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Keeps the buffers."""
+        super().zero_grad(set_to_none=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates this replica's share of each parameter."""
+        if self._word == "none":
+            return
+        for parameter in self._parameters():
+            grad = parameter.grad
+            assert grad is not None
+            share = -(-parameter.numel() // self._replicas)
+            own, gradient = parameter.view(-1)[:share], grad.view(-1)[:share]
+            if self._word == "sgd":
+                own.add_(gradient, alpha=-1e-3)
+                continue
+            state: dict[str, torch.Tensor] = self.state[parameter]
+            if not state:
+                state["weight"] = own.float() if own.dtype != torch.float32 else own
+                for name in MOMENTS:
+                    state[name] = torch.zeros(share, dtype=torch.float32, device=own.device)
+            for name in MOMENTS:
+                state[name].mul_(0.9).add_(gradient)
+            state["weight"].addcdiv_(state["mean"], state["square"])
+            if state["weight"] is not own:
+                own.copy_(state["weight"])

@@ -1,0 +1,234 @@
+"""`profile` and `make_plan`: what a person asks a `Planner` for.
+
+One planner knows one call of a model. Several sizes of calls are several planners under one plan (`sizes.py`); a
+pipeline is one planner of the whole model, cut into stages (`stages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import nn
+
+from .. import errors
+from ..memory.loop import COMMON, Loop
+from ..plan.apply import apply
+from ..plan.plan import Plan
+from ..plan.profile import Profile
+from ..plan.stages import StagePlans, Stages
+from ..simulation import simulate_step
+from .pipeline import plan_stages
+from .planner import Loss, MakeOptimizer, Planner
+from .prices import Roofline, where
+from .schedules import Schedule
+from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
+
+
+def profile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | Roofline | None = None,
+    offload: bool | int | str = False,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> Profile:
+    """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
+
+    Where the model's weights are on the device, single operations are run, to time them, and then the forward and the
+    backward of a copy over the same weights, so that the seconds are those of whole steps: with the regions that need
+    the least memory and, if there is room, without. Nothing is changed, and the optimizer's step is not run.
+    `Profile.timing` says what was run, or why nothing was. See `simulate` for what the step is.
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
+            "b200" or "rtx4090". By default where the model is.
+        offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
+            of it, as a number or text as "64GiB".
+        hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
+        accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
+        set_to_none: Whether gradients are gone when forward begins.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ArgumentError: See `simulate`, also on `loss`; or the model has no part that could be recomputed.
+    """
+    loop = Loop(hold_output, accumulate, set_to_none)
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload}
+    return Planner(model, args, kwargs, loop=loop, **how).profile
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """What does not decide on the kind of plan; see `make_plan`."""
+
+        loss: Loss
+        optimizer: MakeOptimizer
+        device: torch.device | str | Roofline | None
+        solver: str
+        sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str
+        offload: bool | int | str
+        hold_output: bool
+        accumulate: int
+        set_to_none: bool
+
+
+_Budget = int | float | str
+
+
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: _Budget,
+    stages: None = None,
+    **options: Unpack[_Options],
+) -> Plan: ...
+
+
+@overload
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: _Budget | Sequence[_Budget],
+    stages: Stages | Schedule,
+    **options: Unpack[_Options],
+) -> StagePlans: ...
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | float | str | Sequence[int | float | str],
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | Roofline | None = None,
+    solver: str = "auto",
+    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    stages: Stages | Schedule | None = None,
+    offload: bool | int | str = False,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> Plan | StagePlans:
+    """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
+
+        plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
+        apply(model, plan)
+
+    The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
+    device, the forward and the backward of a copy over the same weights are then run with it, some four times, so that
+    the predicted seconds are those of whole steps (`Prediction.timing`); the step without it is not run unless the plan
+    has no region. With a device by name (`device="h100"`) nothing is run.
+
+    Where batches differ in length, name the lengths, the largest that may come last; or have them found, up to that of
+    the batch:
+
+        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])
+        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")
+
+    Args:
+        model: The model; on the meta device if it is too large for this machine.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments; with `sizes`, those of every call.
+        budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
+            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
+            of the step without recomputation; or "fit": what is free on the device now.
+        loss: From the model's output to a scalar; see `simulate`.
+        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        device: See `profile`.
+        solver: "auto"; or "highs", a slow second opinion that needs the package highspy.
+        sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
+            [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
+            Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
+            of the call pays for no more replays than its own bytes ask for, or nearly. Or examples of calls, instead of
+            `args`: tuples of positional arguments or dictionaries of keyword arguments. The size of a call is the shape
+            of its first tensor. Each is planned for the same budget, and a call of the model goes by the choices of the
+            first that it exceeds in no dimension.
+        stages: The pipeline that the model is split into: a `Stages`, or a schedule of
+            `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
+            the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
+            one of a list of parameters.
+        offload: Whether inputs of regions may be kept in host memory, see `profile`. Not with `stages`.
+        hold_output: Whether the loop holds the model's output through backward, as `out = model(**batch);
+            out.loss.backward()` does; False for a loop that lets go of it. See `simulate`, as for the next two. None of
+            them goes with `stages`: a schedule says what it holds.
+        accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
+        set_to_none: Whether gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and for a
+            `zero_grad()` between forward and backward.
+
+    Returns:
+        The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
+        those of a data sheet.
+
+    Raises:
+        BudgetError: No plan fits; it carries the least feasible budget and the plan that reaches it. With `sizes`,
+            those of the size that does not fit.
+        ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
+            examples, or it cannot be told where the sequence of a call is.
+    """
+    loop = Loop(hold_output, accumulate, set_to_none)
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload, "loop": loop}
+
+    def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
+        return Planner(model, args, kwargs, **how)
+
+    if stages is not None:
+        if sizes:
+            raise errors.ArgumentError(
+                "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
+                "  Pass as args one microbatch of the largest size."
+            )
+        if offload is not False:
+            raise errors.ArgumentError(
+                "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the "
+                "device.\n"
+                "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
+                'Choice(..., store="host").'
+            )
+        if loop != COMMON:
+            raise errors.ArgumentError(
+                "hold_output=, accumulate= and set_to_none= describe a loop over one model, and a pipeline's schedule "
+                "says itself what a rank holds.\n"
+                "  Leave them out with stages=; microbatches are those of the schedule."
+            )
+        return plan_stages(planner(args, kwargs), stages, budget, solver, optimizer)
+    if not isinstance(budget, (int, float, str)):
+        raise errors.ArgumentError(errors.bad_budget(budget))
+
+    def peak(plan: Plan, call: Call) -> int:
+        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **where(device, model).step}
+        return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
+
+    if isinstance(sizes, str):
+        if sizes != "all":
+            raise errors.ArgumentError(
+                f"sizes={sizes!r} is not a choice of sizes.\n"
+                '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
+                "sizes=[512, 2048]."
+            )
+        return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
+    if not sizes:
+        return planner(args, kwargs).plan(budget, solver)
+    return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)

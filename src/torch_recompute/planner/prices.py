@@ -1,0 +1,544 @@
+"""What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
+
+A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
+launch besides. A collective takes that of the bytes that a ring sends and receives over the links between the devices.
+The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share that well-written
+kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are counted on. Products in 32 bits run at the speed
+of TF32 only where PyTorch's settings allow it, which they do for convolutions alone by default.
+
+Measured means: the operation is run alone on made-up inputs, once to warm up and three times for its price, and the
+fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
+roofline, scaled by what the measured ones took of theirs, and named in `Measured.timing`. What was measured is kept in
+a file (`stores/measured.py`), by a hash of the name and arguments. What could not be run is not kept, since another
+time there may be more memory. Prices decide between plans, so what counts is how they compare; a whole step is timed by
+`clock.py`.
+
+Made-up inputs. Many operations expect more of their inputs than shapes: `mkldnn_rnn_layer_backward` reads a workspace
+that its forward wrote, memory-efficient attention reads the seed of its dropout through a pointer, `bernoulli` and
+`binary_cross_entropy` assert on the device that their inputs are probabilities. Made-up inputs then end the process, or
+leave a CUDA context in which every later call fails, and no schema says which operations are like that. So only
+operations that are known to be safe are run: pointwise ones and those of the core of ATen, by PyTorch's own
+tags, and those that are named below, which are the backwards, norms, losses and optimizers of training. None of them
+draws random numbers, so no generator moves, and none has results whose size depends on values. Any other operation, a
+user's own included, is priced by the roofline. Attention is run where it drops nothing.
+
+The inputs are valid: floats lie in (0.01, 0.99), indices are spread evenly over what they index, offsets cut a batch
+into equal groups, booleans alternate. A tensor that lay on the CPU stays there. The numbers come from a generator of
+their own.
+
+Rejected: a list of operations that are not run. It ends the process at the first operation that it lacks. A process
+for the operations: it costs seconds, a second CUDA context, and the memory of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from .. import errors
+from .._torch.devices import tf32
+from .._torch.fakes import is_operator, taken_by, without_modes
+from .._torch.flops import fused_on_cpu
+from ..stores.measured import PriceFile, full_name
+from .ops import Meta, Op, metas
+
+REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
+LONGEST = 0.5  # seconds
+TIMES = 3
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device as two speeds.
+
+    Attributes:
+        name: What it is called.
+        flops: FLOPs per second of matrix products, by bytes of an element; the widest not above an operation's counts.
+        bytes_per_second: Of its memory.
+        launch: Seconds that any operation takes at least.
+        link: Bytes per second from a device to the next one of its group; None for as many as its memory.
+        kind: The type of device, as PyTorch calls it; "" where it is not said.
+        tf32: FLOPs per second of products in 32 bits where TF32 is on; None where it makes no difference.
+        host: Bytes per second to host memory and back; None where it is not known.
+        capability: Of a CUDA device, which decides on its kernels.
+    """
+
+    name: str
+    flops: Mapping[int, float]
+    bytes_per_second: float
+    launch: float
+    link: float | None = None
+    kind: str = ""
+    tf32: float | None = None
+    host: float | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def composed(self) -> str:
+        """What `simulate_step` is told of it: its type and capability."""
+        return self.kind if self.capability is None else f"{self.kind} {'.'.join(map(str, self.capability))}"
+
+    @property
+    def timing(self) -> str:
+        """Where its seconds are from, in words."""
+        return f"operations by the speeds of {self.name}"
+
+    def __call__(self, op: Op) -> float:
+        """Seconds of an operation."""
+        sent = sent_bytes(op)
+        if sent is not None:
+            return sent / (self.link or self.bytes_per_second) + self.launch
+        return max(flops_of(op) / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
+
+    def _speed(self, op: Op) -> float:
+        size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
+        if size == 4 and self.tf32 is not None and tf32(str(op.func)):
+            return self.tf32
+        return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
+
+
+def flops_of(op: Op) -> int:
+    """The FLOPs of an operation, those of the CPU's fused attention too, which PyTorch does not count.
+
+    A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
+    """
+    return op.flops or fused_on_cpu(op.func, op.args)
+
+
+def sent_bytes(op: Op) -> int | None:
+    """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for another operation.
+
+    In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an all-reduce
+    is one of each. The group says its size in its name, as in "tensor-4"; one that does not is taken to be large.
+    """
+    name = op.func.name().partition("::")
+    kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
+    if kind is None:
+        return None
+    times, side = kind
+    moved = max((meta.bytes for meta in metas(op.args if side == "in" else op.results)), default=0)
+    size = str(op.args[-1]).rpartition("-")[2]
+    return times * (moved - moved // int(size) if size.isdigit() else moved)
+
+
+_RINGS = {
+    "all_gather_into_tensor": (1, "out"),
+    "reduce_scatter_tensor": (1, "in"),
+    "all_reduce": (2, "in"),
+    "all_reduce_": (2, "in"),
+}
+
+
+class _Sheet(NamedTuple):
+    """A device by its maker's data sheet, without sparsity.
+
+    Attributes:
+        name: What it is called here; its words are in the name that CUDA has for it.
+        capability: As `torch.cuda.get_device_capability` says it.
+        half: TFLOP/s in 16 bits.
+        tf32: TFLOP/s in TF32; those in 32 bits where it knows none.
+        single: TFLOP/s in 32 bits.
+        memory: GB/s of its memory.
+        link: GB/s to one neighbour.
+        host: GB/s to host memory.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    half: float
+    tf32: float
+    single: float
+    memory: float
+    link: float
+    host: float
+
+    @property
+    def roofline(self) -> Roofline:
+        """Its two speeds, less the share that kernels do not reach."""
+        flops = {2: self.half * 1e12 * REACHED_FLOPS, 4: self.single * 1e12 * REACHED_FLOPS}
+        memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in (self.memory, self.link, self.host))
+        tf32 = self.tf32 * 1e12 * REACHED_FLOPS
+        return Roofline(self.name, flops, memory, 5e-6, link, "cuda", tf32, host, self.capability)
+
+
+# Of the makers' data sheets; "link" and "host" are one way, PCI Express where there is no NVLink.
+_SHEETS = (
+    _Sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
+    _Sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
+    _Sheet("a10", (8, 6), 125, 62.5, 31.2, 600, 32, 32),
+    _Sheet("a30", (8, 0), 165, 82, 10.3, 933, 100, 32),
+    _Sheet("a40", (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
+    _Sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
+    _Sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
+    _Sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
+    _Sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32),
+    _Sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32),
+    _Sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32),
+    _Sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64),
+    _Sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64),
+    _Sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64),
+    _Sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64),
+    _Sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64),
+    _Sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64),
+    _Sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64),
+    _Sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450),
+    _Sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64),
+    _Sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
+    _Sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
+    _Sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32),
+    _Sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64),
+)
+DEVICES = {sheet.name: sheet.roofline for sheet in _SHEETS}
+_OTHER = frozenset({"laptop", "max", "mobile", "super", "ti", "d"})  # which share a name and not its speeds
+
+
+def data_sheet_of(name: str) -> Roofline | None:
+    """The data sheet of a device by the name that CUDA has for it; None where it is not known.
+
+    All words of a sheet's name are words of the device's: an RTX A1000 is no A100. The most words count, so that an
+    H100 PCIe is not an H100.
+    """
+    said = {*re.findall("[a-z0-9]+", name.lower())}
+    words = {sheet: {*sheet.replace("rtx", "rtx-").replace("--", "-").split("-")} for sheet in DEVICES}
+    fitting = [sheet for sheet in DEVICES if words[sheet] <= said and not said & _OTHER]
+    return DEVICES[max(fitting, key=lambda sheet: len(words[sheet]))] if fitting else None
+
+
+_processor: list[Roofline] = []
+
+
+def processor() -> Roofline:
+    """The roofline of this machine's processor, measured once by a product and a copy, and kept."""
+    if not _processor:
+        kept = PriceFile(full_name(CPU))
+        if not {"product", "copy", "launch"} <= kept.seconds.keys():
+            with without_modes(), torch.no_grad():
+                a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
+                kept.seconds["product"] = min(_seconds(lambda: a @ a, 5, CPU))
+                kept.seconds["copy"] = min(_seconds(big.clone, 5, CPU))
+                kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50, CPU))
+            kept.save()
+        speed = 2 * 512**3 / kept.seconds["product"]
+        moved = 2 * 4 * (1 << 22)
+        _processor.append(Roofline("cpu", {2: speed, 4: speed}, moved / kept.seconds["copy"], kept.seconds["launch"]))
+    return _processor[0]
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a device is the current one of its kind, where its kind knows several."""
+    several = None if device.type == "cpu" else getattr(torch.get_device_module(device), "device", None)
+    return nullcontext() if several is None else several(device)
+
+
+def now(device: torch.device) -> float:
+    """The present moment, after all that the current device of this kind has been told to do."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter()
+
+
+def _seconds(call: Any, times: int, device: torch.device) -> list[float]:
+    call()
+    found: list[float] = []
+    for _ in range(times):
+        start = now(device)
+        call()
+        found.append(now(device) - start)
+    return found
+
+
+def key_of(op: Op) -> str:
+    """The key of an operation in a file of prices."""
+    return hashlib.sha256(repr((str(op.func), op.args, op.kwargs)).encode()).hexdigest()[:32]
+
+
+class Measured:
+    """Prices by running each operation on a device, once; what was measured before is read from a file.
+
+    Args:
+        device: The device.
+    """
+
+    _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
+    """What this process has asked for, by what the prices depend on; None for what cannot be measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._full_name = full_name(device)
+        self._kept = PriceFile(self._full_name)
+        self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._device = device
+        self._roofline = roofline_of(device)
+        self._scales: list[float] = []
+        self._not_run: dict[str, None] = {}
+
+    def __call__(self, op: Op) -> float:
+        """Seconds of an operation."""
+        key = (self._full_name, op)
+        expected = self._roofline(op)
+        if key not in self._known:
+            self._known[key] = self._measured(op) if expected < LONGEST and is_operator(op.func) else None
+        seconds = self._known[key]
+        if seconds is not None:
+            self._scales.append(seconds / expected)
+            return seconds
+        self._not_run[str(getattr(op.func, "overloadpacket", op.func))] = None
+        return expected * (statistics.median(self._scales) if self._scales else 1.0)
+
+    @property
+    def timing(self) -> str:
+        """Where its seconds are from, in words."""
+        others = ", ".join(sorted(self._not_run))
+        return f"single operations timed on {self.name}{others and f', {others} by its speeds'}"
+
+    def keep(self) -> None:
+        """Writes what was measured to a file."""
+        self._kept.save()
+
+    def _measured(self, op: Op) -> float | None:
+        name = key_of(op)
+        if name not in self._kept.seconds:
+            seconds = self._run(op)
+            if not seconds:
+                return seconds
+            self._kept.seconds[name] = seconds
+        return self._kept.seconds[name]
+
+    def _run(self, op: Op) -> float | None:
+        if not runs_alone(op):
+            return None
+        try:
+            with without_modes(), torch.no_grad():  # prices are asked for while fake tensors are about
+                args, kwargs = made_up(op, self._device)
+                return min(self._times(lambda: op.func(*args, **kwargs)))
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return None
+
+    def _times(self, call: Any) -> list[float]:
+        with on(self._device):
+            return self._events(call) if self._device.type == "cuda" else _seconds(call, TIMES, self._device)
+
+    def _events(self, call: Any) -> list[float]:
+        call()
+        found: list[float] = []
+        for _ in range(TIMES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1000)
+        return found
+
+
+class Where(NamedTuple):
+    """Where a step is to run.
+
+    Attributes:
+        roofline: That of a device that is named by its data sheet or given as such; None for one of this machine.
+        device: The device of this machine; None for where the model is.
+        composed: What a model's functions are to be composed for, as "cuda 9.0"; "" for where its tensors are.
+    """
+
+    roofline: Roofline | None
+    device: torch.device | None
+    composed: str
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """What of it `simulate_step` is told."""
+        return {"device": self.device, "composed": self.composed}
+
+
+def where(device: torch.device | str | Roofline | None, model: object) -> Where:
+    """Where the step of a model is to run, as users say it.
+
+    A model on meta that is planned for a device by its data sheet runs nowhere but there, and is composed for it. One
+    with weights may run where these are, and is promised what it takes there.
+
+    Raises:
+        ArgumentError: The device is no data sheet's and no device.
+    """
+    roofline = DEVICES.get(device.lower()) if isinstance(device, str) else device
+    if isinstance(roofline, Roofline):
+        module = model if isinstance(model, torch.nn.Module) else None  # what it is else, whoever simulates it will say
+        nowhere = module is not None and all(x.is_meta for x in (*module.parameters(), *module.buffers()))
+        return Where(roofline, None, roofline.composed if nowhere else "")
+    try:
+        return Where(None, None if device is None else torch.device(device), "")  # pyright: ignore[reportArgumentType]
+    except (RuntimeError, TypeError):
+        raise errors.ArgumentError(
+            f"device={device!r} is neither a device of this machine nor one whose speeds are known.\n"
+            f"  Known are {', '.join([*DEVICES])}."
+        ) from None
+
+
+def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:
+    """Prices for a step of a model on a device of this machine.
+
+    A model with its weights on the device is measured. One on the meta device has sizes that this machine may not be
+    able to run, so its operations are priced by the roofline.
+    """
+    real = any(parameter.device.type == device.type for parameter in model.parameters())
+    return Measured(device) if real else roofline_of(device)
+
+
+def roofline_of(device: torch.device) -> Roofline:
+    """The roofline of a device of this machine; that of an h100, which says so, where no data sheet of it is known."""
+    if device.type == "cpu":
+        return processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    known = data_sheet_of(name) if device.type == "cuda" else None
+    return known or replace(DEVICES["h100"], name=f"an h100, since no data sheet of {name} is known")
+
+
+# --- inputs that are made up for an operation ---
+
+_NAMED = frozenset(
+    {
+        # products
+        *("addbmm", "addmv", "addr", "baddbmm", "dot", "linear", "mv", "vdot"),
+        *("_addmm_activation", "_grouped_mm", "_int_mm", "_scaled_mm"),
+        # norms
+        *("native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+        *("linalg_vector_norm", "_weight_norm_interface", "_weight_norm_interface_backward"),
+        # activations
+        *("_log_softmax_backward_data", "_safe_softmax", "_softmax_backward_data"),
+        *("_prelu_kernel", "_prelu_kernel_backward", "elu_backward", "glu", "glu_backward", "hardsigmoid_backward"),
+        *("hardswish", "hardswish_backward", "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_backward"),
+        *("log_sigmoid_forward", "mish_backward", "softplus_backward", "softshrink_backward"),
+        # losses
+        *("huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward", "nll_loss2d_backward"),
+        *("nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward", "smooth_l1_loss", "smooth_l1_loss_backward"),
+        # pictures
+        *("_adaptive_avg_pool3d_backward", "avg_pool3d_backward", "grid_sampler_2d_backward", "im2col"),
+        *("pixel_shuffle", "pixel_unshuffle", "native_channel_shuffle"),
+        *(f"{kind}_pad{n}d_backward" for kind in ("reflection", "replication") for n in (1, 2, 3)),
+        *(f"upsample_{kind}{back}" for kind in ("bicubic2d", "linear1d", "trilinear3d") for back in ("", "_backward")),
+        *(f"upsample_nearest{n}d{back}" for n in (1, 2, 3) for back in ("", "_backward")),
+        "upsample_bilinear2d_backward",
+        # sums
+        *("all", "cumprod", "logcumsumexp", "logsumexp", "std", "std_mean", "var_mean"),
+        # moving, filling
+        *(
+            "_unsafe_index",
+            "_unsafe_view",
+            "index_add",
+            "index_copy",
+            "index_fill",
+            "new_full",
+            "new_ones",
+            "new_zeros",
+        ),
+        *("ones", "ones_like", "roll", "select_backward", "slice_backward", "stack", "tril", "triu", "zero", "zeros"),
+        *("zeros_like", "_fft_c2c"),
+        # optimizers
+        *("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"),
+    }
+)
+_ATTENTION = frozenset(
+    f"_scaled_dot_product_{kernel}attention{place}{back}"
+    for kernel, place in (("flash_", ""), ("efficient_", ""), ("cudnn_", ""), ("flash_", "_for_cpu"))
+    for back in ("", "_backward")
+)
+_UNSAFE = frozenset({"_embedding_bag", "masked_scatter", "resize"})  # of the core, and their inputs have to fit
+_FROM_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+_SAFE = (torch.Tag.core, torch.Tag.pointwise)
+_ENDS = frozenset({"offs", "cum_seq_q", "cum_seq_k"})
+NUMBERS = 2**12  # floats that are drawn; a tensor repeats them
+
+
+def runs_alone(op: Op) -> bool:
+    """Whether an operation can be run on inputs that are made up."""
+    space, _, name = op.func.name().partition("::")
+    name, _, overload = name.partition(".")
+    if space != "aten":
+        return False
+    given = _given(op)
+    if name in _ATTENTION:
+        return not given.get("dropout_p")
+    if name in ("index", "index_put", "index_put_"):  # by a mask the size of the result depends on values
+        return not any(meta.dtype in (torch.bool, torch.uint8) for meta in metas(given["indices"]))
+    if any(tag in op.func.tags for tag in _FROM_VALUES):
+        return False
+    plain = name.removesuffix("_")
+    same = getattr(getattr(torch.ops.aten, plain, None), overload or "default", op.func)  # of what works in place
+    safe = any(tag in func.tags for tag in _SAFE for func in (op.func, same))
+    return (safe or plain in _NAMED or name.startswith("_foreach_")) and plain not in _UNSAFE
+
+
+def made_up(op: Op, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Inputs for an operation on a device: the positional and the keyword arguments."""
+    given = _given(op)
+
+    def made(name: str, value: Any, place: int | None = None) -> Any:
+        if isinstance(value, Meta):
+            return _tensor(value, name, _count(given, name, place), device)
+        if isinstance(value, tuple):
+            return [made(name, item, i) for i, item in enumerate(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return device if isinstance(value, torch.device) and value.type == device.type else value
+
+    args = [made(name, value) for name, value in zip(taken_by(op.func), op.args, strict=False)]
+    return args, {name: made(name, value) for name, value in op.kwargs}
+
+
+def _given(op: Op) -> dict[str, Any]:
+    """The arguments by the names of the schema."""
+    return {**dict(zip(taken_by(op.func), op.args, strict=False)), **dict(op.kwargs)}
+
+
+def _count(given: dict[str, Any], name: str, place: int | None) -> int:
+    """How much an integer argument may index, or what its offsets end at; the smallest dimension where nothing says."""
+    tensors = [meta for meta in metas(given) if meta.shape]
+    first = tensors[0].shape if tensors else (1,)
+    dim = given.get("dim")
+    if name in _ENDS:
+        return _total(given, name)
+    if name == "index" and isinstance(dim, int):
+        return first[dim]
+    if name == "indices" and place is not None:
+        return first[place]
+    if name == "indices" and "weight" in given:
+        return first[0]
+    if name == "indices" and "num_weights" in given:
+        return given["num_weights"]
+    if name == "target" and isinstance(given.get("self"), Meta):
+        return given["self"].shape[min(1, len(given["self"].shape) - 1)]
+    return min((size for meta in tensors for size in meta.shape), default=1)
+
+
+def _total(given: dict[str, Any], name: str) -> int:
+    """What offsets of groups end at: the rows or columns that a grouped product cuts, or the tokens of a batch."""
+    if name != "offs":
+        return given["query" if name == "cum_seq_q" else "key"].shape[0]
+    a, b = given["self"], given["mat2"]
+    if len(a.shape) == 2:
+        return a.shape[0 if len(b.shape) == 3 else 1]
+    return b.shape[1]
+
+
+def _tensor(meta: Meta, name: str, count: int, device: torch.device) -> torch.Tensor:
+    here = device if meta.device == device.type else torch.device(meta.device)
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=here)
+    flat = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,))  # some of it may repeat
+    if meta.dtype.is_floating_point or meta.dtype.is_complex:
+        flat = torch.view_as_real(flat).flatten() if meta.dtype.is_complex else flat
+        numbers = torch.rand(NUMBERS, generator=torch.Generator().manual_seed(0), device="cpu") * 0.98 + 0.01
+        rows = flat.numel() // NUMBERS
+        flat[: rows * NUMBERS].view(-1, NUMBERS).copy_(numbers)
+        flat[rows * NUMBERS :].copy_(numbers[: flat.numel() % NUMBERS])
+    elif name in _ENDS:
+        starts = name != "offs"  # those of sequences begin with 0
+        ends = torch.arange(meta.shape[0], device=here) + (not starts)
+        made.copy_(ends * count // max(1, meta.shape[0] - starts))
+    else:
+        flat.copy_(torch.arange(flat.numel(), device=here) % (2 if meta.dtype is torch.bool else max(1, count)))
+    return made

@@ -1,0 +1,472 @@
+"""Two microbatches of one stage of a pipeline, on fake tensors: what is kept, and the most that is alive.
+
+A plan for a pipeline is made from the whole model, which any rank can build on meta; the stages are built elsewhere, in
+as many ways as there are training scripts. So the whole model's forward runs, with gates at its layers. Those before
+the stage return what they returned in a first run; the stage's first one gets a new tensor for its input, and counting
+begins; after the stage's last layer the forward is left. The first stage counts from the beginning, the last one to the
+loss. What the model does between its layers is done, what it computed before them (rotary tables, masks) counts on each
+stage that reads it, and parameters belong to the stages whose operations read them, so tied weights are on both.
+
+What the pipeline's runtime holds and releases is done as it does it. torch's keeps the last stage's outputs to the end
+of the step, and of an output that is a view the graph, too. One that releases (`release`, Megatron's) keeps of what was
+sent only its place in the graph, and of what was received what autograd keeps.
+
+Rejected: a copy of the model without the other layers, which only models that expect it can run; torch.export, which
+not every model survives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from .._torch.fakes import FakeTensorMode
+from .._torch.ranks import backward_for_inputs, backward_for_weights, let_go
+from ..memory.ledger import OTHER, storages
+from ..memory.operations import ModuleStack
+from ..plan.apply import apply
+from ..plan.plan import Plan
+from ..simulation import Moment
+from ..simulation.fake_mode import FakeMode, Faker
+from ..simulation.step import Recording
+from ..state import DEFAULT
+from .ops import Op, op_of
+from .rank_memory import StageBytes
+from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What was seen of a stage.
+
+    Attributes:
+        bytes: What its actions take.
+        timeline: The second microbatch's, without what was alive before it, up to the gradients of the stage's inputs.
+        ran: The operations of one microbatch.
+        parameters: Those that it reads, by name.
+    """
+
+    bytes: StageBytes
+    timeline: tuple[Moment, ...]
+    ran: Counter[Op]
+    parameters: tuple[str, ...]
+
+
+@dataclass
+class _Layer:
+    """A layer, and how it was called in the first run: which arguments the layers before made, and its output."""
+
+    module: nn.Module
+    places: list[int] = field(default_factory=list[int])
+    inputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    output: Any = None
+
+
+class StageRunner:
+    """A model that can be run stage by stage.
+
+    Args:
+        model: The whole model.
+        args: The positional arguments of a call with one microbatch.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar.
+        device: Where it is to run.
+        rounding: What sizes are rounded up to.
+        paths: Its layers.
+        stages: The layers of each stage: the first, and the first of the next.
+        composed: See `simulate_step`.
+        release: Whether the runtime releases what it has sent and what it receives as soon as autograd does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        loss: Callable[[Any], torch.Tensor],
+        device: torch.device,
+        rounding: int,
+        paths: Sequence[str],
+        stages: Sequence[tuple[int, int]],
+        composed: str = "",
+        release: bool = False,
+    ) -> None:
+        fakes = FakeTensorMode()
+        faker = Faker(fakes, device)
+        self.model: nn.Module = faker.copy(model)
+        self.call = faker.arguments(args, kwargs or {})
+        self.loss, self.device, self.stages, self.release = loss, device, stages, release
+        self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], composed)
+        self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
+        self._rounding = rounding
+        self._clear_gradients()
+        with self._running(), contextlib.ExitStack() as stack:  # the first run
+            for layer in self.layers:
+                stack.callback(layer.module.register_forward_pre_hook(_noting_inputs(layer), with_kwargs=True).remove)
+                stack.callback(layer.module.register_forward_hook(_noting_output(layer)).remove)
+            self.model(*self.call[0], **self.call[1])
+
+    def books(self, watch: Any = None) -> _Books:
+        """Empty books."""
+        return _Books(self.pretend, self.modules, self.device, self._rounding, watch)
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """The bytes of tensors on the device, each storage once."""
+        found = {id(s): s for tensor in tensors for device, s in storages(tensor) if device == self.device}
+        return self.rounded(found.values())
+
+    def rounded(self, found: Iterable[torch.UntypedStorage]) -> int:
+        """The bytes of storages."""
+        return sum(-(-int(storage.nbytes()) // self._rounding) * self._rounding for storage in found)
+
+    @contextlib.contextmanager
+    def _running(self) -> Generator[None]:
+        states = [(ambient, ambient.capture()) for ambient in DEFAULT]
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), self.pretend:
+                yield
+        finally:
+            for ambient, state in states:
+                ambient.restore(state)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def run(self, stage: int, plan: Plan, kinds: Iterable[str]) -> StageRun:
+        """Runs two microbatches through a stage.
+
+        Args:
+            stage: Its number.
+            plan: What is recomputed, in the paths of the whole model.
+            kinds: The kinds of its actions; a stage that has whole backwards and halves is run both ways.
+        """
+        found = self._run(stage, plan, halves=INPUTS in kinds)
+        if INPUTS in kinds and BACKWARD in kinds:
+            own = {**self._run(stage, plan, halves=False).bytes.own, **found.bytes.own}
+            found = replace(found, bytes=replace(found.bytes, own=own))
+        return found
+
+    def _run(self, stage: int, plan: Plan, *, halves: bool) -> StageRun:
+        with self._running():
+            self._clear_gradients()
+            handle = apply(self.model, plan)
+            try:
+                return _Run(self, stage, halves).result()
+            finally:
+                handle.remove()
+                self._clear_gradients()
+
+    def optimizer(
+        self, make: Callable[[Any], torch.optim.Optimizer], names: Iterable[str]
+    ) -> tuple[tuple[int, int], Counter[Op]]:
+        """Bytes of an optimizer's state for some parameters, and the most that its step takes besides; what it runs."""
+        parameters = [self.model.get_parameter(name) for name in names]
+        ran: Counter[Op] = Counter()
+        with self._running():
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer = make(parameters)
+            optimizer.step()
+            books = self.books(lambda _, *call: ran.update(filter(None, [op_of(*call)])))
+            books.track(optimizer)
+            before = books.on(self.device)
+            books.counting = True
+            with books:
+                optimizer.step()
+                peak = books.on(self.device).peak_bytes
+                optimizer.zero_grad()
+            self._clear_gradients()
+            return (before.live_by_category["optimizer"], peak - before.live_bytes), ran
+
+
+class _Books(Recording):
+    """A recording that counts only while it is told to.
+
+    Attributes:
+        preparing: Whether the model computes what comes before the stage.
+        prepared: The storages that were made then; they are booked when the stage reads them.
+        labels: The storages that the loss reads and no operation made, by identity. They are not in the books.
+    """
+
+    counting = preparing = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.prepared: dict[int, torch.UntypedStorage] = {}
+        self.labels: dict[int, torch.UntypedStorage] = {}
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if self.counting:
+            for device, storage in storages((args, kwargs)):
+                if id(storage) in self.prepared:
+                    self._ledger(device).mark(storage, OTHER)
+            super()._book(func, args, kwargs, out)
+        elif self.preparing:
+            known = {id(storage) for _, storage in storages((args, kwargs))}
+            self.prepared.update({id(s): s for _, s in storages(out) if id(s) not in known})
+
+    def _mark_new(self, values: object) -> None:
+        for device, storage in storages(values):
+            if not self._ledger(device).touch(storage):
+                self.labels[id(storage)] = storage
+
+
+class _Run:
+    """The two microbatches of one stage.
+
+    Args:
+        runner: The model.
+        stage: The number of the stage.
+        halves: Whether its backwards come in halves.
+    """
+
+    def __init__(self, runner: StageRunner, stage: int, halves: bool) -> None:
+        self._of = runner
+        self._halves = halves
+        self._start, self._stop = runner.stages[stage]
+        self._is_first = stage == 0
+        self._is_last = stage == len(runner.stages) - 1
+        self._read: set[int] = set()
+        self._ran: Counter[Op] = Counter()
+        self._books = runner.books(self._seen)
+        self._given: list[torch.Tensor] = []
+        self._out: Any = None
+        self._kept: list[Any] = []
+        self._own: dict[tuple[str, bool], int] = {}
+        self._end = 0
+
+    def _seen(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self._read.update(id(storage) for _, storage in storages((args, kwargs)))
+        self._ran.update(filter(None, [op_of(func, args, kwargs, out)]))
+
+    @property
+    def _live(self) -> int:
+        return self._books.on(self._of.device).live_bytes
+
+    @property
+    def _timeline(self) -> tuple[Any, ...]:
+        return self._books.on(self._of.device).timeline
+
+    def result(self) -> StageRun:
+        """Runs them."""
+        of, at = self._of, self._books.at
+        with of.modules.following(), self._books, self._gates():
+            self._microbatch(again=False)
+            before, start = self._live, len(self._timeline)
+            self._ran.clear()
+            whole, half, through = self._microbatch(again=True)
+        timeline = tuple(
+            Moment(s.event, s.op, s.live_bytes - before, at[s.event].phase, at[s.event].module)
+            for s in self._timeline[start : self._end]
+            if s.event in at
+        )
+        named = (*of.model.named_parameters(), *of.model.named_buffers())
+        mine = {name: tensor for name, tensor in named if self._owns(tensor)}
+        sends = 0 if of.release else 1
+        figures = StageBytes(
+            static_bytes=of.bytes_of(mine.values()),
+            batch_bytes=sends * self._batch_bytes(),
+            gradient_bytes=of.bytes_of(p.grad for p in of.model.parameters() if p.grad is not None),
+            input_bytes=0 if self._is_first else sends * of.bytes_of(of.layers[self._start].inputs),
+            output_bytes=sends * self._sent_bytes,
+            whole_bytes=whole,
+            half_bytes=half,
+            through_bytes=through,
+            own=self._own,
+        )
+        return StageRun(figures, timeline, self._ran, tuple(n for n, _ in of.model.named_parameters() if n in mine))
+
+    def _owns(self, tensor: torch.Tensor) -> bool:
+        modules = [layer.module for layer in self._of.layers[self._start : self._stop]]
+        inside = any(tensor is x for module in modules for x in (*module.parameters(), *module.buffers()))
+        return inside or any(id(storage) in self._read for _, storage in storages(tensor))
+
+    def _batch_bytes(self) -> int:
+        """Bytes of the call's tensors that operations of the stage read, and of what the loss reads besides."""
+        of = self._of
+        weights = {id(storage) for _, storage in storages([*of.model.parameters(), *of.model.buffers()])}
+        known = {**{id(storage): storage for _, storage in storages(of.call)}, **self._books.labels}
+        return of.rounded(s for key, s in known.items() if key in self._read and key not in weights)
+
+    @property
+    def _sent_bytes(self) -> int:
+        return 0 if self._is_last else self._of.bytes_of(_tensors(self._of.layers[self._stop - 1].output))
+
+    def _microbatch(self, again: bool) -> tuple[int, int, int]:
+        """Forward and backward; returns what is kept after the forward, between the halves, and in the end.
+
+        Between the halves what has been sent is not counted, nor what is kept to the end.
+        """
+        of = self._of
+        level, start = self._live, len(self._timeline)
+        self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
+        if of.release:
+            self._books.track(*self._given)
+        self._forward()
+        self._note(FORWARD, again, start, level)
+        outputs: list[Any] = (
+            self._kept[-1][-1:] if self._is_last else [x for x in _tensors(self._out) if x.requires_grad]
+        )
+        like = [] if self._is_last else [(x.shape, x.stride(), x.dtype) for x in outputs]
+        if of.release:
+            self._out, self._kept = None, []
+            outputs = list(outputs) if self._is_last else [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
+        whole = self._live - level
+        of.modules.step, self._books.counting = "backward", of.release
+        gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
+        half = 0
+        self._books.counting = True
+        start = len(self._timeline)
+        if not self._halves:
+            torch.autograd.backward(outputs, gradients)
+            self._note(BACKWARD, again, start, level)
+            self._end = len(self._timeline)
+            self._drop_gradients()
+        else:
+            half = self._in_halves(outputs, gradients, again, level)
+        self._books.counting = False
+        self._given, self._out, outputs, gradients = [], None, [], None
+        if self._kept:
+            let_go(self._kept[-1])
+        through = self._live - level if again else 0
+        between = max(0, half - level - self._sent_bytes - through)
+        if self._halves and again:
+            self._own = {(k, a): n - (self._sent_bytes + through) * (k == WEIGHTS) for (k, a), n in self._own.items()}
+        return whole, between, through
+
+    def _in_halves(self, outputs: Any, gradients: Any, again: bool, level: int) -> int:
+        """The halves of a backward; returns what is alive between them, without the gradients that are sent.
+
+        On the first stage there are none, and all is done in the second half.
+        """
+        start = len(self._timeline)
+        weights = [parameter for parameter in self._of.model.parameters() if self._owns(parameter)]
+        groups: Any = None
+        if not self._is_first:
+            groups = backward_for_inputs(outputs, gradients, self._given, weights)
+        self._note(INPUTS, again, start, level)
+        self._end = len(self._timeline)
+        self._drop_gradients()
+        half = self._live
+        start = len(self._timeline)
+        if groups is None:
+            torch.autograd.backward(outputs, gradients)
+        else:
+            backward_for_weights(weights, groups)
+        self._note(WEIGHTS, again, start, level)
+        return half
+
+    def _drop_gradients(self) -> None:
+        for x in self._given:
+            x.grad = None
+
+    def _note(self, kind: str, again: bool, start: int, level: int) -> None:
+        """Notes the most that was alive since some sample above a level."""
+        live = [sample.live_bytes for sample in self._timeline[start:]]
+        self._own[kind, again] = max([*live, self._live]) - level
+
+    def _forward(self) -> None:
+        """The forward of the stage, on the last one with the loss; leaves its output in `_out`."""
+        of, books = self._of, self._books
+        args, kwargs = of.call
+        of.modules.step, books.counting, books.preparing = "forward", self._is_first, not self._is_first
+        try:
+            with torch.set_grad_enabled(self._is_first):
+                self._out = of.model(*args, **kwargs)
+        except _Left:
+            pass
+        if self._is_last:
+            of.modules.step = "loss"
+            self._kept.append((*_tensors(self._out), of.loss(self._out)))
+        books.counting = books.preparing = False
+        books.prepared.clear()
+
+    @contextlib.contextmanager
+    def _gates(self) -> Generator[None]:
+        """Gates at the layers before the stage, at its first and after its last."""
+        layers = self._of.layers
+        with contextlib.ExitStack() as stack:
+            for before in layers[: self._start]:
+                stack.enter_context(_instead(before.module, lambda *_args, before=before, **_kwargs: before.output))
+            for layer, gate, is_end in (
+                (layers[self._start], self._entering, self._is_first),
+                (layers[self._stop - 1], self._leaving, self._is_last),
+            ):
+                if not is_end:
+                    stack.enter_context(_instead(layer.module, gate(layer.module.forward)))
+            yield
+
+    def _entering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = _torch.tree_flatten((args, kwargs))
+            for place, x in zip(self._of.layers[self._start].places, self._given, strict=True):
+                leaves[place] = x
+            args, kwargs = _torch.tree_unflatten(leaves, spec)
+            del leaves
+            torch.set_grad_enabled(True)
+            self._books.counting = True
+            return forward(*args, **kwargs)
+
+        return enter
+
+    def _leaving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            self._out = forward(*args, **kwargs)
+            raise _Left
+
+        return leave
+
+
+class _Left(Exception):
+    """The forward is left after a stage."""
+
+
+def _noting_inputs(layer: _Layer) -> Any:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = _torch.tree_leaves((args, kwargs))
+        floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        layer.places = [i for i in floats if leaves[i].requires_grad] or floats[:1]
+        layer.inputs = [leaves[i].detach().requires_grad_(leaves[i].requires_grad) for i in layer.places]
+
+    return hook
+
+
+def _noting_output(layer: _Layer) -> Any:
+    def hook(_: nn.Module, args: Any, result: Any) -> None:
+        leaves, spec = _torch.tree_flatten(result)
+        leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+        layer.output = _torch.tree_unflatten(leaves, spec)
+
+    return hook
+
+
+@contextlib.contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    """Another forward for a module."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)

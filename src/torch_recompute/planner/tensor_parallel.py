@@ -1,0 +1,328 @@
+"""A tensor-parallel rank's slice of a model of transformers, and its collectives as operations of a simulated step.
+
+What a rank of a tensor-parallel group holds has other shapes than the model, and the job does not run where it is
+planned. A slice of a layer has fewer heads, a narrower MLP and a part of the vocabulary, and is otherwise the same
+layer: the model's own class, built from a smaller configuration. It is compared with the whole model weight by weight
+(`divided`), so a class that takes its sizes from elsewhere is refused and not planned wrongly.
+
+Which modules communicate is read from the shapes. What goes into a part of a layer that holds slices enters, what comes
+out of it is a partial sum. The embedding gives a partial sum too (each rank knows some words), the head takes all
+tokens and gives each rank its share of the vocabulary, which the loss then works on. The collectives are torch's
+functional ones, which return without a group what they return with one, in autograd functions as Megatron has them: at
+the entry of an attention or an MLP an identity whose backward is an all-reduce, at its exit an all-reduce whose
+backward is an identity; with sequence parallelism an all-gather of tokens and a reduce-scatter. A group is called by
+its size, `tensor-4`, which is where prices find it (`prices.py`).
+
+What autograd keeps at the entry matters most. Megatron's column-parallel product keeps its share of the tokens and
+gathers them again in backward. So with sequence parallelism the gather is deferred: what enters is a tensor of the
+shape of all tokens over the memory of this rank's own. A product that takes it (`gathered_linear`) gathers, multiplies,
+keeps the share, and gathers again in backward; no other operation may read it, its values are not there. Queries, keys
+and values, or gate and up, share one gather, as Megatron's fused products do: the `first` pays for it, the others
+allocate the same bytes. A mixture of experts reads its tokens to route them, so it gathers at once and keeps them.
+
+A module with collectives has its own forward in its instance dictionary; a plan's region goes around that, so a replay
+repeats the collectives, as Megatron's does.
+
+Rejected: DTensor and `parallelize_module` on a fake process group. Its layouts know none of the models with experts, it
+keeps what was gathered where Megatron keeps the share, and a plan would be for its modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .. import errors
+from .._torch.ranks import functional
+from ..plan.calls import declare_product
+from ..plan.units import find_units
+
+WIDTHS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+_collectives = functional()
+
+
+def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[nn.Module, list[str]]:
+    """The model of a rank of a tensor-parallel group, with its collectives, and the paths of its layers.
+
+    Args:
+        model: The whole model, of transformers and on meta.
+        word: What the user called it.
+        size: Of the group.
+        sequence: Whether norms and residuals hold a share of the tokens.
+
+    Raises:
+        ArgumentError: The model is of no kind that can be sliced, or its sizes cannot be divided so.
+    """
+    if size == 1:
+        return model, [unit.path for unit in find_units(model).layers]
+    whole: Any = getattr(model, "config", None)
+    build: Any = getattr(type(model), "_from_config", None)
+    heads = getattr(whole, "num_attention_heads", None)
+    if build is None or not heads or not hasattr(whole, "head_dim"):
+        raise errors.ArgumentError(
+            f"--tp: {word} is {type(model).__name__}, whose configuration does not say how wide a head is, so a rank's "
+            "slice of it cannot be built. Use it without --tp, or a model of transformers with head_dim, such as "
+            "those of Llama's kind."
+        )
+    config = copy.deepcopy(whole)
+    config.head_dim = whole.head_dim or whole.hidden_size // heads
+    for name in WIDTHS:
+        if (width := getattr(whole, name, None)) is not None:
+            check_divides(word, name, width, size)
+            setattr(config, name, width // size)
+    config.vocab_size = -(-whole.vocab_size // size)
+    with torch.device("meta"):
+        part = build(config)
+    layers = [unit.path for unit in find_units(part).layers]
+    add_collectives(part, layers, divided(model, part, size, word), size, sequence)
+    return part, layers
+
+
+def check_divides(model: str, name: str, value: int, ranks: int) -> None:
+    """Refuses a size that the ranks of a group cannot share."""
+    if value % ranks:
+        raise errors.ArgumentError(
+            f"--tp is {ranks}, and {name} of {model} is {value}, which {ranks} ranks cannot share. Write a divisor of "
+            "it."
+        )
+
+
+def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]:
+    """The parameters of which a rank holds a slice, by their names.
+
+    Args:
+        whole: The model.
+        part: The model of one rank.
+        size: Of the group.
+        word: What the user called the model.
+
+    Raises:
+        ArgumentError: A weight is divided in a way that no layout has, or none is.
+    """
+    before = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    found: set[str] = set()
+    wrong = ""
+    for name, parameter in part.named_parameters():
+        shorter = [(a, b) for a, b in zip(before[name], parameter.shape, strict=True) if a != b]
+        if len(shorter) > 1 or any(-(-a // size) != b for a, b in shorter):
+            wrong = wrong or name
+        elif shorter:
+            found.add(name)
+    if wrong or not found:
+        what = f"{wrong} is no slice of the model's" if wrong else "no weight is a slice of the model's"
+        raise errors.ArgumentError(
+            f"--tp {size}: {word} is {type(whole).__name__}, and built from a configuration for one rank {what}. Use "
+            "it without --tp."
+        )
+    return found
+
+
+def add_collectives(model: nn.Module, layers: list[str], slices: set[str], size: int, sequence: bool) -> None:
+    """Puts the collectives into a rank's model.
+
+    Args:
+        model: The rank's model.
+        layers: The paths of its layers.
+        slices: The names of the parameters of which it holds a slice.
+        size: Of the group.
+        sequence: Whether norms and residuals hold a share of the tokens.
+    """
+    leave = _Scatter if sequence else _Leave
+    for path in layers:
+        for child, module in model.get_submodule(path).named_children():
+            below = f"{path}.{child}."
+            held = [model.get_submodule(name.rpartition(".")[0]) for name in slices if name.startswith(below)]
+            if not held:
+                continue
+            deferred = sequence and all(isinstance(owner, nn.Linear) for owner in held)
+            if deferred:
+                linears = [linear for linear in module.modules() if isinstance(linear, nn.Linear)]
+                for number, linear in enumerate(linears):
+                    _put(linear, _column, size, number == 0)
+            enter = (_DeferredGather if deferred else _Gather) if sequence else _Enter
+            _put(module, _part, size, enter, leave)
+    for name in sorted(slices):
+        if not any(name.startswith(path + ".") for path in layers):
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, nn.Embedding):
+                _put(module, _part, size, None, leave)
+            elif isinstance(module, nn.Linear):
+                _put(module, _head, size, sequence)
+
+
+def _put(module: nn.Module, forward: Callable[..., Any], *how: Any) -> None:
+    module.__dict__["forward"] = partial(forward, module, *how)
+
+
+def _part(module: nn.Module, size: int, enter: Any, leave: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention, an MLP, an embedding: its first tensor enters, its result leaves."""
+    if enter is not None and args:
+        args = (enter.apply(args[0], size), *args[1:])
+    elif enter is not None:
+        kwargs = {**kwargs, "hidden_states": enter.apply(kwargs["hidden_states"], size)}
+    result = type(module).forward(module, *args, **kwargs)
+    if isinstance(result, tuple):
+        return (leave.apply(result[0], size), *result[1:])
+    return leave.apply(result, size)
+
+
+def _column(module: Any, size: int, first: bool, /, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a product that may be given a deferred gather; the `first` pays for it."""
+    if is_deferred(x):
+        return gathered_linear(x, module.weight, module.bias, size, first)
+    return F.linear(x, module.weight, module.bias)
+
+
+def _head(module: Any, size: int, sequence: bool, /, x: torch.Tensor) -> torch.Tensor:
+    """The forward of the product that makes the logits, of which each rank has its share of the vocabulary."""
+    if sequence:
+        entered: Any = _DeferredGather.apply(x, size)
+        return gathered_linear(entered, module.weight, module.bias, size, True)
+    return F.linear(_Enter.apply(x, size), module.weight, module.bias)  # pyright: ignore[reportArgumentType]
+
+
+def _all_reduced(x: torch.Tensor, size: int) -> torch.Tensor:
+    return _collectives.all_reduce(x, "sum", f"tensor-{size}")
+
+
+def _gathered(shard: torch.Tensor, size: int) -> torch.Tensor:
+    batch, tokens, width = shard.shape
+    return _collectives.all_gather_into_tensor(shard, size, f"tensor-{size}").view(batch, tokens * size, width)
+
+
+def _scattered(full: torch.Tensor, size: int) -> torch.Tensor:
+    batch, tokens, width = full.shape
+    flat = full.reshape(batch * tokens, width)
+    return _collectives.reduce_scatter_tensor(flat, "sum", size, f"tensor-{size}").view(batch, tokens // size, width)
+
+
+class _Enter(torch.autograd.Function):
+    """All tokens go into a module that every rank has a slice of: its gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _collectives.all_reduce_(grads[0].contiguous(), "sum", f"tensor-{ctx.size}"), None
+
+
+class _Leave(torch.autograd.Function):
+    """The partial sums of the ranks come out of a module and are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        return _all_reduced(x, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' shares of the tokens become all tokens, and are kept so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return _gathered(x, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _scattered(grads[0], ctx.size), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The partial sums of the ranks are added up, and each rank gets its share of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return _scattered(x, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _gathered(grads[0].contiguous(), ctx.size), None
+
+
+class _DeferredGather(torch.autograd.Function):
+    """This rank's share of the tokens, in the shape of all of them; a product gathers them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        batch, tokens, width = x.shape
+        return x[:, :1].expand(batch, tokens * size, width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _scattered(grads[0], ctx.size), None
+
+
+def is_deferred(x: torch.Tensor) -> bool:
+    """Whether a tensor is what `DeferredGather` made."""
+    return x.dim() == 3 and x.shape[1] > 1 and x.stride(1) == 0
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.size, ctx.first, ctx.bias = size, first, bias is not None
+        return F.linear(_all_tokens(x, size, first), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        full = _all_tokens(x, ctx.size, ctx.first).flatten(0, 1)
+        flat = grad.flatten(0, 1)
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = flat.t() @ full if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, flat.sum(0) if ctx.bias else None, None, None
+
+
+def _all_tokens(x: torch.Tensor, size: int, first: bool) -> torch.Tensor:
+    """The tokens of all ranks."""
+    batch, tokens, width = x.shape
+    if not first:
+        return x.new_empty(batch, tokens, width)
+    own = tokens // size
+    return _gathered(x.as_strided((batch, own, width), (own * width, width, 1)), size)
+
+
+def gathered_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
+) -> torch.Tensor:
+    """A product of a deferred gather with a slice of a weight; a plan may keep its result as that of any product.
+
+    Args:
+        x: The deferred gather (batch, tokens, width).
+        weight: (outputs, width).
+        bias: (outputs), or None.
+        size: Of the group.
+        first: Whether it pays for the gather.
+    """
+    if has_torch_function((x, weight)):
+        return handle_torch_function(gathered_linear, (x, weight), x, weight, bias, size, first)
+    return _GatheredLinear.apply(x, weight, bias, size, first)  # pyright: ignore[reportReturnType]
+
+
+declare_product(gathered_linear)

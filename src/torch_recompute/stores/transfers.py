@@ -1,0 +1,447 @@
+"""Copies to host memory and back: what is on the host, what is on its way there, and what is on its way back.
+
+A `Lane` makes the copies: on a CUDA device on two streams of their own, elsewhere at once.
+
+A `Parcel` is one piece of memory that was copied to the host: all of a storage, or the part of it that a dense tensor
+takes up. Tensors are views of it: several handles of one storage at one version share a parcel, whether they are one
+tensor or q, k and v cut from one product, and what comes back is a view of one base with the sizes and strides that
+the tensor had; an expanded tensor is not copied expanded. A view with gaps takes its whole storage along if it covers
+at least a quarter of it (the rest is likely to be put next), else its elements are gathered first.
+
+What one region puts is a `Group`. In forward, the copies of the present group and of `ahead` groups before it may be
+under way, and their tensors are still on the device; when the next group begins, the device waits for the oldest of
+them and its memory is free. In backward, opening a parcel of one group starts the copies back of the `ahead` groups
+that were put before it, and no more than these wait on the device unopened. So both the memory that copies take and
+the point at which it is free are the same in every step; asking the device whether a copy is done would free memory a
+little earlier in some steps and not in others. What is opened while it is still on the device is not copied back.
+
+Rejected: a queue of tensors (what belongs to one region is needed at one time, be it one tensor or ten); holding
+parcels in a table until backward (what is dropped with its graph must be free at once, law 8).
+
+Invariants: a parcel is alive as long as a handle of it is, and no longer; nothing here holds one strongly. Changes of
+a tensor that is still being copied are noticed by its version and raise when it is opened.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .. import errors
+from .._torch import storage_id
+from .._torch.storages import Memory
+from ..arguments import unexpanded
+from ..values import thread
+
+
+class Mark(NamedTuple):
+    """A copy under way: the event at its end, and the stream on which it was asked for."""
+
+    done: Any
+    asked: Any
+
+
+class Lane(Protocol):
+    """The way between one device and the host. Tensors are dense and have one dimension.
+
+    Attributes:
+        direct: Whether copies are done when a call returns, so that there is nothing to wait for.
+    """
+
+    direct: bool
+
+    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Starts a copy to the host; returns it and a mark of its end."""
+        ...
+
+    def let_go(self, mark: Any) -> None:
+        """What is computed from now on waits for a `send`: the source's memory may be used again."""
+        ...
+
+    def fetch(self, host: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
+        """Starts a copy back, to begin after a `send`; returns it and a mark of its end."""
+        ...
+
+    def arrive(self, tensor: torch.Tensor, mark: Any) -> None:
+        """What is computed from now on waits for a `fetch`."""
+        ...
+
+    def abandon(self, tensor: torch.Tensor, mark: Any) -> None:
+        """The tensor on the device is about to be dropped, and nobody has waited for its copy."""
+        ...
+
+
+class Direct:
+    """Copies that are done when the call returns. Memory on the CPU is its own copy back."""
+
+    direct = True
+
+    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Copies to the host."""
+        return torch.empty_like(source, device="cpu").copy_(source), None
+
+    def let_go(self, mark: None) -> None:
+        """Nothing to wait for."""
+
+    def fetch(self, host: torch.Tensor, after: None) -> tuple[torch.Tensor, None]:
+        """The copy itself."""
+        return host, None
+
+    def arrive(self, tensor: torch.Tensor, mark: None) -> None:
+        """Nothing to wait for."""
+
+    def abandon(self, tensor: torch.Tensor, mark: None) -> None:
+        """Nothing to wait for."""
+
+
+class DirectTo(Direct):
+    """The same for a device other than the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def fetch(self, host: torch.Tensor, after: None) -> tuple[torch.Tensor, None]:
+        """Copies back."""
+        return host.to(self._device), None
+
+
+class Streams:
+    """A CUDA device: pinned host memory, and a stream each way, so that both ways are used while the device computes.
+
+    Every edge between streams is an event:
+
+        what wrote the tensor   before its copy to the host      `send`
+        the copy to the host    before the tensor's memory       `let_go`
+                                is used for something else
+        the copy to the host    before the copy back             `fetch`, whose `after` is what `send` returned
+        what used the memory    before the copy back into it     `fetch`; it is allocated on the stream that computes
+        the copy back           before its reader                `arrive`
+
+    Memory whose copy was never waited for is not just dropped (`abandon`): the allocator is told which stream still
+    uses it. Otherwise `record_stream` is avoided: blocks that it marks come back when the allocator gets round to
+    asking, so a program that runs ahead of its device takes as much memory as without offloading. Host memory needs
+    none of this; torch notes which stream a pinned block was copied on, and uses it again only afterwards.
+
+    Args:
+        device: The device, with its number.
+    """
+
+    direct = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._away = torch.cuda.Stream(device)
+        self._back = torch.cuda.Stream(device)
+
+    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """Starts a copy to pinned memory, once what is queued now has written the tensor."""
+        here = torch.cuda.current_stream(self._device)
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        self._away.wait_stream(here)
+        with torch.cuda.stream(self._away):
+            host.copy_(source, non_blocking=True)
+            return host, Mark(self._away.record_event(), here)
+
+    def let_go(self, mark: Mark) -> None:
+        """The stream that asked for the copy waits for it; on that stream the memory was allocated."""
+        mark.asked.wait_event(mark.done)
+
+    def fetch(self, host: torch.Tensor, after: Mark) -> tuple[torch.Tensor, Mark]:
+        """Starts a copy into memory of the stream that computes."""
+        here = torch.cuda.current_stream(self._device)
+        tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        self._back.wait_stream(here)
+        self._back.wait_event(after.done)
+        with torch.cuda.stream(self._back):
+            tensor.copy_(host, non_blocking=True)
+            return tensor, Mark(self._back.record_event(), here)
+
+    def arrive(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """The present stream waits for the copy."""
+        here = torch.cuda.current_stream(self._device)
+        here.wait_event(mark.done)
+        if here != mark.asked:
+            tensor.record_stream(here)
+
+    def abandon(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """The memory is used again once both streams are past the copies now queued on them."""
+        tensor.record_stream(self._away)
+        tensor.record_stream(self._back)
+
+
+COVERS = 4
+"""A view with gaps takes its storage along if it covers at least one part in this many of it."""
+
+
+class Cut(NamedTuple):
+    """Which memory is copied for a tensor.
+
+    Attributes:
+        first: The first element copied, counted in the storage; -1 where the elements are gathered.
+        stop: One past the last.
+        stride: The tensor's strides, in what is copied.
+        shift: Where the tensor begins in it.
+        gathered: Size, stride and offset of the elements, where they are gathered.
+    """
+
+    first: int
+    stop: int
+    stride: tuple[int, ...]
+    shift: int
+    gathered: tuple[Any, ...] = ()
+
+
+def cut(tensor: torch.Tensor) -> Cut:
+    """Which memory to copy for a strided tensor that has at least one element."""
+    stride, start = tensor.stride(), int(tensor.storage_offset())
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    once = unexpanded(tensor)
+    if once.numel() >= span:
+        return Cut(start, start + span, stride, 0)
+    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if once.numel() * COVERS >= whole:
+        return Cut(0, whole, stride, start)
+    steps, step = [0] * tensor.dim(), 1
+    for dim in reversed(range(tensor.dim())):
+        if once.shape[dim] == tensor.shape[dim]:
+            steps[dim], step = step, step * tensor.shape[dim]
+    return Cut(-1, once.numel(), tuple(steps), 0, (tensor.shape, stride, start))
+
+
+class Parcel:
+    """Memory that was copied to the host.
+
+    Attributes:
+        host: The copy: one dimension, dense.
+        nbytes: Its size.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_coming",
+        "_cut",
+        "_depot",
+        "_expected",
+        "_freed",
+        "_mark",
+        "_memory",
+        "_sent",
+        "_source",
+        "_spoiled",
+        "_version",
+        "host",
+        "nbytes",
+    )
+
+    def __init__(self, depot: Depot, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> None:
+        self._freed: Callable[[int], None] | None = None
+        self._source: torch.Tensor | None = None
+        self._coming: tuple[torch.Tensor, Any] | None = None
+        self._depot = depot
+        self._memory = Memory(tensor)
+        self._version = tensor._version
+        self._cut = piece
+        self._arrived: Memory | None = None
+        self._mark: Any = None
+        self._spoiled: int | None = None
+        if piece.first < 0:
+            source = unexpanded(tensor).contiguous().view(-1)
+        else:
+            source = tensor.as_strided((piece.stop - piece.first,), (1,), piece.first)
+        self._expected = source._version
+        self.host, self._sent = depot.lane.send(source)
+        self.nbytes = self.host.nbytes
+        self._freed = freed
+        if not depot.lane.direct:
+            self._source = source
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        freed, self._freed = self._freed, None
+        if freed is None:  # the copy could not be made
+            return
+        if self._source is not None:
+            self._depot.lane.abandon(self._source, self._sent)
+        self.put_back()
+        freed(self.nbytes)
+
+    def holds(self, tensor: torch.Tensor, piece: Cut) -> bool:
+        """Whether the copy is good for a tensor of the same storage."""
+        mine = self._cut
+        if self._freed is None or tensor.dtype != self.host.dtype or self._spoiled is not None:
+            return False
+        if piece.first < 0 or mine.first < 0:
+            return piece.gathered == mine.gathered and tensor._version == self._version
+        return mine.first <= piece.first and piece.stop <= mine.stop and tensor._version == self._version
+
+    def view(self, flat: torch.Tensor, size: Sequence[int], piece: Cut) -> torch.Tensor:
+        """The tensor that was put, in what `open` returned."""
+        shift = piece.shift + max(piece.first, 0) - max(self._cut.first, 0)
+        return flat.as_strided(size, piece.stride, flat.storage_offset() + shift)
+
+    def depart(self) -> None:
+        """Waits for the copy to the host, and frees the memory on the device."""
+        if self._source is not None:
+            if self._source._version != self._expected:
+                self._spoiled = self._source._version
+            self._depot.lane.let_go(self._sent)
+            self._source = None
+
+    def call(self) -> bool:
+        """Starts the copy back; False where there is no need to."""
+        if self._source is not None or self._coming is not None or self._here() is not None:
+            return False
+        self._coming = self._depot.lane.fetch(self.host, self._sent)
+        return True
+
+    def put_back(self) -> None:
+        """Drops the copy that nobody has opened."""
+        if self._coming is not None:
+            self._depot.lane.abandon(*self._coming)
+            self._coming = None
+
+    def _here(self) -> torch.Tensor | None:
+        return None if self._arrived is None else self._arrived.flat(self.host.numel(), self.host.dtype)
+
+    def open(self) -> torch.Tensor:
+        """The memory, on the device."""
+        now = self._spoiled if self._source is None else self._source._version
+        if now is not None and now != self._expected:
+            raise errors.ChangedError(
+                "a tensor that OnHost was given has been changed in place while it was being copied to the host "
+                f"(version {self._expected} then, {now} now), so neither its old nor its new values are known to be "
+                "there.\n"
+                "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of "
+                "x += y, or give the region a copy: region(x.clone())."
+            )
+        if self._source is not None:
+            return self._source
+        if self._coming is None:
+            flat = self._here()
+            if flat is not None:
+                self._depot.lane.arrive(flat, self._mark)  # the reader may be on another stream than the first
+                return flat
+            self._coming = self._depot.lane.fetch(self.host, self._sent)
+        (flat, self._mark), self._coming = self._coming, None
+        self._depot.lane.arrive(flat, self._mark)
+        if not self._depot.lane.direct:
+            self._arrived = Memory(flat)
+        return flat
+
+
+class Group:
+    """The parcels that one call of a region put."""
+
+    __slots__ = ("__weakref__", "before", "key", "parcels")
+
+    def __init__(self, key: int, before: weakref.ref[Group] | None) -> None:
+        self.key = key
+        self.before = before
+        self.parcels: list[weakref.ref[Parcel]] = []
+
+
+class _Puts(threading.local):
+    """What one thread has put: its groups, and the parcels whose tensors are still on the device."""
+
+    def __init__(self) -> None:
+        self.groups: list[weakref.ref[Group]] = []
+        self.leaving: deque[list[weakref.ref[Parcel]]] = deque()
+        self.enough = 64
+
+
+class Depot:
+    """All parcels of one device.
+
+    Args:
+        lane: How they travel.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.lock = threading.RLock()
+        self._known: dict[int, list[weakref.ref[Parcel]]] = {}
+        self._puts = _Puts()
+        self._called: deque[list[weakref.ref[Parcel]]] = deque()
+
+    def find(self, tensor: torch.Tensor, piece: Cut) -> Parcel | None:
+        """A parcel that holds the tensor already."""
+        for ref in list(self._known.get(storage_id(tensor), ())):
+            parcel = ref()
+            if parcel is not None and parcel.holds(tensor, piece):
+                return parcel
+        return None
+
+    def send(self, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> Parcel:
+        """A new parcel. `freed` is called with its size when it is dropped."""
+        parcel, storage = Parcel(self, tensor, piece, freed), storage_id(tensor)
+
+        def forget(ref: weakref.ref[Parcel]) -> None:
+            with self.lock:
+                known = self._known[storage]
+                known.remove(ref)
+                if not known:
+                    del self._known[storage]
+
+        self._known.setdefault(storage, []).append(weakref.ref(parcel, forget))
+        return parcel
+
+    def join(self, parcel: Parcel, ahead: int) -> Group | None:
+        """The group that a parcel now put belongs to; None where nothing has to be waited for."""
+        if self.lane.direct:
+            return None
+        mine = self._puts
+        groups = mine.groups
+        while groups and groups[-1]() is None:
+            groups.pop()
+        group = groups[-1]() if groups else None
+        if group is None or group.key != thread.calls:
+            group = Group(thread.calls, groups[-1] if groups else None)
+            groups.append(weakref.ref(group))
+            if len(groups) > mine.enough:
+                mine.groups = [ref for ref in groups if ref() is not None]
+                mine.enough = max(64, 2 * len(mine.groups))
+            while len(mine.leaving) > ahead:
+                self._leave(mine.leaving.popleft())
+            mine.leaving.append([])
+        mine.leaving[-1].append(weakref.ref(parcel))
+        group.parcels.append(weakref.ref(parcel))
+        return group
+
+    def settle(self) -> None:
+        """Waits for all that this thread has sent, as when further groups begin."""
+        leaving = self._puts.leaving
+        while leaving:
+            self._leave(leaving.popleft())
+
+    @staticmethod
+    def _leave(refs: list[weakref.ref[Parcel]]) -> None:
+        for ref in refs:
+            leaving = ref()
+            if leaving is not None:
+                leaving.depart()
+
+    def open(self, parcel: Parcel, group: Group | None, ahead: int) -> torch.Tensor:
+        """The parcel's memory on the device; calls what will be wanted next."""
+        with self.lock:
+            flat = parcel.open()
+            for _ in range(ahead):
+                group = None if group is None or group.before is None else group.before()
+                if group is None:
+                    break
+                called = [ref for ref in group.parcels if (other := ref()) is not None and other.call()]
+                if called:
+                    self._called.append(called)
+            while len(self._called) > ahead:
+                for ref in self._called.popleft():
+                    other = ref()
+                    if other is not None:
+                        other.put_back()
+            return flat
