@@ -543,7 +543,7 @@ def makes_a_saved_call_only_in_the_forward() -> None:
 
 def reads_an_unread_output_after_its_replay() -> None:
     held: list[torch.Tensor] = []
-    product = no_recompute(torch.sin, name="product", unread=True)
+    product = no_recompute(torch.sin, name="product", values_unused=True)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         y = product(x.exp())
@@ -555,7 +555,7 @@ def reads_an_unread_output_after_its_replay() -> None:
 
 
 def says_that_a_sparse_output_is_unread() -> None:
-    product = no_recompute(torch.Tensor.to_sparse, name="product", unread=True)
+    product = no_recompute(torch.Tensor.to_sparse, name="product", values_unused=True)
     step(lambda x: product(x.exp()).to_dense().exp())
 
 
@@ -1863,18 +1863,20 @@ CASES = [
         "read_outside",
         MismatchError,
         reads_an_unread_output_after_its_replay,
-        "aten.sum.default needs the values of what product returned in a replay, where it is said to be unread and has "
-        "none; and no replay can make them, because the tensor was taken out of the one that it belongs to (into an "
-        "attribute, a list, another region).\n"
-        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread.",
+        "aten.sum.default needs the values of what product returned in a replay, where it is marked values_unused "
+        "and has none; and no replay can make them, because the tensor was taken out of the one that it belongs to "
+        "(into an attribute, a list, another region).\n"
+        "  Keep its output: no_recompute(fn) without values_unused=True; in a plan, @product in the place of "
+        "@values_unused.",
     ),
     Case(
         "unread_kind",
         ArgumentError,
         says_that_a_sparse_output_is_unread,
-        "the saved call product is said to be unread, and returns a Tensor (sparse_coo); a tensor without values can "
-        "stand in for a plain one only.\n"
-        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread.",
+        "the saved call product is marked values_unused, and returns a Tensor (sparse_coo); a tensor without values "
+        "can stand in for a plain one only.\n"
+        "  Keep its output: no_recompute(fn) without values_unused=True; in a plan, @product in the place of "
+        "@values_unused.",
     ),
     Case(
         "other_inputs",

@@ -1,4 +1,4 @@
-"""Each private PyTorch name behind `_torch.py` does what its shim says, and so does what stands in where it is gone.
+"""Each private PyTorch name behind `_torch/` does what its shim says, and so does what stands in where it is gone.
 
 All names that the shims use are in torch 2.11 as well as in 2.13; those with a stand-in are the ones that another
 build or a later release may lack.
@@ -778,7 +778,7 @@ SELECTIVE = {"respect_hooks", "see_through"}
 
 
 def test_every_shim_is_tried() -> None:
-    """This file speaks of each public name of `_torch.py`, so a new shim cannot come without its test."""
+    """This file speaks of each public name of `_torch/`, so a new shim cannot come without its test."""
     names = {
         target.id
         for node in ast.parse(inspect.getsource(_torch)).body

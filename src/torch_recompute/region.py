@@ -28,6 +28,7 @@ a frame; a frame refers to slots weakly; so the whole dies by reference counting
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -169,7 +170,12 @@ def _traced(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def no_recompute(
-    fn: Callable[P, R], *, name: str | None = None, store: Store | None = None, unread: bool = False
+    fn: Callable[P, R],
+    *,
+    name: str | None = None,
+    store: Store | None = None,
+    values_unused: bool = False,
+    unread: bool | None = None,
 ) -> Callable[P, R]:
     """Wraps a call whose work is not repeated when the region around it is recomputed.
 
@@ -185,23 +191,27 @@ def no_recompute(
         name: How errors and reports call it, by default its own name; one that is given here can also stand among
             the labels of a `RecomputeConfig`, which then recomputes the call.
         store: A `Store` for what it keeps, by default where it is.
-        unread: Say that nothing which the region rebuilds needs the values of its output, only the shape, as with a
-            product whose output goes through dropout and out of the region. Then the output is not kept, and the
-            replay goes on with a tensor without values. Where it does meet something that needs them, the call is
+        values_unused: Say that nothing which the region rebuilds needs the values of its output, only the shape, as
+            with a product whose output goes through dropout and out of the region. Then the output is not kept, and
+            the replay goes on with a shape-only tensor. Where it does meet something that needs values, the call is
             repeated after all, in a second replay, with a warning.
+        unread: The former name of `values_unused`; it warns.
 
     Returns:
         A callable with `fn`'s signature.
 
     Raises:
-        ArgumentError: `fn` is not callable, `store` is no store, or `fn` is said to be unread and returns a tensor
-            subclass or a sparse tensor.
+        ArgumentError: `fn` is not callable, `store` is no store, or `fn` is marked `values_unused` and returns
+            a tensor subclass or a sparse tensor.
         ChangedError: In backward, the output has been changed in place and the replay needs it.
 
     The idea is that of selective activation recomputation: Korthikanti et al., 2022 (arXiv 2205.05198).
     """
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("no_recompute", fn))
+    if unread is not None:
+        warnings.warn("no_recompute(unread=...) is values_unused=... now.", DeprecationWarning, stacklevel=2)
+        values_unused = unread
     store = _checked_store("store", store)
     label = name or name_of(fn)
 
@@ -218,7 +228,7 @@ def no_recompute(
             return _pass_by(run, label, fn, args, kwargs)
         frame = run if isinstance(run, RegionCall) else None
         scope = (frame, frame.inputs.storages) if frame is not None else (None, frozenset[int]())
-        result, kept = record_call(run, scope, store, label, unread, fn, args, kwargs)
+        result, kept = record_call(run, scope, store, label, values_unused, fn, args, kwargs)
         if frame is not None:
             frame.alias(kept)
         return result

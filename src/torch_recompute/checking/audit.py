@@ -331,7 +331,7 @@ class _Again(Replay):
 def _unread(trace: CallRecord | None) -> Iterator[SavedCall]:
     """The calls of a run and of those in it whose results have no values in a replay."""
     if trace is not None:
-        yield from (one for one in trace.records if isinstance(one, SavedCall) and one.unread and not one.read)
+        yield from (one for one in trace.records if isinstance(one, SavedCall) and one.values_unused and not one.read)
         for _, child in trace.children:
             yield from _unread(child)
 

@@ -4,7 +4,8 @@ In forward the call runs under its own pack hook, which sorts by storage what au
 the record keeps for the replay is the least that lets later code run as it did: the output, unless it is a view of
 something that the replay has; the contents of inputs that the call changed in place; the state of every generator
 that it advanced, so that random numbers drawn after the call are the same ones. Of a call whose result is said to be
-unread, the output's layout alone is kept, and a replay is handed a tensor without values (`engine/shape_only.py`).
+values_unused, the output's layout alone is kept, and a replay is handed a tensor without values
+(`engine/shape_only.py`).
 
 A record belongs to the trace of the innermost region. Replays of outer regions pass by it as well and are handed the
 same output, so a saved call runs once however deep it lies.
@@ -67,20 +68,20 @@ class SavedCall:
         name: The call's name.
         key: The moment of the call in its region's forward.
         not_needed: Set once no replay of its own region needs the output; dropped when no outer one does either.
-        unread: Whether the values of its output are said not to be needed.
+        values_unused: Whether the values of its output are said not to be needed.
         read: Whether a replay needed them all the same; the call is then repeated.
     """
 
     __slots__ = (
         *("_after", "_metas", "_mutated", "_outputs", "_returned", "_spec", "_views"),
-        *("key", "name", "read", "not_needed", "unread"),
+        *("key", "name", "read", "not_needed", "values_unused"),
     )
 
-    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor], unread: bool = False) -> None:
+    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor], values_unused: bool = False) -> None:
         self.name = name
         self.key = key
         self.not_needed = False
-        self.unread = unread
+        self.values_unused = values_unused
         self.read = False
         self._metas = [arguments.meta(t) for t in inputs]
         self._views: list[tuple[weakref.ref[Slot], int, arguments.AnyGeometry]] = []
@@ -174,7 +175,7 @@ class SavedCall:
         if self._outputs is None:
             raise errors.MismatchError(errors.missed_call(region, self.name))
         leaves = [self._hand_out(region, output, inputs) for output in self._outputs]
-        for place, output in enumerate(self._outputs) if self.unread else ():
+        for place, output in enumerate(self._outputs) if self.values_unused else ():
             if isinstance(output, Unkept):
                 made = ShapeOnly.make(output.layout, self) if fresh is None else fresh[place].detach()
                 with torch.enable_grad():  # the function may change it in place, which no leaf may be
@@ -243,7 +244,9 @@ class SavedCall:
             if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
                 outputs.append(leaf)
                 continue
-            outputs.append(_view(leaf, inputs) or (self._unkept(leaf) if self.unread else self._keep(leaf, store)))
+            outputs.append(
+                _view(leaf, inputs) or (self._unkept(leaf) if self.values_unused else self._keep(leaf, store))
+            )
         self._outputs = outputs
         self._returned = True
         return self.held()
@@ -256,10 +259,11 @@ class SavedCall:
     def _unkept(self, tensor: torch.Tensor) -> Unkept:
         if not _torch.is_plain(tensor) or tensor.layout is not torch.strided:
             raise errors.ArgumentError(
-                f"the saved call {self.name} is said to be unread, and returns a {type(tensor).__name__} "
+                f"the saved call {self.name} is marked values_unused, and returns a {type(tensor).__name__} "
                 f"({str(tensor.layout).removeprefix('torch.')}); a tensor without values can stand in for a plain one "
                 "only.\n"
-                "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+                "  Keep its output: no_recompute(fn) without values_unused=True; in a plan, @product in the place of "
+                "@values_unused."
             )
         return Unkept(Layout.of(tensor), wants_grad(tensor))
 
@@ -323,7 +327,7 @@ def record_call(
     scope: tuple[Owner | None, Container[int]],
     store: Store | None,
     name: str,
-    unread: bool,
+    values_unused: bool,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -335,7 +339,7 @@ def record_call(
     """
     inputs = tensors_of(fn, args, kwargs)
     versions = [version_of(t) for t in inputs]
-    record = SavedCall(name, run.key(), inputs, unread)
+    record = SavedCall(name, run.key(), inputs, values_unused)
     before = [ambient.capture() for ambient in run.ambients]
 
     @_torch.see_through

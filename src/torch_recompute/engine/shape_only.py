@@ -3,9 +3,9 @@
 Problem. Dropout ends an attention and an MLP. Backward needs its mask, which follows from the generator and a shape;
 to draw it again, a replay of the code as it is written computes the product in front of it too, or keeps its result.
 
-Idea. That product is a saved call of which nothing is kept (`no_recompute(fn, unread=True)`). In the replay it returns
-a `ShapeOnly`, which has the shape, strides, type and device of the result and no memory. What is computed from it
-element by element is shape-only as well; what asks for its shape alone (`empty_like`, the mask of a dropout) gets a
+Idea. That product is a saved call of which nothing is kept (`no_recompute(fn, values_unused=True)`). In the replay it
+returns a `ShapeOnly`, which has the shape, strides, type and device of the result and no memory. What is computed from
+it element by element is shape-only as well; what asks for its shape alone (`empty_like`, the mask of a dropout) gets a
 real answer.
 
 Any other operation on it needs values: a product, a reduction, autograd that saves it, `item()`. That raises
@@ -154,10 +154,11 @@ class ShapeOnly(torch.Tensor):
 def _read_outside(call: str, op: str) -> str:
     """Text for values of an unread call that are asked for where no replay can be run again."""
     return (
-        f"{op} needs the values of what {call} returned in a replay, where it is said to be unread and has none; "
+        f"{op} needs the values of what {call} returned in a replay, where it is marked values_unused and has none; "
         "and no replay can make them, because the tensor was taken out of the one that it belongs to (into an "
         "attribute, a list, another region).\n"
-        "  Keep its output: no_recompute(fn) without unread=True; in a plan, @product in the place of @unread."
+        "  Keep its output: no_recompute(fn) without values_unused=True; in a plan, @product in the place of "
+        "@values_unused."
     )
 
 
@@ -184,10 +185,10 @@ def give_values(region: str, read: Read) -> None:
     if said not in _said:
         _said.add(said)
         warnings.warn(
-            f"In {region} the output of {read.call.name} is said to be unread, but the replay needs its values; they "
-            f"are read by {read.op}. The replay is run once more with the call repeated, which costs time in every "
-            "step. Keep the output instead (no_recompute(fn) without unread=True; in a plan, @product in the place of "
-            "@unread), or let the call be recomputed. (Said once.)",
+            f"In {region} the output of {read.call.name} is marked values_unused, but the replay needs its values; "
+            f"they are read by {read.op}. The replay is run once more with the call repeated, which costs time in "
+            "every step. Keep the output instead (no_recompute(fn) without values_unused=True; in a plan, @product "
+            "in the place of @values_unused), or let the call be recomputed. (Said once.)",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -195,7 +196,7 @@ def give_values(region: str, read: Read) -> None:
 
 @contextlib.contextmanager
 def refusing() -> Generator[None]:
-    """In the block a call that is said to be unread, and is read, is an error: for who tries what could be said."""
+    """In the block a call that is marked values_unused, and is read, is an error: for who tries what could be said."""
     _refusing.append(True)
     try:
         yield

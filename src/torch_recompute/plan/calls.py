@@ -95,7 +95,7 @@ class KeepCalls(TorchFunctionMode):
     """Makes saved calls of all calls of some kinds.
 
     Args:
-        kinds: Of `choice.KINDS`; what is both unread and kept is unread.
+        kinds: Of `choice.KINDS`; what is both unused and kept counts as unused.
     """
 
     def __init__(self, kinds: Iterable[str]) -> None:
@@ -103,7 +103,7 @@ class KeepCalls(TorchFunctionMode):
         self._kinds = frozenset(kinds)
         if "product" in self._kinds:
             self._kinds |= {"down"}
-        self._unread = ALL_PRODUCTS if "unread" in self._kinds else frozenset[str]()
+        self._unused = ALL_PRODUCTS if "values_unused" in self._kinds else frozenset[str]()
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,8 +113,8 @@ class KeepCalls(TorchFunctionMode):
             with self:
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs)
-        if kind in self._kinds or kind in self._unread:
-            return no_recompute(func, unread=kind in self._unread)(*args, **kwargs)
+        if kind in self._kinds or kind in self._unused:
+            return no_recompute(func, values_unused=kind in self._unused)(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -8,8 +8,8 @@ region or, with a path before the sign, in one module of it:
     @down                those of them with a matrix that make less than they read, as the last one of an MLP does
     @matmul              products without one: attention scores written by hand
     @attention           scaled dot product attention, and flex attention
-    @unread              products of any kind whose values nothing that is rebuilt needs, such as the last one in front
-                         of a dropout that ends a region: neither kept nor repeated (`no_recompute(fn, unread=True)`)
+    @values_unused       products of any kind whose values nothing that is rebuilt needs, such as the last one in front
+                         of a dropout that ends a region: neither kept nor repeated (shape-only tensors)
     @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
                          all-reduce, reduce-scatter, all-to-all, broadcast
     @collective          these, and all-gather
@@ -27,10 +27,11 @@ the package takes it apart.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
-PRODUCT, DOWN, MATMUL, ATTENTION, UNREAD = "product", "down", "matmul", "attention", "unread"
-KINDS = (PRODUCT, DOWN, MATMUL, ATTENTION, UNREAD, "reduction", "collective")
+PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
+KINDS = (PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED, "reduction", "collective")
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 
@@ -57,6 +58,15 @@ class Target(str):
     def below(self, path: str) -> Target:
         """The same target as seen from around the module with this path."""
         return Target.of(joined(path, self.module), self.calls)
+
+
+def _present(word: str) -> Target:
+    """A word of `keep`, by its present name."""
+    target = Target(word)
+    if target.calls != "unread":
+        return target
+    warnings.warn(f"keep={word!r}: @unread is @{VALUES_UNUSED} now.", DeprecationWarning, stacklevel=4)
+    return Target.of(target.module, VALUES_UNUSED)
 
 
 def joined(path: str, below: str) -> str:
@@ -90,7 +100,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
-        object.__setattr__(self, "keep", tuple(map(Target, self.keep)))
+        object.__setattr__(self, "keep", tuple(map(_present, self.keep)))
 
     @property
     def modules(self) -> tuple[str, ...]:

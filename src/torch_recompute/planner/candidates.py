@@ -42,7 +42,7 @@ from .._torch.modes import attention_in_parts
 from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
 from ..memory.ledger import storages
 from ..plan.calls import ALL_PRODUCTS, kind_of
-from ..plan.choice import DOWN, PRODUCT, UNREAD, Choice, Target
+from ..plan.choice import DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.cost import Graph, Node
 from ..plan.roles import inside, relative
 from .ops import Op, logging
@@ -515,7 +515,7 @@ def _unread(found: SegmentTrace, paths: tuple[str, ...], call: int) -> tuple[Tar
     around = [next((part for part in paths if inside(m, part) and m != part), None) for m in modules]
     if None in around:
         return ()
-    return tuple(Target.of(relative(m, part or ""), UNREAD) for m, part in zip(modules, around, strict=True))
+    return tuple(Target.of(relative(m, part or ""), VALUES_UNUSED) for m, part in zip(modules, around, strict=True))
 
 
 def _nearest(found: Sequence[Guess], size: Callable[[Guess], int]) -> list[Guess]:

@@ -1,12 +1,12 @@
-"""Where the tensors lie that a region keeps between forward and replay.
+"""Where the tensors wait that a region keeps between forward and replay.
 
-A region keeps its inputs, and what its saved calls store. Where these bytes lie is a decision of its own: on the
+A region keeps its inputs, and what its saved calls store. Where these bytes are is a decision of its own: on the
 device, in host memory, sharded over other ranks. A `Store` is that decision; the engine calls `put` once per tensor
 in forward and `get` when backward needs it, and knows nothing else about it.
 
-`store.py` is the protocol, and what the engine asks of every store; `host.py` is host memory: what goes there, made of
-`parcels.py` (what lies there, and what is on its way) and `lanes.py` (the copies themselves); `measured.py` measures
-how fast they are, and keeps all that is measured on this machine.
+`store.py` is the protocol, and what the engine asks of every store; `host.py` is host memory: which tensors go there;
+`transfers.py` copies them; `measured.py` measures how fast the copies are, and keeps all that is measured on this
+machine.
 """
 
 from .host import OnHost

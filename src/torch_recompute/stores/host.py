@@ -1,7 +1,6 @@
 """Host memory as a store: which tensors go there.
 
-What is sent, and in which pieces, is said in `parcels.py`; the copies are `lanes.py`. Here is decided what stays: small
-tensors (`smallest`), what is beyond a budget (`at_most`), and all but a share of the bytes (`fraction`). Shares are
+In which pieces tensors are sent, and when, is in `transfers.py`. This file decides which tensors stay: small ones (`smallest`), what is beyond a budget (`at_most`), and all but a share of the bytes (`fraction`). Shares are
 made of whole tensors, spread evenly over those that could go: each adds its share to a debt, and goes when the debt
 has reached its size. Rejected: cutting each tensor in two, as a planner would like best; both parts have to be put
 together again on the device, which takes the memory of a copy just when memory is needed.

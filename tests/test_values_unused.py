@@ -1,4 +1,4 @@
-"""Saved calls whose output is said to be unread: nothing of it is kept, nothing is repeated, and gradients are right.
+"""Saved calls whose output is marked `values_unused`: nothing is kept or repeated, and gradients are right.
 
 Also where the word is wrong: what needs values gets them, by a second replay, and it is said.
 """
@@ -38,12 +38,12 @@ Tail = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Block(nn.Module):
     """A norm, two products and what comes after them."""
 
-    def __init__(self, tail: Tail, unread: bool) -> None:
+    def __init__(self, tail: Tail, values_unused: bool) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
         self.tail = tail
         self.runs = 0
-        self.last = no_recompute(self.product, unread=True) if unread else self.product
+        self.last = no_recompute(self.product, values_unused=True) if values_unused else self.product
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The last product, counted."""
@@ -81,7 +81,7 @@ def dropped_inside(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x + recompute(F.dropout)(F.dropout(x, 0.2) * 0 + x, 0.3) + F.dropout(y, 0.3)
 
 
-UNREAD: dict[str, Tail] = {
+CASES_UNUSED: dict[str, Tail] = {
     "dropout": lambda y, x: x + F.dropout(y, 0.3),
     "dropout twice": lambda y, x: F.dropout(x + F.dropout(y, 0.3), 0.2),
     "dropout in place": in_place,
@@ -110,13 +110,13 @@ READ: dict[str, Tail] = {
 }
 
 
-def gradients(tail: Tail, unread: bool, check: str = "metadata") -> tuple[list[torch.Tensor], int]:
+def gradients(tail: Tail, values_unused: bool, check: str = "metadata") -> tuple[list[torch.Tensor], int]:
     """Of the input and the weights, bit for bit, and how often the last product ran."""
     torch.manual_seed(0)
-    block = Block(tail, unread)
+    block = Block(tail, values_unused)
     x = torch.randn(8, 8, requires_grad=True)
     torch.manual_seed(1)
-    (recompute(block, name="block", check=check) if unread else block)(x).square().sum().backward()
+    (recompute(block, name="block", check=check) if values_unused else block)(x).square().sum().backward()
     return [x.grad, *(parameter.grad for parameter in block.parameters())], block.runs
 
 
@@ -131,13 +131,13 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("check", ["metadata", "values"])
-@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize("name", CASES_UNUSED)
 def test_what_is_unread_is_not_repeated(name: str, check: str) -> None:
     """Gradients are those of the plain call to the bit, the product runs once, and nothing is said."""
-    plain, _ = gradients(UNREAD[name], unread=False)
+    plain, _ = gradients(CASES_UNUSED[name], values_unused=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, runs = gradients(UNREAD[name], unread=True, check=check)
+        found, runs = gradients(CASES_UNUSED[name], values_unused=True, check=check)
     assert same(plain, found)
     assert runs == 1
 
@@ -146,9 +146,9 @@ def test_what_is_unread_is_not_repeated(name: str, check: str) -> None:
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_is_repeated_and_said(name: str) -> None:
     """Where a replay needs the values, it gets them; gradients are right, and one warning names the call."""
-    plain, _ = gradients(READ[name], unread=False)
-    with pytest.warns(RuntimeWarning, match=r"In .* the output of Block.product is said to be unread") as said:
-        found, runs = gradients(READ[name], unread=True)
+    plain, _ = gradients(READ[name], values_unused=False)
+    with pytest.warns(RuntimeWarning, match=r"In .* the output of Block.product is marked values_unused") as said:
+        found, runs = gradients(READ[name], values_unused=True)
     assert same(plain, found)
     assert runs == 2
     assert sum(one.category is RuntimeWarning for one in said) == 1
@@ -157,10 +157,10 @@ def test_what_is_read_is_repeated_and_said(name: str) -> None:
 def test_nothing_of_it_is_kept() -> None:
     """The region keeps what it keeps when the product is recomputed: its input."""
 
-    def kept(unread: bool | None) -> int:
-        block = Block(UNREAD["dropout"], unread=False)
-        if unread is not None:
-            block.last = no_recompute(block.product, unread=unread)
+    def kept(values_unused: bool | None) -> int:
+        block = Block(CASES_UNUSED["dropout"], values_unused=False)
+        if values_unused is not None:
+            block.last = no_recompute(block.product, values_unused=values_unused)
         x = torch.randn(64, 8, requires_grad=True)
         with measure() as m:
             y = recompute(block)(x)
@@ -174,7 +174,7 @@ def test_nothing_of_it_is_kept() -> None:
 def test_a_second_backward_and_halves() -> None:
     """A graph that is retained is replayed again without the product."""
     torch.manual_seed(0)
-    block = Block(UNREAD["dropout"], unread=True)
+    block = Block(CASES_UNUSED["dropout"], values_unused=True)
     x = torch.randn(8, 8, requires_grad=True)
     y = recompute(block)(x).square().sum()
     first = torch.autograd.grad(y, x, retain_graph=True)
@@ -188,10 +188,10 @@ def test_hollow_tensors_end_with_their_replay() -> None:
     gc.collect()
     gc.disable()
     try:
-        gradients(UNREAD["dropout"], unread=True)
+        gradients(CASES_UNUSED["dropout"], values_unused=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            gradients(READ["saved by autograd"], unread=True)
+            gradients(READ["saved by autograd"], values_unused=True)
         assert not [one for one in gc.get_objects() if type(one) is shape_only.ShapeOnly]
     finally:
         gc.enable()
@@ -205,7 +205,7 @@ def test_what_is_taken_out_of_a_replay_is_refused() -> None:
         held.append(y)
         return x + F.dropout(y, 0.3)
 
-    gradients(tail, unread=True)
+    gradients(tail, values_unused=True)
     with pytest.raises(MismatchError, match=r"aten\.sum\.default needs the values of what Block.product returned"):
         held[-1].sum()
     assert repr(held[-1]) == "<a tensor without values, from Block.product>"
@@ -217,7 +217,7 @@ def test_an_audit_repeats_the_call() -> None:
     block, runs = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Dropout(0.1)), []
     block[2].register_forward_hook(lambda *_: runs.append(1))
     x = torch.randn(8, 8, requires_grad=True)
-    last = no_recompute(block[2], unread=True)
+    last = no_recompute(block[2], values_unused=True)
     region = recompute(lambda x: block[3](last(block[:2](x))), name="block")
     found = audit(region, (x,))
     assert found, str(found)
@@ -230,8 +230,8 @@ def test_an_audit_repeats_the_call() -> None:
 
 def test_only_plain_tensors_are_unread() -> None:
     """A sparse result is refused in words."""
-    call = no_recompute(lambda x: x.to_sparse(), unread=True)
-    with pytest.raises(ArgumentError, match="said to be unread, and returns a Tensor \\(sparse_coo\\)"):
+    call = no_recompute(lambda x: x.to_sparse(), values_unused=True)
+    with pytest.raises(ArgumentError, match="said to be values_unused, and returns a Tensor \\(sparse_coo\\)"):
         recompute(lambda x: call(x).to_dense().sin())(torch.ones(3, requires_grad=True))
 
 
@@ -268,9 +268,9 @@ def step(net: nn.Module, plan: Plan) -> tuple[list[Any], int]:
 
 
 PLACES = {
-    "the layer": (("0",), "mlp.2@unread"),
-    "the MLP": (("0.mlp",), "2@unread"),
-    "the MLP with its norm": (("0.norm", "0.mlp"), "2@unread"),
+    "the layer": (("0",), "mlp.2@values_unused"),
+    "the MLP": (("0.mlp",), "2@values_unused"),
+    "the MLP with its norm": (("0.norm", "0.mlp"), "2@values_unused"),
 }
 
 
@@ -292,11 +292,11 @@ def test_a_plan_says_it(name: str) -> None:
 def test_a_word_that_no_region_of_several_has() -> None:
     """It is refused with the nearest paths."""
     with pytest.raises(ArgumentError, match=r"0\.norm\.9"):
-        apply(model(1), Plan((Choice(("0.norm", "0.mlp"), keep=("9@unread",)),)))
+        apply(model(1), Plan((Choice(("0.norm", "0.mlp"), keep=("9@values_unused",)),)))
 
 
 def unread_words(plan: Plan) -> list[str]:
-    return [word for choice in plan for word in choice.keep if word.endswith("@unread")]
+    return [word for choice in plan for word in choice.keep if word.endswith("@values_unused")]
 
 
 def test_planned() -> None:
@@ -332,3 +332,11 @@ def test_planned_where_something_looks() -> None:
         warnings.simplefilter("error")
         found, _ = step(net, plan)
     assert same(plain, found)
+
+
+def test_the_former_name_warns() -> None:
+    """`unread` is understood as an argument and in a plan, and says what to write now."""
+    with pytest.warns(DeprecationWarning, match="values_unused"):
+        no_recompute(torch.sin, unread=True)
+    with pytest.warns(DeprecationWarning, match="@values_unused"):
+        assert Choice(("0",), keep=("mlp.2@unread",)) == Choice(("0",), keep=("mlp.2@values_unused",))
