@@ -1,9 +1,10 @@
 """Host memory as a store: which tensors go there.
 
-In which pieces tensors are sent, and when, is in `transfers.py`. This file decides which tensors stay: small ones (`smallest`), what is beyond a budget (`at_most`), and all but a share of the bytes (`fraction`). Shares are
-made of whole tensors, spread evenly over those that could go: each adds its share to a debt, and goes when the debt
-has reached its size. Rejected: cutting each tensor in two, as a planner would like best; both parts have to be put
-together again on the device, which takes the memory of a copy just when memory is needed.
+In which pieces tensors are sent, and when, is in `transfers.py`. This file decides which tensors stay: small ones
+(`smallest`), what is beyond a budget (`at_most`), and all but a share of the bytes (`fraction`). Shares are made of
+whole tensors, spread evenly over those that could go: each adds its share to a debt, and goes when the debt has reached
+its size. Rejected: cutting each tensor in two, as a planner would like best; both parts have to be put together again
+on the device, which takes the memory of a copy just when memory is needed.
 
 The parcels of a device are common to all `OnHost` objects, so one for each layer is as good as one for all; budget
 and share are each object's own.
