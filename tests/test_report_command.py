@@ -65,7 +65,7 @@ def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None
     assert step["peak_bytes"] == step["promised"]["peak_bytes"] == plan.prediction.peak_bytes
     assert found["notes"] == []
     assert f"{plan.prediction.peak_bytes / 2**20:,.1f}" in output.out
-    assert "no region" in output.out
+    assert "without recomputation" in output.out
 
     live = most = 0
     for entry in pickle.loads(Path("step.pickle").read_bytes())["device_traces"][0]:
@@ -83,7 +83,7 @@ def test_any_plan_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan.json", "--model", "cases:task", "--device", "a100", "--points", "0"]
     found = document(capsys, *argv)
     assert (found["schema_version"], found["command"], found["device"]) == (1, "report", "a100")
-    assert [step["name"] for step in found["steps"]] == ["the plan", "no region"]
+    assert [step["name"] for step in found["steps"]] == ["the plan", "without recomputation"]
     model, args = report_cases.pair()
     expected = simulate(model, args, plan=report_cases.BY_HAND, optimizer=torch.optim.AdamW, loss=mean_loss)
     assert found["steps"][0]["peak_bytes"] == expected.peak_bytes

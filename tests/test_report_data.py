@@ -68,7 +68,7 @@ def test_phases_cover_the_step(by_hand: Reported) -> None:
         ends = step["samples"]["ends"]
         assert ends == sorted(ends)
         assert ends[-1] <= step["step_seconds"]
-    assert named(by_hand, "no region")["replay_seconds"] == 0.0
+    assert named(by_hand, "without recomputation")["replay_seconds"] == 0.0
 
 
 def test_the_clock_is_the_planners() -> None:
@@ -104,7 +104,7 @@ def test_what_is_in_host_memory() -> None:
     steps = list(zip(samples["host"], samples["host"][1:], phases[1:], strict=False))
     assert {phase for before, after, phase in steps if after > before} == {"forward"}
     assert {phase for before, after, phase in steps if after < before} <= {"replay", "backward"}
-    plain = named(found, "no region")
+    plain = named(found, "without recomputation")
     assert (plain["host_bytes"], plain["samples"]["host"]) == (0, [])
 
 

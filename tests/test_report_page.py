@@ -266,7 +266,7 @@ def test_the_slider_shows_other_plans(page: Browser, data: dict[str, Any]) -> No
     )
     click(page, f"circle.point[data-step='{data['plain']}']")
     assert page.evaluate("state.shown") == data["plain"]
-    assert text(page, "#shown").startswith("No region: ")
+    assert text(page, "#shown").startswith("Without recomputation: ")
     click(page, "#back")
     assert page.evaluate("state.shown") == chosen
     assert page.evaluate(TOP_LAYER) == before

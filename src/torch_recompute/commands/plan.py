@@ -173,7 +173,7 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
     axes.plot(budgets, [1000 * promise.step_seconds for promise in promises], "o-", label="plans")
     bound = [1000 * promise.bound_seconds for promise in promises]
     axes.plot(budgets, bound, ":", color="#9a9a9a", label="no schedule takes less")
-    axes.plot([profile.plain_peak_bytes / GIB], [1000 * profile.costs.step_seconds], "s", label="no region")
+    axes.plot([profile.plain_peak_bytes / GIB], [1000 * profile.costs.step_seconds], "s", label="without recomputation")
     axes.set_xlabel("peak of the step, GiB")
     axes.set_ylabel(f"step, ms on {profile.device}")
     axes.set_title(title, fontsize=8, wrap=True)

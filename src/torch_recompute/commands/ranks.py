@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
-    *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "no region"),
+    *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
     *("microbatch ms", "replays ms", "gap", "links ms"),
 )
 

@@ -301,7 +301,9 @@ def _draw_step(axes: Any, strip: Any, data: Mapping[str, Any], unit: int) -> Non
         floor = top
     if step is not plain:
         heights = [sum(column) / unit for column in zip(*plain["samples"]["layers"].values(), strict=True)]
-        axes.step(_milliseconds(plain), heights, where="post", color="#5a6675", linewidth=0.8, label="no region")
+        axes.step(
+            _milliseconds(plain), heights, where="post", color="#5a6675", linewidth=0.8, label="without recomputation"
+        )
     if step["samples"]["host"]:
         heights = [nbytes / unit for nbytes in step["samples"]["host"]]
         axes.step(ends, heights, where="post", color=HOST, linestyle=":", linewidth=1.8, label="in host memory")
@@ -321,7 +323,7 @@ def _draw_curve(axes: Any, data: Mapping[str, Any], unit: int) -> None:
     points = [(step["peak_bytes"] / unit, 1000 * step["step_seconds"]) for step in data["steps"]]
     curve = [point for point, step in zip(points, data["steps"], strict=True) if step["name"] != "the plan"]
     axes.plot(*zip(*curve, strict=True), "o-", color="#5a6675", markersize=4, label="what other budgets cost")
-    axes.plot(*points[data["plain"]], "s", color="#5a6675", label="no region")
+    axes.plot(*points[data["plain"]], "s", color="#5a6675", label="without recomputation")
     axes.plot(*points[data["chosen"]], "o", color=MARK, label="the plan")
     axes.set_ylabel("step, ms")
     axes.legend(fontsize=7)

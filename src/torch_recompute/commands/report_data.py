@@ -199,8 +199,8 @@ def collect(
         done: Called after each of the simulations, two more than there are others, with what it was of.
     """
     plain = clock.timed(Plan())
-    done("no region")
-    steps = [("no region", Plan(), plain)] if plan.all_choices else []
+    done("without recomputation")
+    steps = [("without recomputation", Plan(), plain)] if plan.all_choices else []
     for name, one in (("the plan", plan), *(("the frontier", other) for other in others)):
         steps.append((name, one, clock.timed(one) if one.all_choices else plain))
         done(name)

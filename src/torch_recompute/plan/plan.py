@@ -112,8 +112,8 @@ class Prediction:
     def __str__(self) -> str:
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
         head = [
-            f"peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)} allowed ({_mib(self.plain_peak_bytes)} with no "
-            "region)" + (f", and {_mib(self.host_bytes)} of host memory" if self.host_bytes else ""),
+            f"peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)} allowed ({_mib(self.plain_peak_bytes)} without "
+            "recomputation)" + (f", and {_mib(self.host_bytes)} of host memory" if self.host_bytes else ""),
             f"step {1000 * self.step_seconds:,.1f} ms on {self.device}: {more:+.1%} for {self.replay_flops / 1e9:,.1f} "
             f"GFLOP replayed; no schedule saves more than {self.gap:.1%} of it",
         ]

@@ -113,7 +113,7 @@ function drawFrontier() {
   const order = DATA.steps.map((_, number) => number).sort((a, b) => (a === DATA.chosen) - (b === DATA.chosen));
   for (const number of order) {
     const step = DATA.steps[number];
-    const kind = { "the plan": "plan", "no region": "plain" }[step.name] || "other";
+    const kind = { "the plan": "plan", "without recomputation": "plain" }[step.name] || "other";
     const point = element("circle", { class: `point ${kind}`, "data-step": number, cx: across(step.peak_bytes),
       cy: up(step.step_seconds), r: 6 });
     point.append(element("title", {}, inWords(step, PLAIN)));
@@ -162,10 +162,10 @@ function sortBy(column, first) {
 function figures() {
   const step = DATA.steps[state.shown], less = step.peak_bytes - PLAIN.peak_bytes;
   const shown = [
-    ["peak", bytes(step.peak_bytes), step === PLAIN ? "" : `${share(less / PLAIN.peak_bytes)} on ${bytes(PLAIN.peak_bytes)} with no region`],
-    ["step", seconds(step.step_seconds), step === PLAIN ? "" : `${share(step.step_seconds / PLAIN.step_seconds - 1)} on ${seconds(PLAIN.step_seconds)} with no region`],
+    ["peak", bytes(step.peak_bytes), step === PLAIN ? "" : `${share(less / PLAIN.peak_bytes)} on ${bytes(PLAIN.peak_bytes)} without recomputation`],
+    ["step", seconds(step.step_seconds), step === PLAIN ? "" : `${share(step.step_seconds / PLAIN.step_seconds - 1)} on ${seconds(PLAIN.step_seconds)} without recomputation`],
     ["replays", seconds(step.replay_seconds), flops(step.replay_flops)],
-    ["kept for backward", bytes(step.kept_bytes), step === PLAIN ? "" : `${bytes(PLAIN.kept_bytes)} with no region`],
+    ["kept for backward", bytes(step.kept_bytes), step === PLAIN ? "" : `${bytes(PLAIN.kept_bytes)} without recomputation`],
     ["regions", String(step.regions), step.promised ? `for a budget of ${bytes(step.promised.budget_bytes)}` : ""],
   ];
   if (HOSTED) shown.push(["in host memory", bytes(step.host_bytes), "at most, not on the device"]);
@@ -223,7 +223,7 @@ function begin() {
   const used = DATA.layers.filter((layer) => DATA.steps.some((step) => step.samples.layers[layer]));
   const ran = ["forward", "loss", "replay", "backward", "optimizer"].filter(
     (phase) => DATA.steps.some((step) => step.phases.some(([name]) => name === phase)));
-  legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: with no region"],
+  legend("legend", [...used.map((layer) => [`var(--${layer})`, WORDS[layer]]), ["var(--ink)", "line: without recomputation"],
     ...(HOSTED ? [["var(--host)", "dotted line: in host memory, beside the device's"]] : [])]);
   legend("phases", [["none", "the strip:"], ...ran.map((phase) => [`var(--${phase}-phase)`, phase])]);
   by("slider").max = String(DATA.steps.length - 1);
