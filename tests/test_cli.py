@@ -12,7 +12,7 @@ import torch
 
 from torch_recompute import Plan, __version__
 from torch_recompute.commands import cli, demo
-from torch_recompute.commands.demo import SETTINGS, Setting, run
+from torch_recompute.commands.demo import SETTINGS, DemoSetting, run
 
 TINY = ["demo", "--steps", "2", "--layers", "1", "--d-model", "8", "--seq", "16", "--batch", "2"]
 
@@ -73,7 +73,7 @@ def test_a_difference_is_loud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         model.norm.register_forward_hook(lambda module, args, x: x + torch.linspace(0, 1, x.shape[-1]))
         return Plan()
 
-    broken = (SETTINGS[0], Setting("nearly", "nearly the same", nearly))
+    broken = (SETTINGS[0], DemoSetting("nearly", "nearly the same", nearly))
     monkeypatch.setattr(demo, "run", partial(run, settings=broken))
     assert cli.main([*TINY, "--quiet"]) == cli.FAILED
     out = capsys.readouterr().out

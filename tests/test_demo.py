@@ -12,10 +12,10 @@ from torch_recompute.commands.demo import (
     HEADS,
     SETTINGS,
     VOCABULARY,
-    Config,
+    DemoConfig,
+    DemoResult,
+    DemoSetting,
     Outcome,
-    Result,
-    Setting,
     batches,
     build,
     read_text,
@@ -24,22 +24,22 @@ from torch_recompute.commands.demo import (
 )
 from torch_recompute.memory import CATEGORIES
 
-TINY = Config(steps=3, layers=2, d_model=32, seq=64, batch=4)
+TINY = DemoConfig(steps=3, layers=2, d_model=32, seq=64, batch=4)
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
+def result() -> DemoResult:
     """The demonstration, once for all tests that only read it."""
     return run(TINY)
 
 
 @pytest.fixture(scope="module")
-def outcomes(result: Result) -> dict[str, Outcome]:
+def outcomes(result: DemoResult) -> dict[str, Outcome]:
     """By the setting's name."""
     return {outcome.name: outcome for outcome in result.outcomes}
 
 
-def test_same_bits(result: Result) -> None:
+def test_same_bits(result: DemoResult) -> None:
     """All settings have the plain setting's losses, bit by bit, and the losses go somewhere."""
     assert result.identical
     curves = {tuple(loss.hex() for loss in outcome.losses) for outcome in result.outcomes}
@@ -88,7 +88,7 @@ def test_the_plan_keeps_its_promise(outcomes: dict[str, Outcome]) -> None:
     assert [outcome.name for outcome in outcomes.values() if outcome.predicted_peak_bytes is not None] == ["planned"]
 
 
-def test_bytes_of_what_does_not_change(result: Result) -> None:
+def test_bytes_of_what_does_not_change(result: DemoResult) -> None:
     """Parameters are the same in all settings, and Adam keeps twice that and a counter per tensor."""
     with torch.random.fork_rng(devices=[]):
         model = build(TINY)
@@ -99,7 +99,7 @@ def test_bytes_of_what_does_not_change(result: Result) -> None:
         assert sum(outcome.by_category.values()) == outcome.peak_bytes
 
 
-def test_json(result: Result) -> None:
+def test_json(result: DemoResult) -> None:
     """The JSON document has integer bytes and FLOPs, float seconds, and losses that come back exactly."""
     document = json.loads(result.to_json())
     assert list(document) == [
@@ -107,7 +107,7 @@ def test_json(result: Result) -> None:
         *("config", "parameters", "identical", "settings"),
     ]
     assert (document["schema_version"], document["command"], document["identical"]) == (1, "demo", True)
-    assert Config(**document["config"]) == TINY
+    assert DemoConfig(**document["config"]) == TINY
     assert [setting["name"] for setting in document["settings"]] == [setting.name for setting in SETTINGS]
     for setting, outcome in zip(document["settings"], result.outcomes, strict=True):
         assert list(setting["by_category"]) == list(CATEGORIES)
@@ -126,7 +126,7 @@ def test_a_replay_with_other_random_numbers_is_noticed() -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         return Plan()
 
-    result = run(TINY, settings=(SETTINGS[0], Setting("careless", "careless", careless)))
+    result = run(TINY, settings=(SETTINGS[0], DemoSetting("careless", "careless", careless)))
     assert [outcome.first_difference for outcome in result.outcomes] == [None, 1]
     assert not result.identical
 
@@ -134,14 +134,14 @@ def test_a_replay_with_other_random_numbers_is_noticed() -> None:
 def test_global_generator_is_left_alone() -> None:
     """The demonstration does not move the caller's random numbers."""
     before = torch.get_rng_state()
-    run(Config(steps=1, layers=1, d_model=8, seq=8, batch=1), settings=SETTINGS[:1])
+    run(DemoConfig(steps=1, layers=1, d_model=8, seq=8, batch=1), settings=SETTINGS[:1])
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_progress() -> None:
     """Progress is reported as often as promised, and says the loss."""
     words: list[str] = []
-    config = Config(steps=2, layers=1, d_model=8, seq=8, batch=1)
+    config = DemoConfig(steps=2, layers=1, d_model=8, seq=8, batch=1)
     run(config, progress=words.append)
     assert len(words) == ticks(config)
     assert words[: len(SETTINGS)] == [f"planning: {setting.title}" for setting in SETTINGS]
@@ -154,7 +154,7 @@ def test_text_is_the_same_for_the_same_seed(tmp_path) -> None:
     path.write_bytes(b"recompute")
     name, text = read_text(path, 8)
     assert name == str(path)
-    config = Config(seq=8, batch=3)
+    config = DemoConfig(seq=8, batch=3)
     drawn, again = ([batch for _, batch in zip(range(2), batches(text, config), strict=False)] for _ in range(2))
     assert all(map(torch.equal, drawn, again))
     assert bytes(drawn[0][0].tolist()) == b"recompute"

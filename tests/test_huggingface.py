@@ -394,7 +394,7 @@ def test_the_share_of_replays_is_by_one_clock(monkeypatch: pytest.MonkeyPatch) -
     for module in (door, observe):
         monkeypatch.setattr(module, "stamp", lambda: float(next(now)))  # each moment is one second after the last
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
-    figures = door.Figures(None)
+    figures = door.StepFigures(None)
     handle = door.apply(model, Plan(tuple(Choice((str(i),)) for i in range(3))))
     for _ in range(2):
         figures.begin(handle)

@@ -1908,14 +1908,14 @@ CASES = [
     Case(
         "demo_of_nothing",
         ArgumentError,
-        lambda: demo.Config(steps=0).check(),
+        lambda: demo.DemoConfig(steps=0).check(),
         "--steps is 0; expected a whole number of at least 1. Write for example --steps 8, which is what you get "
         "without it.",
     ),
     Case(
         "demo_of_an_odd_width",
         ArgumentError,
-        lambda: demo.Config(d_model=130).check(),
+        lambda: demo.DemoConfig(d_model=130).check(),
         "--d-model is 130; expected a multiple of 4, because the model has 4 attention heads of equal width. Write "
         "--d-model 132",
     ),

@@ -61,7 +61,7 @@ from .trials import (
     Ranks,
     Record,
     Setting,
-    Task,
+    TrialTask,
     Workload,
     check_capacity,
     hashed,
@@ -424,7 +424,7 @@ class OnRank:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One setting beside the control; its figures are those of its ranks together.
 
     `result` is `OK`, `REGRESSION`, `MISMATCH`, or how it ended, and `detail` says why. `change_percent` is beside the
@@ -484,7 +484,7 @@ class Result:
     """
 
     config: Config
-    rows: Sequence[Row]
+    rows: Sequence[BenchRow]
     device: str
     parameters: int
     noise_percent: float | None
@@ -561,7 +561,7 @@ def judged(config: Config, trials: Trials, golden: Golden | None, taken: int) ->
     ]
     noise = 100 * (max(steps) / min(steps) - 1) if len(steps) > 1 else None
 
-    def more(row: Row, figure: str) -> float | None:
+    def more(row: BenchRow, figure: str) -> float | None:
         value, than = getattr(row, figure), getattr(rows[0], figure)
         return None if value is None or not than else 100 * (value / than - 1)
 
@@ -582,11 +582,11 @@ def _ended(rounds: Sequence[Sequence[Record]]) -> Record:
     return worst([record for records in rounds for record in records])
 
 
-def _row(config: Config, setting: Setting, trials: Trials, reference: Setting, golden: Golden | None) -> Row:
+def _row(config: Config, setting: Setting, trials: Trials, reference: Setting, golden: Golden | None) -> BenchRow:
     rounds = trials[setting.name]
     end, first = _ended(rounds), rounds[0][0]
     counted = first.flops
-    row = Row(
+    row = BenchRow(
         name=setting.name,
         setting=setting.words,
         result=end.status,
@@ -677,7 +677,7 @@ def run(
             taken += 1
             progress(f"{where}: known from the results")
             return [Record(**record) for record in known]
-        task = Task(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
+        task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
         records = ranks.run(launcher, task)
         journal.add(key, setting.name, number, records)
         progress(f"{where}: {worst(records).status}")
@@ -888,7 +888,7 @@ def _settings(result: Result, size: int, unit: str) -> Table:
     return table
 
 
-def _cells(row: Row, size: int, *, beside: bool) -> tuple[str | Text, ...]:
+def _cells(row: BenchRow, size: int, *, beside: bool) -> tuple[str | Text, ...]:
     from rich.text import Text
 
     return (

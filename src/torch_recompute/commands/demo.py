@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import Choice, Plan, apply, make_plan, measure
 from ..errors import ArgumentError
 from .output import FAILED, MIB, OK, Output, add_options, document, new_command, reason
-from .small_models import Block, Decoder, seeded
+from .small_models import Decoder, TransformerBlock, seeded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ COLOURS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class DemoSetting:
     """What is compared; `plan` makes a plan of a model, its optimizer and a batch, which is applied to the model."""
 
     name: str
@@ -73,11 +73,11 @@ def _each(*parts: str, keep: tuple[str, ...] = ()) -> Callable[..., Plan]:
 
 
 SETTINGS = (
-    Setting("none", "nothing recomputed", _each()),
-    Setting("layers", "every layer", _each("")),
-    Setting("attention", "attention only", _each(".attention")),
-    Setting("layers_save_attention", "every layer but attention", _each("", keep=("attention.core",))),
-    Setting(
+    DemoSetting("none", "nothing recomputed", _each()),
+    DemoSetting("layers", "every layer", _each("")),
+    DemoSetting("attention", "attention only", _each(".attention")),
+    DemoSetting("layers_save_attention", "every layer but attention", _each("", keep=("attention.core",))),
+    DemoSetting(
         "planned",
         "planned for 35 % of the activation memory",
         lambda model, optimizer, text: make_plan(model, (text,), budget=0.35, optimizer=optimizer, hold_output=False),
@@ -86,7 +86,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Config:
+class DemoConfig:
     """The size of the demonstration."""
 
     steps: int = 8
@@ -103,7 +103,7 @@ class Config:
                 option = "--" + name.replace("_", "-")
                 raise ArgumentError(
                     f"{option} is {getattr(self, name)}; expected a whole number of at least 1. "
-                    f"Write for example {option} {getattr(Config, name)}, which is what you get without it."
+                    f"Write for example {option} {getattr(DemoConfig, name)}, which is what you get without it."
                 )
         if self.d_model % HEADS:
             above = self.d_model + HEADS - self.d_model % HEADS
@@ -113,9 +113,9 @@ class Config:
             )
 
 
-def build(config: Config) -> nn.Module:
+def build(config: DemoConfig) -> nn.Module:
     """The GPT, from the seed; the caller's random numbers are left alone."""
-    layer = partial(Block.gpt, head=config.d_model // HEADS)
+    layer = partial(TransformerBlock.gpt, head=config.d_model // HEADS)
     return seeded(lambda: Decoder(config.layers, config.d_model, config.seq, layer, VOCABULARY), DROPOUT, config.seed)
 
 
@@ -143,7 +143,7 @@ def read_text(path: Path | None, seq: int) -> tuple[str, Tensor]:
     return name, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def batches(text: Tensor, config: Config) -> Iterator[Tensor]:
+def batches(text: Tensor, config: DemoConfig) -> Iterator[Tensor]:
     """Endless batches, the same for the same seed."""
     generator = torch.Generator().manual_seed(config.seed)
     window = torch.arange(config.seq + 1)
@@ -155,7 +155,7 @@ def batches(text: Tensor, config: Config) -> Iterator[Tensor]:
 class Trainer:
     """One setting's model under its plan, its optimizer, and what is measured of them."""
 
-    def __init__(self, config: Config, setting: Setting) -> None:
+    def __init__(self, config: DemoConfig, setting: DemoSetting) -> None:
         self.setting = setting
         self.seed = config.seed
         self.model = build(config)
@@ -207,10 +207,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """What the demonstration showed."""
 
-    config: Config
+    config: DemoConfig
     text: str
     parameters: int
     outcomes: list[Outcome]
@@ -237,18 +237,18 @@ class Result:
         return document("demo", SCHEMA_VERSION, data)
 
 
-def ticks(config: Config, settings: Sequence[Setting] = SETTINGS) -> int:
+def ticks(config: DemoConfig, settings: Sequence[DemoSetting] = SETTINGS) -> int:
     """How often `run` reports progress."""
     return len(settings) * (config.steps + 3)
 
 
 def run(
-    config: Config,
+    config: DemoConfig,
     path: Path | None = None,
     *,
-    settings: Sequence[Setting] = SETTINGS,
+    settings: Sequence[DemoSetting] = SETTINGS,
     progress: Callable[[str], object] = lambda _: None,
-) -> Result:
+) -> DemoResult:
     """Trains all settings side by side and measures them; the first one is what the others are compared with.
 
     Args:
@@ -305,7 +305,7 @@ def run(
             )
         )
     parameters = sum(parameter.numel() for parameter in trainers[0].model.parameters())
-    return Result(config, name, parameters, outcomes)
+    return DemoResult(config, name, parameters, outcomes)
 
 
 def add_command(commands: Any) -> None:
@@ -322,7 +322,7 @@ def add_command(commands: Any) -> None:
         ("batch", "sequences in a step"),
         ("seed", "of weights, text and dropout"),
     ):
-        default = getattr(Config, name)
+        default = getattr(DemoConfig, name)
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=default, metavar="N", help=f"{about} (default {default})")
     add_options(parser, command, plot="the peaks")
@@ -330,7 +330,7 @@ def add_command(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Runs `torch-recompute demo`; 0 if all losses are identical, else 1."""
-    config = Config(**{name: getattr(args, name) for name in Config.__dataclass_fields__})
+    config = DemoConfig(**{name: getattr(args, name) for name in DemoConfig.__dataclass_fields__})
     config.check()
     read_text(args.text, config.seq)
     output = Output.of(args)
@@ -342,7 +342,7 @@ def command(args: argparse.Namespace) -> int:
     return OK if result.identical else FAILED
 
 
-def _print(console: Console, result: Result) -> None:
+def _print(console: Console, result: DemoResult) -> None:
     """The table, and loudly any loss that differs."""
     from rich import box
     from rich.table import Table
@@ -397,7 +397,7 @@ def _print(console: Console, result: Result) -> None:
             )
 
 
-def _draw(result: Result, path: Path) -> None:
+def _draw(result: DemoResult, path: Path) -> None:
     """Draws for each setting the peak of a step, stacked by category."""
     from matplotlib.figure import Figure
 

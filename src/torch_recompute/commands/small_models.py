@@ -121,7 +121,7 @@ class Mixture(nn.Module):
         return (found * scores[..., None]).sum(1).view_as(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A layer with the norms before attention and MLP."""
 
     def __init__(self, norm: Callable[[int], nn.Module], width: int, attention: Attention, **after: nn.Module) -> None:
@@ -138,17 +138,17 @@ class Block(nn.Module):
         return x + self.dropout(self.get_submodule(self._second)(self.norm2(x)))
 
     @classmethod
-    def gpt(cls, width: int, *, causal: bool = True, head: int = HEAD) -> Block:
+    def gpt(cls, width: int, *, causal: bool = True, head: int = HEAD) -> TransformerBlock:
         """A layer of a GPT, or of an encoder."""
         return cls(nn.LayerNorm, width, Attention(width, causal=causal, head=head), mlp=mlp(width))
 
     @classmethod
-    def llama(cls, width: int) -> Block:
+    def llama(cls, width: int) -> TransformerBlock:
         """A layer with RMS norms, a gate, fewer heads of keys and no biases."""
         return cls(nn.RMSNorm, width, Attention(width, 2, bias=False), mlp=Gated(width, 8 * width // 3))
 
     @classmethod
-    def mixtral(cls, width: int) -> Block:
+    def mixtral(cls, width: int) -> TransformerBlock:
         """A layer of a Mixtral."""
         return cls(nn.RMSNorm, width, Attention(width, 2, bias=False), moe=Mixture(width, 2 * width))
 
@@ -220,10 +220,10 @@ class Shape:
 
 
 MODELS = {
-    "gpt": Shape(lambda layers, width, tokens: Decoder(layers, width, tokens, Block.gpt)),
-    "llama": Shape(lambda layers, width, tokens: Decoder(layers, width, tokens, Block.llama)),
+    "gpt": Shape(lambda layers, width, tokens: Decoder(layers, width, tokens, TransformerBlock.gpt)),
+    "llama": Shape(lambda layers, width, tokens: Decoder(layers, width, tokens, TransformerBlock.llama)),
     "moe": Shape(
-        lambda layers, width, tokens: Decoder(layers, width, tokens, Block.mixtral),
+        lambda layers, width, tokens: Decoder(layers, width, tokens, TransformerBlock.mixtral),
         labels=(("core_attn",), ("moe",), ("layernorm",), ("core_attn", "moe", "layernorm")),
     ),
 }

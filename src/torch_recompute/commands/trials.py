@@ -316,7 +316,7 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
 
 
 @dataclass(frozen=True)
-class Task:
+class TrialTask:
     """What a process is asked to do; a setting with a budget and no plan is planned, and not trained.
 
     `store` is where the ranks find each other, (host, port, prefix), None for one alone.
@@ -334,11 +334,11 @@ class Task:
     store: tuple[str, int, str] | None = None
 
     @staticmethod
-    def of(data: dict[str, Any]) -> Task:
+    def of(data: dict[str, Any]) -> TrialTask:
         """From what `dataclasses.asdict` made."""
         data["workload"], data["setting"] = Workload(**data["workload"]), Setting(**data["setting"])
         data["store"] = data["store"] and tuple(data["store"])
-        return Task(**data)
+        return TrialTask(**data)
 
     @property
     def device(self) -> torch.device:
@@ -352,7 +352,7 @@ class Task:
         return self.workload.device == "cpu" and hasattr(os, "fork")
 
 
-def carry_out(task: Task) -> Record:
+def carry_out(task: TrialTask) -> Record:
     """What came of a task; an error that says something of the setting is part of that."""
     trial = _Trial(task)
     try:
@@ -372,7 +372,7 @@ def carry_out(task: Task) -> Record:
 
 
 class _Trial:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._task = task
         self._device = task.device
         self._optimizer: torch.optim.Optimizer | None = None
@@ -520,7 +520,7 @@ class Launcher:
         self._close()
         self._folder.cleanup()
 
-    def run(self, task: Task, given_up: Callable[[], bool] = lambda: False) -> Record:
+    def run(self, task: TrialTask, given_up: Callable[[], bool] = lambda: False) -> Record:
         """The record of a trial.
 
         Args:
@@ -633,7 +633,7 @@ class Ranks:
     rank = 0
     count = 1
 
-    def run(self, launcher: Launcher, task: Task) -> list[Record]:
+    def run(self, launcher: Launcher, task: TrialTask) -> list[Record]:
         """The records of a trial, one per rank."""
         return [launcher.run(task)]
 
@@ -658,7 +658,7 @@ class Together(Ranks):
         self._store = _meet(*self._address, self._prefix, hosts=hosts)
         self._turn = 0
 
-    def run(self, launcher: Launcher, task: Task) -> list[Record]:
+    def run(self, launcher: Launcher, task: TrialTask) -> list[Record]:
         """The records of a trial, one per rank."""
         turn = self._next()
         bad = f"{turn}/bad"
@@ -706,7 +706,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         given, to = line.rstrip("\n").split("\t")
-        task = Task.of(json.loads(Path(given).read_text(encoding="utf-8")))
+        task = TrialTask.of(json.loads(Path(given).read_text(encoding="utf-8")))
         if not task.forks:
             _write_record(task, Path(to))
             answers.write("0\n")
@@ -719,14 +719,14 @@ def _serve() -> None:
         answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
 
 
-def _write_record(task: Task, to: Path) -> None:
+def _write_record(task: TrialTask, to: Path) -> None:
     record = carry_out(task)
     half = to.with_suffix(".half")
     half.write_text(json.dumps(asdict(record)), encoding="utf-8")
     half.replace(to)
 
 
-def _end(task: Task, to: Path) -> None:
+def _end(task: TrialTask, to: Path) -> None:
     """Carries out a task and ends the process, without what it has inherited to be done at exit."""
     code = 1
     try:

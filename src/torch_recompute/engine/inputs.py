@@ -152,7 +152,7 @@ class Inputs:
         return args, kwargs, tensors[len(self._call.tensors) :], ids
 
 
-class Owner(Protocol):
+class ResultOwner(Protocol):
     """Who will say that a result is discarded."""
 
     def waits_for(self, late: DeferredInput) -> None:
@@ -215,19 +215,19 @@ class Waiting(threading.local):
     """
 
     def __init__(self) -> None:
-        self.results: dict[int, weakref.ref[Owner]] = {}
+        self.results: dict[int, weakref.ref[ResultOwner]] = {}
 
-    def put(self, storage: int, owner: Owner) -> None:
+    def put(self, storage: int, owner: ResultOwner) -> None:
         """Notes that a result waits."""
         results = self.results
 
-        def forget(ref: weakref.ref[Owner]) -> None:
+        def forget(ref: weakref.ref[ResultOwner]) -> None:
             if results.get(storage) is ref:
                 del results[storage]
 
         results[storage] = weakref.ref(owner, forget)
 
-    def owner(self, storage: int) -> Owner | None:
+    def owner(self, storage: int) -> ResultOwner | None:
         """Who will say that this result is discarded; None where it does not wait."""
         ref = self.results.get(storage)
         return None if ref is None else ref()

@@ -27,7 +27,7 @@ from ..observer import here
 from ..state import Ambient, advanced
 from ..stores import Kept, Store
 from ..values import Key, Run, thread
-from .shape_only import Layout, ShapeOnly, missing
+from .shape_only import ShapeOnly, TensorLayout, missing
 from .slots import Owner, Packed, Slot, unpack
 
 
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 class Unkept(NamedTuple):
     """An output of which a replay needs the layout only."""
 
-    layout: Layout
+    layout: TensorLayout
     grad: bool
 
 
@@ -265,7 +265,7 @@ class SavedCall:
                 "  Keep its output: no_recompute(fn) without values_unused=True; in a plan, @product in the place of "
                 "@values_unused."
             )
-        return Unkept(Layout.of(tensor), wants_grad(tensor))
+        return Unkept(TensorLayout.of(tensor), wants_grad(tensor))
 
     def pack(
         self,

@@ -69,7 +69,7 @@ class Read(BaseException):
         self.op = op
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """What a hollow tensor has."""
 
     shape: Sequence[int]
@@ -78,9 +78,9 @@ class Layout(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
+    def of(tensor: torch.Tensor) -> TensorLayout:
         """A tensor's."""
-        return Layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return TensorLayout(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 class ShapeOnly(torch.Tensor):
@@ -95,7 +95,7 @@ class ShapeOnly(torch.Tensor):
     call: Unread
 
     @staticmethod
-    def make(layout: Layout, call: Unread) -> ShapeOnly:
+    def make(layout: TensorLayout, call: Unread) -> ShapeOnly:
         """A hollow tensor, without grad."""
         made: ShapeOnly = _torch.without_memory(ShapeOnly, *layout)
         made.call = call
@@ -138,7 +138,7 @@ class ShapeOnly(torch.Tensor):
             return func(_on_meta(hollow), *args[1:], **{**kwargs, "device": kwargs.get("device") or hollow.device})
         if func is DROPOUT and args[0] is hollow:  # a mask depends on how the elements lie
             _, mask = func(_blank(hollow, hollow.device), *args[1:], **kwargs)
-            return ShapeOnly.make(Layout.of(hollow), hollow.call), mask
+            return ShapeOnly.make(TensorLayout.of(hollow), hollow.call), mask
         if not goes_through(func):
             raise missing(hollow, str(func))
         written = _torch.written_by(func, args, kwargs)
@@ -148,7 +148,7 @@ class ShapeOnly(torch.Tensor):
             return written[0]
         with without_modes():
             made = func(*mapped(args, _on_meta), **mapped(kwargs, _on_meta))
-        return mapped(made, lambda x: ShapeOnly.make(Layout.of(x)._replace(device=hollow.device), hollow.call))
+        return mapped(made, lambda x: ShapeOnly.make(TensorLayout.of(x)._replace(device=hollow.device), hollow.call))
 
 
 def _read_outside(call: str, op: str) -> str:

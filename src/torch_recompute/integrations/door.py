@@ -16,7 +16,7 @@ from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
 from .policies import Policy, plan_of
 
-__all__ = ["Applied", "Figures", "apply", "check_loop"]
+__all__ = ["Applied", "StepFigures", "apply", "check_loop"]
 
 WATCHED = 2  # steps at a time: bytes, FLOPs and decisions are those of the first, seconds those of the second
 
@@ -43,7 +43,7 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
     return plan.apply(model, plan_of(policy, model), stores=stores)
 
 
-class Figures:
+class StepFigures:
     """Figures of a plan for a log, from two steps that are watched now and then; all other steps are left alone.
 
     Args:

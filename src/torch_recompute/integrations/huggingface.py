@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import errors, memory
 from ..memory.loop import Loop
-from .door import Applied, Figures, apply, check_loop
+from .door import Applied, StepFigures, apply, check_loop
 from .policies import Policy, plan_of
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ class RecomputeCallback(TrainerCallback):
         self._measured: memory.Measurement | None = None
         self._measuring = False
         self._every = every
-        self._taking = Figures(every)
+        self._taking = StepFigures(every)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Applies the plan."""
         self._close()
-        self._measured, self._taking, self.figures = None, Figures(self._every), {}
+        self._measured, self._taking, self.figures = None, StepFigures(self._every), {}
         if self.handle is None:
             policy = self._policy if self._policy is not None else _policy_of(args)
             if policy is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..memory.loop import Loop
-from .door import Applied, Figures, apply, check_loop
+from .door import Applied, StepFigures, apply, check_loop
 from .policies import Policy
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Recompute(Callback):
         super().__init__()
         self.handle: Applied | None = None
         self.figures: dict[str, float] = {}
-        self._taking = Figures(every)
+        self._taking = StepFigures(every)
         self._policy = policy
         self._remove = remove
 

@@ -54,21 +54,21 @@ SHARES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
-class Cut:
+class MinCut:
     """What is cheapest: the seconds of what is run again, and the bytes of what is saved. Infinite if impossible."""
 
     seconds: float
     bytes: int
 
-    def __add__(self, other: Cut) -> Cut:
-        return Cut(self.seconds + other.seconds, self.bytes + other.bytes)
+    def __add__(self, other: MinCut) -> MinCut:
+        return MinCut(self.seconds + other.seconds, self.bytes + other.bytes)
 
     def value(self, price: float, weight: float = 1.0) -> float:
         """Both in one figure."""
         return weight * self.seconds + price * self.bytes if self.seconds < math.inf else math.inf
 
 
-_NOTHING, _IMPOSSIBLE = Cut(0.0, 0), Cut(math.inf, 0)
+_NOTHING, _IMPOSSIBLE = MinCut(0.0, 0), MinCut(math.inf, 0)
 
 
 def bound(costs: Costs, budget: int) -> float:
@@ -97,14 +97,14 @@ def bound(costs: Costs, budget: int) -> float:
     return max(best, rest, *both)
 
 
-def _least(whole: Callable[..., Cut], room: int, highest: float = math.inf) -> float:
+def _least(whole: Callable[..., MinCut], room: int, highest: float = math.inf) -> float:
     """The fewest seconds with so much room, from the cheapest cuts at prices of a byte up to `highest`."""
     free = whole(0.0)
     if free.bytes <= room:
         return max(0.0, free.seconds * (1 - ROUNDING))
     tight = whole(1.0, weight=0.0)
 
-    def bounded(price: float, cut: Cut) -> float:
+    def bounded(price: float, cut: MinCut) -> float:
         value = cut.value(price)
         return value - price * room - ROUNDING * (value + price * room)
 
@@ -151,17 +151,17 @@ def between(costs: Costs) -> int:
 
 def _cheapest(
     costs: Costs, price: float, weight: float = 1.0, *, stop: int | None = None, before: int = 0, share: float = 1.0
-) -> Cut:
+) -> MinCut:
     """The cheapest cut of the segments up to `stop`; in those before `before` a second counts as a share of one."""
-    made: dict[tuple[str, bool, bool, float], Cut] = {}
+    made: dict[tuple[str, bool, bool, float], MinCut] = {}
 
-    def of(index: int, output: bool, input: bool) -> Cut:
+    def of(index: int, output: bool, input: bool) -> MinCut:
         kind, part = costs.segments[index].kind, share if index < before else 1.0
         key = kind, output, input, part
         if key not in made:
             graph = costs.kinds[kind].graph
             cut = _NOTHING if graph is None else cheapest(graph, price, output, input, weight * part)
-            made[key] = Cut(cut.seconds * part, cut.bytes)
+            made[key] = MinCut(cut.seconds * part, cut.bytes)
         return made[key]
 
     # The cheapest for all that follows, by whether it needs the output of this place to be there.
@@ -177,7 +177,7 @@ def _cheapest(
     return min(free, demanded, key=lambda cut: cut.value(price, weight))
 
 
-def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0) -> Cut:
+def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0) -> MinCut:
     """The cheapest way to have all that backward needs.
 
     Args:
@@ -214,7 +214,7 @@ def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: floa
     side = flow.cut(source, sink)
     again = [index for index in relevant if side[size + index]]
     saved = [index for index in relevant if side[index] and not side[size + index]]
-    return Cut(
+    return MinCut(
         math.fsum(graph.nodes[index].seconds for index in again), sum(graph.nodes[index].bytes for index in saved)
     )
 

@@ -204,7 +204,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakMoment:
     """A moment of a step.
 
     Attributes:
@@ -228,22 +228,25 @@ def begins(options: Sequence[Option]) -> list[int]:
     return found
 
 
-def peak(costs: Costs, options: Sequence[Option]) -> Moment:
+def peak(costs: Costs, options: Sequence[Option]) -> PeakMoment:
     """When the most bytes are alive, with one option per segment."""
     segments, saved = costs.segments, 0
-    levels, moments = [0] * len(segments), list[Moment]()  # saved by what has begun, at the point before each segment
+    levels, moments = (
+        [0] * len(segments),
+        list[PeakMoment](),
+    )  # saved by what has begun, at the point before each segment
     for start in begins(options):
         option, stop = options[start], start + options[start].span
         for fixed, own, where in (
             (segments[start].forward_bytes, option.forward_bytes, f"in the forward of {segments[start].path}"),
             (segments[stop - 1].backward_bytes, option.backward_bytes, f"in the backward of {segments[stop - 1].path}"),
         ):
-            moments.append(Moment(saved + fixed + own, fixed, where))
+            moments.append(PeakMoment(saved + fixed + own, fixed, where))
         levels[start:stop] = [saved] + [saved + option.saved_bytes] * (option.span - 1)
         saved += option.saved_bytes
     for point in (*costs.points, Point(len(segments), costs.turn_bytes)):
         level = [*levels, saved][point.after]
-        moments.append(Moment(level + point.bytes, point.bytes, point.where or "between forward and backward"))
+        moments.append(PeakMoment(level + point.bytes, point.bytes, point.where or "between forward and backward"))
     return max(moments, key=lambda moment: moment.bytes)
 
 

@@ -52,7 +52,7 @@ Chosen = dict[int, tuple[Option, ...]]  # by stage, one per layer
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedPlan:
     """The stages of a rank under some options.
 
     Attributes:
@@ -170,11 +170,11 @@ class RankPlanner:
         self.memory = RankMemory(steps, of.pipeline.microbatches, sends, taken, of.megatron, reserved)
         self.plain = self._tried(chosen)
 
-    def _tried(self, chosen: Chosen) -> Tried:
+    def _tried(self, chosen: Chosen) -> TriedPlan:
         runs = {stage: self._of.run(stage, options, self._kinds) for stage, options in chosen.items()}
-        return Tried(chosen, runs, self.memory.peak({stage: run.bytes for stage, run in runs.items()}))
+        return TriedPlan(chosen, runs, self.memory.peak({stage: run.bytes for stage, run in runs.items()}))
 
-    def fitted(self, budget: Budget) -> tuple[Tried, int]:
+    def fitted(self, budget: Budget) -> tuple[TriedPlan, int]:
         """The cheapest choice for a budget, or that of the least need where none fits; the budget in bytes."""
         wanted = bytes_of(budget, lambda: self.least.peak.bytes, self.plain.peak.bytes, None)
         if self.plain.peak.bytes <= wanted:
@@ -182,9 +182,9 @@ class RankPlanner:
         found = self._within(wanted)
         return found or self.least, wanted
 
-    def _within(self, budget: int) -> Tried | None:
+    def _within(self, budget: int) -> TriedPlan | None:
         """The cheapest that fits, of those that the rounds reach."""
-        best: Tried | None = None
+        best: TriedPlan | None = None
         current, target = self.plain, budget
         over: list[tuple[Chosen, int]] = []  # what was tried, and by how much it exceeds the budget
         for _ in range(ROUNDS):
@@ -203,7 +203,7 @@ class RankPlanner:
                 best = current
         return best
 
-    def _choice(self, tried: Tried, budget: int) -> Chosen | None:
+    def _choice(self, tried: TriedPlan, budget: int) -> Chosen | None:
         """The cheapest choice that fits, as far as what was tried tells; None where a solver finds none.
 
         A solver knows one action. Where others need more under its choice, it is asked for less; then layers take back
@@ -244,7 +244,7 @@ class RankPlanner:
                         break
         return fits
 
-    def _estimated(self, tried: Tried, chosen: Chosen, single: Mapping[int, Costs]) -> int:
+    def _estimated(self, tried: TriedPlan, chosen: Chosen, single: Mapping[int, Costs]) -> int:
         """The peak of the rank under some options, from what was tried under others and the costs of its stages."""
         stages: dict[int, StageBytes] = {}
         for stage, found in tried.bytes.items():
@@ -259,7 +259,7 @@ class RankPlanner:
         return self.memory.peak(stages).bytes
 
     @cached_property
-    def least(self) -> Tried:
+    def least(self) -> TriedPlan:
         """The smallest peak that the rounds reach."""
         best = current = self.plain
         for _ in range(ROUNDS):
@@ -279,7 +279,7 @@ class RankPlanner:
             chosen[stage] = tuple(self._known[stage, s.kind][next(rest)] for s in self._of.segments(stage))
         return {stage: chosen[stage] for stage in self.stages}
 
-    def _costs(self, tried: Tried, step: ScheduleStep) -> Costs:
+    def _costs(self, tried: TriedPlan, step: ScheduleStep) -> Costs:
         """The costs that a solver is given for one action: each layer as often as it is held then.
 
         The layers of the stage that runs come last. In the backward of one of them those after it are released by this
@@ -314,7 +314,7 @@ class RankPlanner:
                 segments.append(Segment(segment.path, name, *(levels if runs else (0, 0))))
         return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes)
 
-    def _calibrated(self, tried: Tried, stage: int, level: int) -> Costs:
+    def _calibrated(self, tried: TriedPlan, stage: int, level: int) -> Costs:
         """The costs of one microbatch of a stage, above what else is alive."""
         of = self._of
         lifted = [sample._replace(live_bytes=sample.live_bytes + level) for sample in tried.runs[stage].timeline]
@@ -328,7 +328,7 @@ class RankPlanner:
             self.seconds,
         )
 
-    def planned(self, groups: Sequence[Sequence[int]], tried: Tried, wanted: int, times: int) -> list[Plan]:
+    def planned(self, groups: Sequence[Sequence[int]], tried: TriedPlan, wanted: int, times: int) -> list[Plan]:
         """A plan for each of some groups of stages, with what is promised of the whole rank.
 
         Args:

@@ -48,9 +48,9 @@ from .clock import Scale, clock, obstacle
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .prices import Measured, Roofline, prices_for, where
-from .segments import Captured, capture, groups
+from .segments import CapturedCall, capture, groups
 from .stage_runs import StageRunner
-from .trials import Call, Tried, attempt
+from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
 TRIED = 20  # choices per kind of segment
@@ -280,7 +280,7 @@ class Planner:
             self._model, args, kwargs, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch, **self._step
         )
 
-    def _tried(self, captured: Captured) -> dict[str, Kind]:
+    def _tried(self, captured: CapturedCall) -> dict[str, Kind]:
         """The options of each kind of segment."""
         ways: dict[str, Kind] = {}
         several = {path for path, times in Counter(self._paths).items() if times > 1}
@@ -315,7 +315,13 @@ class Planner:
         return ways
 
     def _offloaded(
-        self, captured: Captured, path: str, call: Call, options: Sequence[Option], plain: Tried, forward: float
+        self,
+        captured: CapturedCall,
+        path: str,
+        call: SegmentCall,
+        options: Sequence[Option],
+        plain: Tried,
+        forward: float,
     ) -> Iterator[Option]:
         """The options of one segment with the inputs of their regions in host memory."""
         assert self._link is not None
@@ -328,7 +334,7 @@ class Planner:
                 seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
                 yield replace(here, seconds=seconds, host_bytes=tried.host_bytes)
 
-    def _grouped(self, captured: Captured, kind: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
+    def _grouped(self, captured: CapturedCall, kind: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
         for group in groups(captured, self._kinds.index(str(kind)), kinds):
             choice = replace(group.choice, carry=decides(group.paths, self._routers))

@@ -45,13 +45,13 @@ from ..plan.roles import Units, inside
 from ..plan.units import find_units
 from ..simulation.fake_mode import FakeMode, Faker
 from .ops import Op, logging
-from .trials import Call
+from .trials import SegmentCall
 
 PRODUCTS = 6
 
 
 @dataclass
-class Captured:
+class CapturedCall:
     """A fake model and the calls of its segments.
 
     Attributes:
@@ -67,7 +67,7 @@ class Captured:
     units: Units
     pretend: FakeMode
     paths: list[str] = field(default_factory=list[str])
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[SegmentCall] = field(default_factory=list[SegmentCall])
     kinds: list[int] = field(default_factory=list[int])
     chained: list[bool] = field(default_factory=list[bool])
     autocast: str = ""
@@ -91,7 +91,7 @@ def capture(
     kwargs: dict[str, Any],
     device: torch.device | None = None,
     composed: str = "",
-) -> Captured:
+) -> CapturedCall:
     """Runs a fake copy of a model forward and notes the calls of its segments.
 
     Args:
@@ -112,7 +112,7 @@ def capture(
     copy: nn.Module = faker.copy(model)
     args, kwargs = faker.arguments(args, kwargs)
     units = find_units(model)
-    found = Captured(units, FakeMode(fakes, lambda: "", composed))
+    found = CapturedCall(units, FakeMode(fakes, lambda: "", composed))
     modules = dict(copy.named_modules())
     kinds = composed.partition(" ")[0], (device or torch.device("cpu")).type
     seen = _SeenCalls({path: modules[path] for path in segments(units, copy)}, kinds)
@@ -139,7 +139,7 @@ def capture(
     return found
 
 
-def _grads(call: Call) -> tuple[bool, ...]:
+def _grads(call: SegmentCall) -> tuple[bool, ...]:
     """Which arguments and parameters require grad."""
     parameters = tuple(parameter.requires_grad for parameter in call.modules[0].parameters())
     return (*(isinstance(x, torch.Tensor) and x.requires_grad for x in call.leaves[0]), *parameters)
@@ -160,7 +160,7 @@ class _SeenCalls:
         self._modules = modules
         self._device_types = device_types
         self.autocast = ""
-        self.calls: list[tuple[str, Call, list[Op]]] = []
+        self.calls: list[tuple[str, SegmentCall, list[Op]]] = []
         self.chained: set[str] = set()
         self._result: Any = None
         self._open: list[list[Op]] = []
@@ -187,7 +187,7 @@ class _SeenCalls:
             if leaves and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor):
                 self.chained.add(path)
             noted = tuple(CacheSnapshot(leaf) if is_cache(leaf) else leaf for leaf in leaves)
-            self.calls.append((path, Call((module,), (noted,), (spec,), _autocast(leaves)), self._open[-1]))
+            self.calls.append((path, SegmentCall((module,), (noted,), (spec,), _autocast(leaves)), self._open[-1]))
 
         return enter
 
@@ -248,7 +248,7 @@ class LayerGroup:
         choice: The region, its paths those of the trial.
     """
 
-    call: Call
+    call: SegmentCall
     paths: tuple[str, ...]
     choice: Choice
 
@@ -258,7 +258,7 @@ class LayerGroup:
         return len(self.paths)
 
 
-def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[LayerGroup]:
+def groups(captured: CapturedCall, start: int, kinds: Sequence[str]) -> Iterator[LayerGroup]:
     """The groups of one kind that are worth a trial.
 
     Args:
@@ -274,7 +274,7 @@ def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[Lay
     span = TOGETHER
     while span <= min(longest, LARGEST) and (span == TOGETHER or span * span <= 2 * longest):
         calls = captured.calls[start : start + span]
-        call = Call(
+        call = SegmentCall(
             tuple(call.modules[0] for call in calls),
             tuple(call.leaves[0] for call in calls),
             tuple(call.specs[0] for call in calls),
@@ -293,7 +293,7 @@ def groups(captured: Captured, start: int, kinds: Sequence[str]) -> Iterator[Lay
         span *= 2
 
 
-def _runs(captured: Captured, kind: int) -> list[tuple[int, int]]:
+def _runs(captured: CapturedCall, kind: int) -> list[tuple[int, int]]:
     """Where segments of a kind take one another's results, and how many of them.
 
     A run of equal segments is one for the solvers, so where one of them takes something else there is no group at all.

@@ -35,7 +35,7 @@ from .ops import Op, op_of
 
 
 @dataclass(frozen=True)
-class Call:
+class SegmentCall:
     """How the model calls a segment: its modules in a row, and the arguments of each.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Source(torch.autograd.Function):
     """Makes tensors as a layer before would: nobody but the reader holds them, and their gradients go nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, call: Call) -> Any:
+    def forward(ctx: Any, _: torch.Tensor, call: SegmentCall) -> Any:
         like = call.inputs  # of the call, since an argument would be part of the graph
         return tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in like)
 
@@ -141,7 +141,7 @@ class _Counts:
             self.ran[op] += 1
 
 
-def attempt(call: Call, choices: Sequence[Choice], pretend: FakeMode) -> Tried:
+def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> Tried:
     """Runs a segment under some choices.
 
     Args:
@@ -167,7 +167,7 @@ def attempt(call: Call, choices: Sequence[Choice], pretend: FakeMode) -> Tried:
             parameter.grad = gradient
 
 
-def _run(call: Call, holder: nn.Module, pretend: FakeMode, host: HostApart) -> Tried:
+def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart) -> Tried:
     counts = _Counts()
     m = SimulatedMeasurement(None, pretend, counts.see)
     like = call.inputs

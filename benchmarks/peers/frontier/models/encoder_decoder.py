@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_recompute.commands.small_models import VOCABULARY, Attention, Block, mlp
+from torch_recompute.commands.small_models import VOCABULARY, Attention, TransformerBlock, mlp
 
 
 class Reading(nn.Module):
@@ -38,7 +38,7 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.embed, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(tokens, width)
         half = max(1, layers // 2)
-        self.encoder = nn.ModuleList(Block.gpt(width, causal=False) for _ in range(half))
+        self.encoder = nn.ModuleList(TransformerBlock.gpt(width, causal=False) for _ in range(half))
         self.decoder = nn.ModuleList(Reading(width) for _ in range(max(1, layers - half)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
