@@ -632,7 +632,7 @@ def test_processes_that_trials_come_from(started: Callable[[str], list[Any]], de
     seen = started(ANSWERS)
     with trials.Launcher() as launcher:
         for name in ("a", "b", "c"):
-            assert launcher.run(run.Task(Workload("gpt-tiny", device=device), Setting(name), 1, 0)) == Record(
+            assert launcher.run(run.TrialTask(Workload("gpt-tiny", device=device), Setting(name), 1, 0)) == Record(
                 DONE, name
             )
     assert len(seen) == processes
@@ -642,7 +642,7 @@ def test_processes_that_trials_come_from(started: Callable[[str], list[Any]], de
 def test_a_trial_that_is_given_up(started: Callable[[str], list[Any]]) -> None:
     """A trial that is given up, because another rank has ended, is killed, and the next one runs."""
     seen = started("import time; time.sleep(600)")
-    task = run.Task(Workload("gpt-tiny"), CONTROL, 1, 0)
+    task = run.TrialTask(Workload("gpt-tiny"), CONTROL, 1, 0)
     with trials.Launcher() as launcher:
         assert launcher.run(task, lambda: True).status == STOPPED
         assert launcher.run(task, lambda: True).status == STOPPED
