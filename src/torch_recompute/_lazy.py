@@ -5,7 +5,7 @@ third of the package. So a package's `__init__.py` imports what is needed at onc
 repeats it under `if TYPE_CHECKING`, for type checkers and editors; `tests/test_imports.py` compares the two.
 
     if not TYPE_CHECKING:
-        __getattr__, __dir__ = lazily(globals(), {"planning": ("make_plan", "profile")})
+        __getattr__, __dir__ = lazily(globals(), {"planner": ("make_plan", "profile")})
 
 Rejected: `lazy_loader`, a dependency for thirty lines; a proxy module, which shows where it should not.
 

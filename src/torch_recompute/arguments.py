@@ -307,6 +307,32 @@ def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def _not_a_model(what: str, value: object) -> str:
+    """Text for a model that cannot be called."""
+    return (
+        f"{what}(model, args) needs a module or another callable, but got {errors.say(value)}\n"
+        f"  It makes the call itself; pass the model, and the arguments as a tuple:\n"
+        f"      {what}(model, (x,))     # not {what}(model(x))"
+    )
+
+
+def _args_not_a_tuple(what: str, value: object) -> str:
+    """Text for arguments of an example call that are not in a tuple."""
+    return (
+        f"{what}(model, args) takes the positional arguments of one call as a tuple, but args is {errors.say(value)}\n"
+        f"  Write {what}(model, (x,)) for the call model(x), {what}(model, (x, y)) for model(x, y)."
+    )
+
+
+def _kwargs_not_a_dict(what: str, value: object) -> str:
+    """Text for keyword arguments of an example call that are not in a dict."""
+    return (
+        f"{what}(model, args, kwargs) takes the keyword arguments of one call as a dict of names to values, but "
+        f"kwargs is {errors.say(value)}\n"
+        f'  Write {what}(model, (x,), {{"mask": mask}}) for the call model(x, mask=mask).'
+    )
+
+
 def check_call(what: str, model: object, args: object, kwargs: object, *, a_module: bool = False) -> None:
     """Refuses what is no model, no tuple of positional arguments or no dict of keyword arguments.
 
@@ -321,11 +347,11 @@ def check_call(what: str, model: object, args: object, kwargs: object, *, a_modu
         ArgumentError: One of them is of another kind.
     """
     if not (isinstance(model, nn.Module) if a_module else callable(model)):
-        raise errors.ArgumentError(errors.not_a_model(what, model))
+        raise errors.ArgumentError(_not_a_model(what, model))
     if type(args) is not tuple:
-        raise errors.ArgumentError(errors.args_not_a_tuple(what, args))
+        raise errors.ArgumentError(_args_not_a_tuple(what, args))
     if kwargs is not None and (not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs)):
-        raise errors.ArgumentError(errors.kwargs_not_a_dict(what, kwargs))
+        raise errors.ArgumentError(_kwargs_not_a_dict(what, kwargs))
 
 
 class _Code(NamedTuple):

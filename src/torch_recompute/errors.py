@@ -152,32 +152,9 @@ def goes_with(option: str, other: str) -> str:
     return f"{option} goes with {other} and says nothing without it. Add {other}, or leave {option} out."
 
 
-def cannot_write(option: str, path: str, why: str) -> str:
-    """Text for a file that cannot be written."""
-    return f"{option} is {path}: {why}. Write the path of a file in a folder that is there, and that may be written."
-
-
-def not_a_count(field: str, value: object) -> str:
-    """Text for a number of layers that is no whole number of at least 1."""
-    return (
-        f"{field} is {say(value)}, where a whole number of layers is expected, 1 or more.\n"
-        f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
-    )
-
-
 def no_effect(field: str, value: object, why: str, write: str) -> str:
     """Text for a field that nothing would look at."""
     return f"{field}={value!r} would have no effect: {why}.\n  {write}, or leave {field} out."
-
-
-def unknown_field(name: str, nearest: str, where: str) -> str:
-    """Text for a key or flag that can only be meant for us and is not known."""
-    place = f" in {where}" if where else ""
-    return (
-        f"{name!r}{place} is not a field of RecomputeConfig, so it would have no effect; the nearest is {nearest!r}.\n"
-        "  The fields are Megatron-LM's, written out: recompute_granularity, recompute_method, recompute_num_layers, "
-        "recompute_modules."
-    )
 
 
 def other_checkpointing_inside(path: str) -> str:
@@ -205,32 +182,6 @@ def no_pipeline(model: str, cls: str) -> str:
     return (
         f"--tp, --pp, --dp and --mbs are for language models of transformers; {model} is {cls}. Leave them out, or "
         "plan with make_plan what each rank runs."
-    )
-
-
-def not_a_model(what: str, value: object) -> str:
-    """Text for a model that cannot be called."""
-    return (
-        f"{what}(model, args) needs a module or another callable, but got {say(value)}\n"
-        f"  It makes the call itself; pass the model, and the arguments as a tuple:\n"
-        f"      {what}(model, (x,))     # not {what}(model(x))"
-    )
-
-
-def args_not_a_tuple(what: str, value: object) -> str:
-    """Text for arguments of an example call that are not in a tuple."""
-    return (
-        f"{what}(model, args) takes the positional arguments of one call as a tuple, but args is {say(value)}\n"
-        f"  Write {what}(model, (x,)) for the call model(x), {what}(model, (x, y)) for model(x, y)."
-    )
-
-
-def kwargs_not_a_dict(what: str, value: object) -> str:
-    """Text for keyword arguments of an example call that are not in a dict."""
-    return (
-        f"{what}(model, args, kwargs) takes the keyword arguments of one call as a dict of names to values, but "
-        f"kwargs is {say(value)}\n"
-        f'  Write {what}(model, (x,), {{"mask": mask}}) for the call model(x, mask=mask).'
     )
 
 
@@ -288,31 +239,9 @@ def changed_input(region: str, label: str, was: int, now: int) -> str:
     )
 
 
-def fewer(region: str, expected: int, got: int, op: str) -> str:
-    """Text for a replay that saved too few tensors."""
-    return (
-        f"the replay of {region} saved fewer tensors than its forward: {got} now, {expected} then. (A different number "
-        f"of tensors was saved during the original forward and recomputation.){needed_by(op)}\n"
-        f"{WHY}"
-    )
-
-
-def more(region: str, expected: int) -> str:
-    """Text for a replay that saved too many tensors."""
-    return (
-        f"the replay of {region} saved more tensors than its forward: {expected} then, and now at least one more. "
-        f"(trying to save more tensors during recomputation than during the original forward pass)\n{WHY}"
-    )
-
-
 def missed_call(region: str, call: str) -> str:
     """Text for a replay that did not reach a saved call of its forward."""
     return f"the replay of {region} did not reach the saved call {call}, which its forward made.\n{WHY}"
-
-
-def needed_by(op: str) -> str:
-    """A sentence on the operation that backward needs the tensor for."""
-    return f" It is needed by {op}." if op else ""
 
 
 def not_a_member(what: str) -> str:

@@ -178,6 +178,11 @@ def new_table(*titles: str) -> Table:
     return table
 
 
+def _cannot_write(option: str, path: str, why: str) -> str:
+    """Text for a file that cannot be written."""
+    return f"{option} is {path}: {why}. Write the path of a file in a folder that is there, and that may be written."
+
+
 def check_folder(option: str, path: Path) -> None:
     """Refuses, before the work, a file that could not be written after it.
 
@@ -185,7 +190,7 @@ def check_folder(option: str, path: Path) -> None:
         ArgumentError: It is in no folder.
     """
     if not path.parent.is_dir():
-        raise errors.ArgumentError(errors.cannot_write(option, str(path), f"there is no folder {path.parent}"))
+        raise errors.ArgumentError(_cannot_write(option, str(path), f"there is no folder {path.parent}"))
 
 
 @contextmanager
@@ -198,7 +203,7 @@ def writing(option: str, path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise errors.ArgumentError(errors.cannot_write(option, str(path), reason(error))) from error
+        raise errors.ArgumentError(_cannot_write(option, str(path), reason(error))) from error
 
 
 def write_text(option: str, path: Path, text: str) -> None:

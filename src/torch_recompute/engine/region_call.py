@@ -47,6 +47,28 @@ if TYPE_CHECKING:
     pass
 
 
+def _needed_by(op: str) -> str:
+    """A sentence on the operation that backward needs the tensor for."""
+    return f" It is needed by {op}." if op else ""
+
+
+def _fewer(region: str, expected: int, got: int, op: str) -> str:
+    """Text for a replay that saved too few tensors."""
+    return (
+        f"the replay of {region} saved fewer tensors than its forward: {got} now, {expected} then. (A different number "
+        f"of tensors was saved during the original forward and recomputation.){_needed_by(op)}\n"
+        f"{errors.WHY}"
+    )
+
+
+def _more(region: str, expected: int) -> str:
+    """Text for a replay that saved too many tensors."""
+    return (
+        f"the replay of {region} saved more tensors than its forward: {expected} then, and now at least one more. "
+        f"(trying to save more tensors during recomputation than during the original forward pass)\n{errors.WHY}"
+    )
+
+
 class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
@@ -103,7 +125,7 @@ class Replay(Run):
         if self.filled < expected and not self._done:
             waiting = [slot for ref in self._slots[self.filled :] if (slot := ref()) is not None]
             op = reader_of(waiting[0]) if waiting else ""
-            raise errors.MismatchError(errors.fewer(self.name, expected, self.filled, op))
+            raise errors.MismatchError(_fewer(self.name, expected, self.filled, op))
         if self._frame.later is not None:
             results = [leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             self._frame.later.check(self.name, results)
@@ -174,7 +196,7 @@ class Replay(Run):
             else:
                 slot.tensor = rebuilt
         elif ref is None and self._frame.complete:  # else for a backward inside its own forward, not there yet
-            raise errors.MismatchError(errors.more(self.name, len(self._slots)))
+            raise errors.MismatchError(_more(self.name, len(self._slots)))
         if self._fingerprints is not None and not restored:
             self._fingerprints.add(index, tensor)
         if not tensor.requires_grad:
@@ -199,7 +221,7 @@ class Replay(Run):
             f"      forward: {then}\n"
             f"      replay:  {now}\n"
             "  (Recomputed values for the following tensors have different metadata than during the forward pass.)"
-            f"{errors.needed_by(reader_of(slot))}\n{errors.WHY}"
+            f"{_needed_by(reader_of(slot))}\n{errors.WHY}"
         )
 
     def compare_values(self) -> None:
@@ -212,7 +234,7 @@ class Replay(Run):
             index, was, new = found
             raise errors.MismatchError(
                 f"the replay of {self.name} saved a tensor with other values than its forward at position {index}; "
-                f"those before it are the same to the last bit.{errors.needed_by(reader_of(self._slots[index]()))}\n"
+                f"those before it are the same to the last bit.{_needed_by(reader_of(self._slots[index]()))}\n"
                 f"      forward: {was}\n"
                 f"      replay:  {new}\n"
                 f"{errors.REASONS}"
@@ -463,7 +485,7 @@ class RegionCall(Run):
                     for record in self._saved_calls():
                         if record.owns(slot):
                             raise errors.MismatchError(errors.missed_call(self.name, record.name))
-                    raise errors.MismatchError(errors.fewer(self.name, len(self.slots), filled, reader_of(slot)))
+                    raise errors.MismatchError(_fewer(self.name, len(self.slots), filled, reader_of(slot)))
             tensor = slot.tensor
             self._decide_lifetime()
             assert isinstance(tensor, torch.Tensor)

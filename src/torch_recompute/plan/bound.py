@@ -1,4 +1,4 @@
-"""The lower bound: seconds that every schedule of saving and recomputing adds to the step, whoever plans it.
+"""The lower bound: seconds that every schedule of saving and recomputing adds to the step, whatever the planner.
 
 Problem. "The best of our options" says nothing about the options. How far is a plan from the best that *any* planner
 could find, with regions cut as it likes and tensors recomputed as often as it likes?

@@ -276,6 +276,14 @@ def _no_effect(field: str, value: object, why: str, write: str) -> NoReturn:
     raise errors.ArgumentError(errors.no_effect(field, value, why, write))
 
 
+def _not_a_count(field: str, value: object) -> str:
+    """Text for a number of layers that is no whole number of at least 1."""
+    return (
+        f"{field} is {errors.say(value)}, where a whole number of layers is expected, 1 or more.\n"
+        f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
+    )
+
+
 def _check_types(config: RecomputeConfig) -> None:
     """Raises for a value that is not of the kind that its field holds."""
     if config.recompute_granularity not in (None, FULL, SELECTIVE):
@@ -294,7 +302,7 @@ def _check_types(config: RecomputeConfig) -> None:
         )
     layers = config.recompute_num_layers
     if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
-        raise errors.ArgumentError(errors.not_a_count("recompute_num_layers", layers))
+        raise errors.ArgumentError(_not_a_count("recompute_num_layers", layers))
     for field in ("recompute_modules", "offload_modules"):
         modules = getattr(config, field)
         if modules is not None and not _are_labels(modules):
@@ -415,7 +423,7 @@ def _check_offloaded_layers(config: RecomputeConfig) -> None:
         raise errors.ArgumentError(_offload_without_regions("cpu_offloading", "whole layers"))
     number = config.cpu_offloading_num_layers
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise errors.ArgumentError(errors.not_a_count("cpu_offloading_num_layers", number))
+        raise errors.ArgumentError(_not_a_count("cpu_offloading_num_layers", number))
     recomputed = config.recompute_num_layers or 0
     if config.recompute_method == BLOCK and number > recomputed:
         why = f"only the first {recomputed} layers are recomputed, and only their inputs are moved"

@@ -154,6 +154,16 @@ def _leaves(data: Mapping[object, object], where: str, names: Sequence[str]) -> 
         yield where, key, value
 
 
+def _unknown_field(name: str, nearest: str, where: str) -> str:
+    """Text for a key or flag that can only be meant for us and is not known."""
+    place = f" in {where}" if where else ""
+    return (
+        f"{name!r}{place} is not a field of RecomputeConfig, so it would have no effect; the nearest is {nearest!r}.\n"
+        "  The fields are Megatron-LM's, written out: recompute_granularity, recompute_method, recompute_num_layers, "
+        "recompute_modules."
+    )
+
+
 def _check_foreign(where: str, key: str, value: object, names: Sequence[str]) -> None:
     """Complain of a key that is no field and can only be meant for us."""
     if key in INSIDE:
@@ -161,7 +171,7 @@ def _check_foreign(where: str, key: str, value: object, names: Sequence[str]) ->
         if value is not None and value != default:
             raise errors.ArgumentError(f"{key}={value!r} cannot be applied from outside of a layer: {why}.")
     elif where.rpartition(".")[2] == "recompute" or looks_like_ours(key, names):
-        raise errors.ArgumentError(errors.unknown_field(key, nearest(key, names), where))
+        raise errors.ArgumentError(_unknown_field(key, nearest(key, names), where))
 
 
 def looks_like_ours(key: str, names: Sequence[str]) -> bool:
@@ -298,7 +308,7 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     for word in others:
         flag = word.partition("=")[0]
         if flag.startswith("-") and looks_like_ours(flag.lstrip("-"), names):
-            raise errors.ArgumentError(errors.unknown_field(flag, f"--{nearest(flag.lstrip('-'), names)}", ""))
+            raise errors.ArgumentError(_unknown_field(flag, f"--{nearest(flag.lstrip('-'), names)}", ""))
     return vars(known)
 
 
