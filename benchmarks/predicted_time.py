@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import copy
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from _measure import arguments, finish
 
 from torch_recompute import Plan, apply, make_plan
-from torch_recompute.commands import small_models as models
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+from frontier.models import MODELS as BUILT
 
 MODELS = {  # layers, width, tokens, batch
     "gpt": (4, 128, 256, 4),
@@ -32,7 +37,7 @@ WITHIN = 0.10
 
 def rows(name: str, rounds: int) -> list[dict[str, Any]]:
     """The figures of one model, a row for each budget."""
-    model, text = models.MODELS[name.split(",", maxsplit=1)[0]].build(*MODELS[name])
+    model, text = BUILT[name.split(",", maxsplit=1)[0]].build(*MODELS[name])
     plans = {share: make_plan(model, (text,), budget=share) for share in SHARES}
     steps = {share: copy.deepcopy(model) for share in (None, *SHARES)}
     for share, step in steps.items():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_recompute import Choice, Plan
-from torch_recompute.commands.report_data import Clock, Reported, collect, compared
+from torch_recompute.commands.report_data import Clock, Reported, collect
 from zoo import mean_loss
 
 
@@ -44,6 +44,5 @@ def clock(**changes: Any) -> Clock:
 
 def seen(plan: Plan = BY_HAND, points: int = 4, title: str = "") -> Reported:
     """A report on a plan, on a data sheet's device."""
-    model, args = pair()
-    others = compared(plan, model, args, optimizer=torch.optim.AdamW, device="h100", points=points, loss=mean_loss)
-    return collect(plan, others, clock(), title=title)
+    timer = clock()
+    return collect(plan, timer.frontier(plan, points), timer, title=title)

@@ -30,6 +30,7 @@ from torch_recompute.commands.trials import (
     STOPPED,
     Record,
     Setting,
+    TrialTask,
     Workload,
 )
 
@@ -148,15 +149,7 @@ class FakeLauncher:
         self.answer = answer
         self.tasks: list[Any] = []
 
-    def __call__(self) -> FakeLauncher:
-        return self
-
-    def __enter__(self) -> FakeLauncher:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def run(self, task: Any) -> Record:
+    def __call__(self, task: Any) -> Record:
         self.tasks.append(task)
         return self.answer(task)
 
@@ -173,7 +166,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Recor
 
     def put(answer: Callable[[Any], Record]) -> FakeLauncher:
         launcher = FakeLauncher(answer)
-        monkeypatch.setattr(run, "Launcher", launcher)
+        monkeypatch.setattr(trials, "launch", launcher)
         return launcher
 
     return put
@@ -599,51 +592,19 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     assert message in output.err
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
-    """Puts another program in place of the process that trials come from; its processes are in the list."""
-    real = trials.subprocess.Popen
-
-    def put(program: str) -> list[Any]:
-        processes: list[Any] = []
-
-        def start(argv: list[str], **options: Any) -> Any:
-            processes.append(real([sys.executable, "-S", "-c", program], **options))
-            return processes[-1]
-
-        monkeypatch.setattr(trials.subprocess, "Popen", start)
-        return processes
-
-    return put
-
-
-ANSWERS = """
-import json, sys
-for line in sys.stdin:
-    given, to = line.rstrip().split("\\t")
-    open(to, "w").write(json.dumps({"status": "done", "detail": json.load(open(given))["setting"]["name"]}))
-    print(0, flush=True)
-"""
-
-
-@pytest.mark.parametrize(("device", "processes"), [("cpu", 1), ("cuda", 3)])
-def test_processes_that_trials_come_from(started: Callable[[str], list[Any]], device: str, processes: int) -> None:
-    """On a CPU one process forks for all trials; on CUDA each trial has a process that has never been used."""
-    seen = started(ANSWERS)
-    with trials.Launcher() as launcher:
-        for name in ("a", "b", "c"):
-            assert launcher.run(run.TrialTask(Workload("gpt-tiny", device=device), Setting(name), 1, 0)) == Record(
-                DONE, name
-            )
-    assert len(seen) == processes
-    assert all(process.returncode is not None for process in seen)
-
-
-def test_a_trial_that_is_given_up(started: Callable[[str], list[Any]]) -> None:
-    """A trial that is given up, because another rank has ended, is killed, and the next one runs."""
-    seen = started("import time; time.sleep(600)")
-    task = run.TrialTask(Workload("gpt-tiny"), CONTROL, 1, 0)
-    with trials.Launcher() as launcher:
-        assert launcher.run(task, lambda: True).status == STOPPED
-        assert launcher.run(task, lambda: True).status == STOPPED
-    assert [process.returncode for process in seen] == [-signal.SIGKILL] * 2
+def test_a_trial_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that is given up, because another rank has ended, is killed with all that it has started."""
+    monkeypatch.chdir(tmp_path)
+    pids = tmp_path / "pids"
+    (tmp_path / "sleeps.py").write_text(
+        "import os, pathlib, subprocess, time\n"
+        "def pair():\n"
+        "    other = subprocess.Popen(['sleep', '600'])\n"
+        f"    pathlib.Path({str(pids)!r}).write_text(f'{{os.getpid()}} {{other.pid}}')\n"
+        "    time.sleep(600)\n"
+    )
+    record = trials.launch(TrialTask(Workload("sleeps:pair"), CONTROL, 1, 0), pids.exists)
+    assert record.status == STOPPED
+    for pid in map(int, pids.read_text().split()):
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()

@@ -214,4 +214,4 @@ def test_seconds_of_this_machine() -> None:
     timed = timer.timed(replace(BY_HAND))
     assert timer.device == "cpu"
     assert timed.seconds > 0
-    assert timed.end(0) == 0.0
+    assert timed.after(0) == (0.0, 0)

@@ -33,56 +33,19 @@ import torch
 from .. import RecomputeConfig, __version__, errors
 from ..plan.budget import read_budget
 from ..plan.settings import BLOCK_FLAG, GRANULARITY_FLAG, add_others_to, content_of
+from . import output as out
+from . import trials
 from .models import DTYPES, OPTIMIZERS, PRESETS
-from .output import (
-    GIB,
-    MIB,
-    Output,
-    add_options,
-    check_folder,
-    document,
-    new_command,
-    read_plan,
-    reason,
-    write_text,
-    writing,
-)
-from .trials import (
-    DEVICES,
-    DONE,
-    FAILED,
-    MISMATCH,
-    NO_PLAN,
-    OUT,
-    REFUSED,
-    SMALL,
-    STOPPED,
-    Launcher,
-    Ranks,
-    Record,
-    Setting,
-    TrialTask,
-    Workload,
-    check_capacity,
-    hashed,
-    name_of_cpu,
-    ranks_of_environment,
-    whole_number,
-    worst,
-)
+from .output import GIB, MIB
+from .trials import DONE, MISMATCH, NO_PLAN, OUT, REFUSED, Ranks, Record, Setting, TrialTask, Workload, worst
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
 SCHEMA_VERSION = 1
 UNITS = ((GIB, "GiB"), (MIB, "MiB"))
-NOTHING = "–"
-NAME_OF_CONTROL = "control"
-CONTROL = Setting(NAME_OF_CONTROL)
-ASKED = "setting"
-"""The name of what the command line asks for."""
+CONTROL = Setting("control")
 OK, REGRESSION = "OK", "PERF REGRESSION"
 TOLERANCES: Mapping[str, Mapping[str | None, float]] = {
     "cpu": {},
@@ -91,12 +54,14 @@ TOLERANCES: Mapping[str, Mapping[str | None, float]] = {
 PLANNING = -1
 """The number of the round in which plans are made."""
 GOLDEN = {"schema_version": 1, "what": "golden figures of torch-recompute bench run"}
-"""What a file of golden figures begins with."""
+"""The first keys of a file of golden figures."""
 OPTIONS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device"),
     *("steps", "warmup", "rounds", "capacity", "threshold"),
 )
-"""What a file of experiments may say at its top."""
+"""The keys that a file of experiments may have at its top."""
+FIGURES = {"step_seconds": max, "tflops": min, "per_second": sum, "allocated_bytes": max, "reserved_bytes": max}
+"""The figures of a rank, and how one for all ranks follows from theirs."""
 
 Trials = Mapping[str, Sequence[Sequence[Record]]]
 """By name: the rounds of a setting, each with a record per rank."""
@@ -118,8 +83,8 @@ class Config:
         """Refuses what cannot run, and says what would."""
         self.workload.check()
         for name in ("steps", "rounds"):
-            whole_number(f"--{name}", getattr(self, name))
-        whole_number("--warmup", self.warmup, least=0)
+            trials.whole_number(f"--{name}", getattr(self, name))
+        trials.whole_number("--warmup", self.warmup, least=0)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)) or self.threshold < 0:
             raise errors.ArgumentError(
                 f"--threshold is {self.threshold}; expected a number of percent, 0 or more, without a sign. Write for "
@@ -132,9 +97,9 @@ class Config:
         return TOLERANCES[self.workload.device].get(self.workload.dtype, 0.0)
 
     def key(self, setting: Setting, ranks: int) -> str:
-        """The same for what can stand in for a trial that has been run already."""
+        """The same for trials that can take each other's place."""
         asked = [asdict(self.workload), setting.key, self.steps, self.warmup, self.capacity]
-        return hashed([*asked, ranks, torch.__version__, __version__, name_of_cpu()])
+        return trials.hashed([*asked, ranks, torch.__version__, __version__, trials.name_of_cpu()])
 
 
 def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:
@@ -158,7 +123,7 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:
         content = dict(content_of(path))
     except OSError as error:
         raise errors.ArgumentError(
-            f"--sweep is {path!s}: {reason(error)}. Write the path of a file that is there, and that may be read."
+            f"--sweep is {path!s}: {out.reason(error)}. Write the path of a file that is there, and that may be read."
         ) from error
     experiments: Any = content.pop("experiments", None)
     _check_keys(str(path), content, (*OPTIONS, "experiments"))
@@ -173,7 +138,7 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Setting]]:
             "          recompute_num_layers: 1"
         )
     settings: list[Setting] = []
-    taken = {NAME_OF_CONTROL: "the control's own"}
+    taken = {CONTROL.name: "the control's own"}
     for number, entry in enumerate(cast("list[Any]", experiments), 1):
         where = f"{path}, experiment {number}"
         setting = _experiment(path, where, entry)
@@ -223,7 +188,7 @@ def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path 
         read_budget(budget)
         return Setting(name, budget=str(budget))
     if plan is not None:
-        return Setting(name, plan=read_plan(plan, f"{where}: plan" if where else "--plan").to_json())
+        return Setting(name, plan=out.read_plan(plan, f"{where}: plan" if where else "--plan").to_json())
     try:
         return Setting(name, RecomputeConfig.from_dict(fields).to_dict())
     except errors.ArgumentError as error:
@@ -242,7 +207,7 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: Sequence[str]) -> No
 
 @dataclass(frozen=True)
 class Figure:
-    """What a step of a setting took on the slowest rank; `tflops` is None where FLOPs could not be counted."""
+    """The step of a setting on the slowest rank; `tflops` is None where FLOPs could not be counted."""
 
     name: str
     step_seconds: float
@@ -251,7 +216,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Golden:
-    """Golden figures: what a step took when it was good, by the settings' keys, in a file to compare with.
+    """Golden figures, in a file: the time of a step when it was good, by the settings' keys.
 
     They are of one workload on one kind of device; those of another are refused, because the comparison would say
     nothing. A setting is compared with its own figure, found by what it says and not by its name. One that has none is
@@ -280,7 +245,7 @@ class Golden:
             figures = {key: Figure(**value) for key, value in data.pop("figures").items()}
             return Golden(Workload(**data.pop("workload")), figures=figures, source=str(path), **data)
         except OSError as error:
-            why = reason(error)
+            why = out.reason(error)
         except (KeyError, TypeError, AttributeError) as error:
             why = f"a field is missing or unknown: {error}"
         except ValueError as error:
@@ -294,7 +259,7 @@ class Golden:
         """Writes them to a file, which `read` reads."""
         data = {**GOLDEN, **asdict(self)}
         del data["source"]
-        write_text("--save-golden", path, json.dumps(data, indent=1) + "\n")
+        out.write_text("--save-golden", path, json.dumps(data, indent=1) + "\n")
 
     def of(self, setting: Setting) -> Figure:
         """The figure that a setting is compared with.
@@ -311,30 +276,22 @@ class Golden:
             )
         return found
 
-    def check(self, theirs: Mapping[str, object], ours: Mapping[str, object]) -> None:
-        """Refuses figures that are of something else than this run.
+    def check_workload(self, workload: Workload, ranks: int) -> None:
+        """Refuses figures of another workload, or of more or fewer ranks."""
+        self._check({**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks})
 
-        Raises:
-            ArgumentError: They are.
-        """
-        for what, value in theirs.items():
+    def check_machine(self, device: str, parameters: int) -> None:
+        """Refuses figures of another device, or of a model that is called the same."""
+        mine = {"device": self.device, "number of parameters": self.parameters}
+        self._check(mine, {"device": device, "number of parameters": parameters})
+
+    def _check(self, mine: Mapping[str, object], ours: Mapping[str, object]) -> None:
+        for what, value in mine.items():
             if value != ours[what]:
                 raise errors.ArgumentError(
                     f"the figures in {self.source} are of another {what}: {value}, here {ours[what]}. A comparison "
                     "would say nothing. Write figures of your own with --save-golden, or leave --golden out."
                 )
-
-    def check_workload(self, workload: Workload, ranks: int) -> None:
-        """Refuses figures of another workload, or of more or fewer ranks."""
-        self.check({**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks})
-
-    def check_machine(self, device: str, parameters: int) -> None:
-        """Refuses figures of another device, or of a model that is called the same."""
-        what = ("device", "number of parameters")
-        self.check(
-            dict(zip(what, (self.device, self.parameters), strict=True)),
-            dict(zip(what, (device, parameters), strict=True)),
-        )
 
 
 class Journal:
@@ -350,7 +307,7 @@ class Journal:
         self._known: dict[tuple[str, int], list[Record]] = {}
         if path is None:
             return
-        with writing("--results", path):
+        with out.writing("--results", path):
             if fresh:
                 path.unlink(missing_ok=True)
             with path.open("a+", encoding="utf-8") as file:
@@ -359,19 +316,17 @@ class Journal:
                 if lines[-1]:
                     file.write("\n")  # what was cut off stays a line of its own
         for number, line in enumerate(lines, 1):
-            self._read(line, number, last=number == len(lines))
+            if line.strip():
+                self._read(line, number)
 
-    def _read(self, line: str, number: int, *, last: bool) -> None:
-        if not line.strip():
-            return
+    def _read(self, line: str, number: int) -> None:
         try:
             data: Any = json.loads(line)
             if data["schema_version"] != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {data['schema_version']}")
             self._known[data["key"], data["round"]] = [Record(**record) for record in data["ranks"]]
         except (ValueError, KeyError, TypeError) as error:
-            cut_off = line.startswith('{"schema_version"') and not line.endswith("}")
-            if not last and not cut_off:
+            if not line.startswith('{"schema_version"') or line.endswith("}"):  # not one of ours that was cut off
                 raise errors.ArgumentError(
                     f"--results is {self._path!s}, whose line {number} is no result of bench run ({error!s}). Write "
                     "the path of another file, or --fresh to begin this one again."
@@ -380,9 +335,8 @@ class Journal:
     def get(self, key: str, number: int) -> list[Record] | None:
         """The records of a trial that came to an end of its own; None if it has to be run."""
         records = self._known.get((key, number))
-        if records is None or any(record.status in (FAILED, REFUSED, STOPPED) for record in records):
-            return None
-        return records
+        again = (trials.FAILED, REFUSED, trials.STOPPED)
+        return None if records is None or any(record.status in again for record in records) else records
 
     def add(self, key: str, name: str, number: int, records: Sequence[Record]) -> None:
         """Writes a trial down."""
@@ -425,7 +379,7 @@ class OnRank:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One setting beside the control; its figures are those of its ranks together.
+    """One setting beside the control; its figures are those of its ranks together, as `FIGURES` says.
 
     `result` is `OK`, `REGRESSION`, `MISMATCH`, or how it ended, and `detail` says why. `change_percent` is beside the
     golden figure, and `compared_with` names the setting whose losses its own were compared with.
@@ -436,43 +390,23 @@ class BenchRow:
     result: str
     detail: str
     ranks: Sequence[OnRank]
-    golden: Figure | None = None
-    change_percent: float | None = None
+    step_seconds: float | None
+    tflops: float | None
+    per_second: float | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    golden: Figure | None
+    change_percent: float | None
+    replay_percent: float | None
+    replay_flops: int | None
+    flops: int | None
+    uncounted: str
+    unit: str
+    regions: int
+    predicted_peak_bytes: int | None
+    compared_with: str | None
     control_time_percent: float | None = None
     control_memory_percent: float | None = None
-    replay_percent: float | None = None
-    replay_flops: int | None = None
-    flops: int | None = None
-    uncounted: str = ""
-    unit: str = "tokens"
-    regions: int = 0
-    predicted_peak_bytes: int | None = None
-    compared_with: str | None = None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Of the slowest rank."""
-        return _over(max, (rank.step_seconds for rank in self.ranks))
-
-    @property
-    def tflops(self) -> float | None:
-        """Per second and device, on the slowest rank."""
-        return _over(min, (rank.tflops for rank in self.ranks))
-
-    @property
-    def per_second(self) -> float | None:
-        """Tokens or samples of all ranks."""
-        return _over(sum, (rank.per_second for rank in self.ranks))
-
-    @property
-    def allocated_bytes(self) -> int | None:
-        """The most of any rank."""
-        return _over(max, (rank.allocated_bytes for rank in self.ranks))
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """The most of any rank."""
-        return _over(max, (rank.reserved_bytes for rank in self.ranks))
 
 
 @dataclass(frozen=True)
@@ -525,7 +459,6 @@ class Result:
 
     def as_data(self) -> dict[str, Any]:
         """Ready for JSON; bytes and FLOPs are integers."""
-        figures = ("step_seconds", "tflops", "per_second", "allocated_bytes", "reserved_bytes")
         return {
             "torch_recompute": __version__,
             "torch": torch.__version__,
@@ -537,7 +470,7 @@ class Result:
             "golden": None if self.golden is None else {"file": self.golden.source, "torch": self.golden.torch},
             "taken_from_results": self.taken,
             "exit_code": self.exit_code,
-            "rows": [{**asdict(row), **{name: getattr(row, name) for name in figures}} for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
         }
 
     def to_golden(self) -> Golden:
@@ -550,70 +483,70 @@ class Result:
         return Golden(self.config.workload, ranks, self.device, self.parameters, figures)
 
 
-def judged(config: Config, trials: Trials, golden: Golden | None, taken: int) -> Result:
+def judged(config: Config, ended: Trials, golden: Golden | None, taken: int) -> Result:
     """The result that follows from the trials."""
-    finished = [setting for setting in config.settings if _ended(trials[setting.name]).status == DONE]
+    finished = [setting for setting in config.settings if _end(ended[setting.name]).status == DONE]
     reference = finished[0] if finished else CONTROL
-    rows = [_row(config, setting, trials, reference, golden) for setting in config.settings]
-    steps = [
-        max(statistics.median(record.seconds) for record in records)
-        for records in (trials[reference.name] if finished else ())
-    ]
-    noise = 100 * (max(steps) / min(steps) - 1) if len(steps) > 1 else None
-
-    def more(row: BenchRow, figure: str) -> float | None:
-        value, than = getattr(row, figure), getattr(rows[0], figure)
-        return None if value is None or not than else 100 * (value / than - 1)
-
+    rows = [_row(config, setting, ended, reference.name, golden) for setting in config.settings]
+    control = rows[0]
     rows = [
         replace(
             row,
-            control_time_percent=more(row, "step_seconds"),
-            control_memory_percent=more(row, "allocated_bytes"),
+            control_time_percent=_more(row.step_seconds, control.step_seconds),
+            control_memory_percent=_more(row.allocated_bytes, control.allocated_bytes),
         )
         for row in rows
     ]
-    known = [record for rounds in trials.values() for records in rounds for record in records]
+    rounds = ended[reference.name] if len(finished) else ()
+    steps = [max(statistics.median(record.seconds) for record in records) for records in rounds]
+    noise = _more(max(steps), min(steps)) if len(steps) > 1 else None
+    known = [record for rounds in ended.values() for records in rounds for record in records]
     device = next((record.device for record in known if record.device), "")
     return Result(config, rows, device, max(record.parameters for record in known), noise, golden, taken)
 
 
-def _ended(rounds: Sequence[Sequence[Record]]) -> Record:
+def _end(rounds: Sequence[Sequence[Record]]) -> Record:
     return worst([record for records in rounds for record in records])
 
 
-def _row(config: Config, setting: Setting, trials: Trials, reference: Setting, golden: Golden | None) -> BenchRow:
-    rounds = trials[setting.name]
-    end, first = _ended(rounds), rounds[0][0]
-    counted = first.flops
-    row = BenchRow(
+def _more(value: float | None, than: float | None) -> float | None:
+    """In percent; None where one is not known."""
+    return None if value is None or not than else 100 * (value / than - 1)
+
+
+def _row(config: Config, setting: Setting, ended: Trials, reference: str, golden: Golden | None) -> BenchRow:
+    rounds = ended[setting.name]
+    end, first = _end(rounds), rounds[0][0]
+    ranks = [OnRank.of(rank, [records[rank] for records in rounds]) for rank in range(len(rounds[0]))]
+    figures = {name: _over(choose, (getattr(rank, name) for rank in ranks)) for name, choose in FIGURES.items()}
+    result, detail = end.status, end.detail
+    done = result == DONE
+    figure = golden.of(setting) if golden is not None and done else None
+    change = _more(figure.step_seconds, figures["step_seconds"]) if figure is not None else None
+    if done:
+        result, detail = OK, _difference(config, rounds, ended[reference][0], reference)
+        if detail:
+            result = MISMATCH
+        elif figure is not None and change is not None and change < -config.threshold:
+            result = REGRESSION
+            detail = f"{-change:.1f} % below the golden figure of {figure.name}; allowed are {config.threshold:g} %"
+    return BenchRow(
         name=setting.name,
         setting=setting.words,
-        result=end.status,
-        detail=end.detail,
-        ranks=[OnRank.of(rank, [records[rank] for records in rounds]) for rank in range(len(rounds[0]))],
-        flops=counted,
+        result=result,
+        detail=detail,
+        ranks=ranks,
+        **figures,
+        golden=figure,
+        change_percent=change,
+        replay_percent=100 * (first.replay_flops or 0) / first.flops if first.flops else None,
         replay_flops=first.replay_flops,
-        replay_percent=100 * (first.replay_flops or 0) / counted if counted else None,
+        flops=first.flops,
         uncounted=first.uncounted,
         unit=first.unit,
         regions=first.regions,
         predicted_peak_bytes=first.predicted_peak_bytes,
-    )
-    if end.status != DONE:
-        return row
-    differs = _difference(config, rounds, trials[reference.name][0], reference.name)
-    figure = golden.of(setting) if golden is not None else None
-    assert row.step_seconds is not None
-    change = None if figure is None else 100 * (figure.step_seconds / row.step_seconds - 1)
-    result, detail = OK, ""
-    if differs:
-        result, detail = MISMATCH, differs
-    elif figure is not None and change is not None and change < -config.threshold:
-        result = REGRESSION
-        detail = f"{-change:.1f} % below the golden figure of {figure.name}; allowed are {config.threshold:g} %"
-    return replace(
-        row, result=result, detail=detail, golden=figure, change_percent=change, compared_with=reference.name
+        compared_with=reference if done else None,
     )
 
 
@@ -666,50 +599,49 @@ def run(
     taken = 0
 
     def records_of(setting: Setting, number: int) -> list[Record]:
-        """What the ranks say of a trial; what rank 0 has in its file is not run again."""
+        """The ranks' records of a trial; those that rank 0 has in its file are not run again."""
         nonlocal taken
         key = config.key(setting, ranks.count)
-        known = json.loads(
-            ranks.shared(lambda: json.dumps([asdict(record) for record in journal.get(key, number) or ()]))
-        )
+        said = ranks.shared(lambda: json.dumps([asdict(record) for record in journal.get(key, number) or ()]))
+        known = [Record(**record) for record in json.loads(said)]
         where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {config.rounds}")
         if known:
             taken += 1
             progress(f"{where}: known from the results")
-            return [Record(**record) for record in known]
+            return known
         task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
-        records = ranks.run(launcher, task)
+        records = ranks.run(task)
         journal.add(key, setting.name, number, records)
         progress(f"{where}: {worst(records).status}")
         return records
 
-    trials: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
+    ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
     settings = list(config.settings)
-    with Launcher() as launcher:
-        for number in range(config.rounds):
-            for place, setting in enumerate(settings):
-                rounds = trials[setting.name]
-                if number == 0 and setting.budget is not None:
-                    records = records_of(setting, PLANNING)
-                    if worst(records).status != DONE:
-                        rounds.append(records)  # no plan fits: its first and last round
-                    settings[place] = setting = replace(setting, plan=records[0].plan)
-                if rounds and worst(rounds[-1]).status != DONE:
-                    progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
-                    continue
-                records = records_of(setting, number)
-                rounds.append(records)
-                if place == 0 and worst(records).status == REFUSED:
-                    raise errors.ArgumentError(worst(records).detail)
-                if golden is not None and worst(records).status == DONE:
-                    golden.check_machine(records[0].device, records[0].parameters)
-    return judged(config, trials, golden, taken)
+    for number in range(config.rounds):
+        for place, setting in enumerate(settings):
+            rounds = ended[setting.name]
+            if number == 0 and setting.budget is not None:
+                records = records_of(setting, PLANNING)
+                if worst(records).status != DONE:
+                    rounds.append(records)  # no plan fits: its first and last round
+                settings[place] = setting = replace(setting, plan=records[0].plan)
+            if rounds and worst(rounds[-1]).status != DONE:
+                progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
+                continue
+            records = records_of(setting, number)
+            rounds.append(records)
+            end = worst(records)
+            if place == 0 and end.status == REFUSED:
+                raise errors.ArgumentError(end.detail)
+            if golden is not None and end.status == DONE:
+                golden.check_machine(records[0].device, records[0].parameters)
+    return judged(config, ended, golden, taken)
 
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute bench run` to the command line."""
-    benchmarks = new_command(commands, "bench", "measure what recomputation saves and costs")
-    parser = new_command(
+    benchmarks = out.new_command(commands, "bench", "measure what recomputation saves and costs")
+    parser = out.new_command(
         benchmarks.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True),
         "run",
         "train a model with settings of recomputation, beside a control: TFLOP/s, memory, losses, golden figures",
@@ -718,8 +650,8 @@ def add_command(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help=f"{' or '.join(SMALL)}; or what torch-recompute plan takes: one of {', '.join(PRESETS)}, a config.json, "
-        "or pkg.module:name of a function that returns (model, batch)",
+        help=f"{' or '.join(trials.SMALL)}; or what torch-recompute plan takes: one of {', '.join(PRESETS)}, a "
+        "config.json, or pkg.module:name of a function that returns (model, batch)",
     )
     parser.add_argument("--sweep", type=Path, metavar="FILE.yaml", help="a list of experiments, see docs/bench-run.md")
     parser.add_argument("--budget", metavar="BYTES", help='plan for a peak, as 24GiB; or for a share, as "40%%"')
@@ -734,7 +666,7 @@ def add_command(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=about)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (the model's own)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help=f"({Workload.optimizer})")
-    parser.add_argument("--device", choices=DEVICES, help="(cuda where there is one)")
+    parser.add_argument("--device", choices=trials.DEVICES, help="(cuda where there is one)")
     parser.add_argument(
         "--capacity", metavar="BYTES", help="what a process may take for the step, as 2GiB: a device of that size"
     )
@@ -747,23 +679,23 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
     RecomputeConfig.add_arguments(parser)
     add_others_to(parser, RecomputeConfig.names())
-    add_options(parser, command)
+    out.add_options(parser, command)
 
 
 def command(args: argparse.Namespace) -> int:
     """Runs `torch-recompute bench run`; the exit code says whether all is well."""
     config, results = _asked(args)
     config.check()
-    check_capacity(config.capacity, config.workload.device)
+    trials.check_capacity(config.capacity, config.workload.device)
     if config.workload.device == "cuda" and not torch.cuda.is_available():
         raise errors.ArgumentError(
             f"--device is cuda, but torch {torch.__version__} sees no such device here. Write --device cpu"
         )
     path: Path | None = args.save_golden
     if path is not None:
-        check_folder("--save-golden", path)
-    output = Output.of(args)
-    ranks = ranks_of_environment()
+        out.check_folder("--save-golden", path)
+    output = out.Output.of(args)
+    ranks = trials.ranks_of_environment()
     golden = None
     if args.golden is not None:
         golden = Golden.read(args.golden)
@@ -780,7 +712,7 @@ def command(args: argparse.Namespace) -> int:
         if path is not None and saved.figures:
             saved.write(path)
         output.give(
-            lambda: document("bench run", SCHEMA_VERSION, seen.as_data()),
+            lambda: out.document("bench run", SCHEMA_VERSION, seen.as_data()),
             lambda console: _print(console, seen, saved, path),
         )
     return seen.exit_code
@@ -804,7 +736,7 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
         settings += found
         results = results or args.sweep.with_suffix(".results.jsonl")
     elif fields or args.budget is not None or args.plan is not None:
-        settings.append(setting_of(ASKED, fields, args.budget, args.plan))
+        settings.append(setting_of("setting", fields, args.budget, args.plan))
     if args.fresh and results is None:
         raise errors.ArgumentError(errors.goes_with("--fresh", "--results"))
     if args.threshold is not None and args.golden is None:
@@ -830,15 +762,43 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
 
 def _print(console: Console, result: Result, saved: Golden, path: Path | None) -> None:
     """The tables, the verdicts, and which golden figures were written to `path`."""
-    console.print(
-        f"{result.config.workload.model}, {result.parameters:,} parameters, on {result.device}",
-        style="bold",
-        markup=False,
-    )
-    unit = _unit(result)
-    console.print(_settings(result, *unit))
-    if len(result.rows[0].ranks) > 1:
-        console.print(_ranks(result, *unit))
+    from rich.text import Text
+
+    control = result.rows[0]
+    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
+    size, unit = next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
+    per, allocated, reserved = f"{control.unit}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}"
+
+    def figures(row: BenchRow | OnRank) -> list[str]:
+        tflops = row.tflops
+        return [
+            _cell(tflops, ",.2f" if tflops and tflops >= 10 else ".4f"),
+            _cell(row.per_second, ",.0f"),
+            _cell(row.allocated_bytes, ",.1f", size),
+            _cell(row.reserved_bytes, ",.1f", size),
+        ]
+
+    golden = ["vs\ngolden"] if result.golden else []
+    more = ("more\nmemory", "more\ntime", "replay", "result")
+    table = _table("", "TFLOP/s", *golden, per, allocated, reserved, *more)
+    for row in result.rows:
+        cells = figures(row)
+        if golden:
+            cells.insert(1, _percent(row.change_percent))
+        beside = (row.control_memory_percent, row.control_time_percent) if row is not control else (None, None)
+        verdict = Text(row.result, style="green" if row.result == OK else "bold red")
+        table.add_row(
+            Text(row.name), *cells, *map(_percent, beside), _cell(row.replay_percent, ".1f", end="%"), verdict
+        )
+    title = f"{result.config.workload.model}, {result.parameters:,} parameters, on {result.device}"
+    console.print(title, style="bold", markup=False)
+    console.print(table)
+    if len(control.ranks) > 1:
+        table = _table("", "rank", "TFLOP/s", per, allocated, reserved, "result")
+        for row in result.rows:
+            for rank in row.ranks:
+                table.add_row(Text(row.name), str(rank.rank), *figures(rank), rank.status)
+        console.print(table)
     for line in notes(result):
         console.print(line, markup=False)
     for row in result.rows:
@@ -850,6 +810,28 @@ def _print(console: Console, result: Result, saved: Golden, path: Path | None) -
         console.print(said, markup=False)
     for label, text in result.how.items():
         console.print(f"{label[0].upper()}{label[1:]}: {text}.", style="dim", markup=False)
+
+
+def _table(*titles: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in titles:
+        words = title in ("", "result")
+        least = {"": 9, "result": 10}.get(title)
+        table.add_column(
+            title, justify="left" if words else "right", no_wrap=not words, overflow="fold", min_width=least
+        )
+    return table
+
+
+def _cell(value: float | None, form: str, size: int = 1, end: str = "") -> str:
+    return "–" if value is None else f"{value / size:{form}}{end}"
+
+
+def _percent(percent: float | None) -> str:
+    return _cell(percent, "+.1f", end="%")
 
 
 def notes(result: Result) -> list[str]:
@@ -873,84 +855,3 @@ def notes(result: Result) -> list[str]:
         said.append(f"The control did not finish, so {which}.")
     said += [f"FLOPs of {row.name} are not counted: {row.uncounted}" for row in result.rows if row.uncounted]
     return said
-
-
-def _settings(result: Result, size: int, unit: str) -> Table:
-    """The table of settings; the column of golden figures only where there are any."""
-    per = result.rows[0].unit
-    titles = ("", "TFLOP/s", "vs\ngolden", f"{per}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}")
-    titles += ("more\nmemory", "more\ntime", "replay", "result")
-    rows = [titles, *(_cells(row, size, beside=row is not result.rows[0]) for row in result.rows)]
-    shown = [number for number in range(len(titles)) if number != titles.index("vs\ngolden") or result.golden]
-    table = _table(*(titles[number] for number in shown))
-    for cells in rows[1:]:
-        table.add_row(*(cells[number] for number in shown))
-    return table
-
-
-def _cells(row: BenchRow, size: int, *, beside: bool) -> tuple[str | Text, ...]:
-    from rich.text import Text
-
-    return (
-        Text(row.name),
-        _flops(row.tflops),
-        _percent(row.change_percent),
-        NOTHING if row.per_second is None else f"{row.per_second:,.0f}",
-        _bytes(row.allocated_bytes, size),
-        _bytes(row.reserved_bytes, size),
-        _percent(row.control_memory_percent if beside else None),
-        _percent(row.control_time_percent if beside else None),
-        NOTHING if row.replay_percent is None else f"{row.replay_percent:.1f}%",
-        Text(row.result, style="green" if row.result == OK else "bold red"),
-    )
-
-
-def _ranks(result: Result, size: int, unit: str) -> Table:
-    from rich.text import Text
-
-    per = result.rows[0].unit
-    table = _table("", "rank", "TFLOP/s", f"{per}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}", "result")
-    for row in result.rows:
-        for rank in row.ranks:
-            table.add_row(
-                Text(row.name),
-                str(rank.rank),
-                _flops(rank.tflops),
-                NOTHING if rank.per_second is None else f"{rank.per_second:,.0f}",
-                _bytes(rank.allocated_bytes, size),
-                _bytes(rank.reserved_bytes, size),
-                rank.status,
-            )
-    return table
-
-
-def _table(*titles: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in titles:
-        words = title in ("", "result")
-        least = {"": 9, "result": 10}.get(title)
-        table.add_column(
-            title, justify="left" if words else "right", no_wrap=not words, overflow="fold", min_width=least
-        )
-    return table
-
-
-def _unit(result: Result) -> tuple[int, str]:
-    """What bytes are counted in, so that the largest has at least two digits before the point."""
-    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
-    return next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
-
-
-def _bytes(count: int | None, size: int) -> str:
-    return NOTHING if count is None else f"{count / size:,.1f}"
-
-
-def _flops(tflops: float | None) -> str:
-    return NOTHING if tflops is None else f"{tflops:,.2f}" if tflops >= 10 else f"{tflops:.4f}"
-
-
-def _percent(percent: float | None) -> str:
-    return NOTHING if percent is None else f"{percent:+.1f}%"

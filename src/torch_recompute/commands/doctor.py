@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..checking.checks import Report
 from ..checking.doctor import examine
 from ..plan.budget import read_budget
-from .models import Step, add_loop_options, add_model_options, add_step_options, autocasting, call_of
+from .models import Step, add_loop_options, add_model_options, add_step_options, autocasting
 from .output import FAILED, OK, Output, add_options, new_command, read_plan
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def command(args: argparse.Namespace) -> int:
     with output.at_work(f"examining {step}"), autocasting(step.model, args.autocast):
         report = examine(
             step.model,
-            *call_of(step.batch),
+            *step.call,
             plan=plan,
             budget=args.budget,
             run=False if args.no_run else None,

@@ -1,16 +1,13 @@
 """From the word MODEL of a command line to a module, a batch for it, and the training step around both.
 
 MODEL is `pkg.module:name`, which is imported, with the current folder on the path as for `python -m`, and called unless
-it is a module already; or the path of a Hugging Face configuration; or a name of `PRESETS`. The latter two are built on
-the meta device, where a weight has a shape and takes no memory, or, to be run, with random weights on another. Nothing
-is downloaded and no code that comes with a configuration is run.
+it is a module already; or the path of a Hugging Face configuration; or a name in `presets.json`, which holds such
+configurations. The latter two are built on the meta device, where a weight has a shape and takes no memory, or, to be
+run, with random weights on another. Nothing is downloaded and no code that comes with a configuration is run.
 
 A batch for a model of transformers is what its forward takes, with labels, so that the step has a loss. Its token ids
-are real tensors, for a model on meta too: a model looks at their values (for padding), and they are small. A user with
-another model writes a function that returns it with its batch. Rejected: guessing a batch from the signature of a
-forward. A wrong guess gives figures that look right.
-
-The options that say all of this are the same for every command that takes them; they are described once, here.
+are real tensors, because models look at their values for padding. A user with another model writes a function that
+returns it with its batch: guessing a batch from the signature of a forward gives figures that only look right.
 """
 
 from __future__ import annotations
@@ -24,8 +21,8 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,12 +37,14 @@ from ..plan.solve import frontier
 from ..planner.planner import Loss, Planner
 from ..planner.prices import DEVICES
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-)
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = MappingProxyType(
-    {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
-)
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "none": None,
+}
+PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
+"""Configurations by name; fields that are the default of their `model_type` are left out."""
 SEQUENCE = 4096
 POINTS = 10
 """Of a curve of budget against seconds."""
@@ -58,9 +57,12 @@ _OWN = (
     "or a dict of keywords"
 )
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
 
 def model_help(weights: str) -> str:
-    """What MODEL may be, and how one from a configuration is built."""
+    """The help text of MODEL; `weights` says how one from a configuration is built."""
     return (
         f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
         f"{weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, loss), where batch "
@@ -84,7 +86,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Gives a command what of a step the model and its batch do not say: the optimizer and the device."""
+    """Gives a command the rest of a step: the optimizer and the device."""
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="(adamw)")
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
@@ -136,11 +138,7 @@ def autocasting(model: nn.Module, dtype: str | None) -> Generator[None]:
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """Refuses a batch or a sequence of no length.
-
-    Raises:
-        ArgumentError: One is less than 1.
-    """
+    """Refuses a batch or a sequence of no length."""
     for option in ("batch", "sequence"):
         value = getattr(args, option)
         if value is not None and value < 1:
@@ -153,13 +151,10 @@ def words_of(args: argparse.Namespace) -> dict[str, str | int]:
 
 
 class Loaded(NamedTuple):
-    """A model, and the call that it is to be trained with, where the user has said one.
-
-    `batch` is a tuple of positional or a dictionary of keyword arguments, or None where only a model was given.
-    """
+    """A model, and the call that it is to be trained with, where the user has said one."""
 
     model: nn.Module
-    batch: tuple[Any, ...] | dict[str, Any] | None = None
+    call: Call | None = None
     loss: Loss = None
 
 
@@ -179,10 +174,19 @@ def load(model: str, dtype: torch.dtype | None = None, device: torch.device | st
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        return Loaded(_from_config(path, dtype, device))
+        try:
+            fields: Any = json.loads(path.read_text(encoding="utf-8"))
+            kind = fields.pop("model_type")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            missing = isinstance(error, KeyError)
+            what = "it has no field model_type" if missing else f"{errors.kind(error)}: {_first_line(error)}"
+            raise errors.ArgumentError(
+                f"{path} is not the configuration of a Hugging Face model: {what}. {_MODEL}"
+            ) from error
+        return Loaded(_built(str(path), kind, fields, dtype, device))
     if model in PRESETS:
-        preset = PRESETS[model]
-        return Loaded(_built(model, preset.kind, preset.cls, dict(preset.fields), dtype or torch.bfloat16, device))
+        fields = dict(PRESETS[model])
+        return Loaded(_built(model, fields.pop("model_type"), fields, dtype or torch.bfloat16, device))
     where, colon, name = model.partition(":")
     if not (where and colon and name):
         raise errors.ArgumentError(
@@ -194,22 +198,20 @@ def load(model: str, dtype: torch.dtype | None = None, device: torch.device | st
     return _from_python(model, where, name)
 
 
-def _makes_no_module(model: str, made: object) -> str:
-    """Text for a name that stands for something else than a model."""
-    return (
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [errors.kind(error)])[0].rstrip(".")
+
+
+def _makes_no_module(model: str, made: object) -> errors.ArgumentError:
+    return errors.ArgumentError(
         f"MODEL is {model!r}, which gives {errors.say(made)}; expected a torch.nn.Module, or a function that returns "
         "one, or one and its batch (a tuple of arguments, or a dict of keyword arguments), and a function for its "
         "loss."
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [errors.kind(error)])[0].rstrip(".")
-
-
-def _not_built(model: str, why: Exception) -> str:
-    """Text for a model whose construction fails."""
-    return f"MODEL is {model!r}, and building it raises {errors.kind(why)}: {_first_line(why)}"
+def _not_built(model: str, why: Exception) -> errors.ArgumentError:
+    return errors.ArgumentError(f"MODEL is {model!r}, and building it raises {errors.kind(why)}: {_first_line(why)}")
 
 
 def _from_python(model: str, where: str, name: str) -> Loaded:
@@ -221,39 +223,25 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
         raise errors.ArgumentError(f"MODEL is {model!r}: {_first_line(error)}. {_MODEL}") from error
     if not isinstance(made, nn.Module):
         if not callable(made):
-            raise errors.ArgumentError(_makes_no_module(model, made))
+            raise _makes_no_module(model, made)
         try:
             made = made()
         except Exception as error:
-            raise errors.ArgumentError(_not_built(model, error)) from error
+            raise _not_built(model, error) from error
     if isinstance(made, nn.Module):
         return Loaded(made)
     parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
     right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and isinstance(parts[1], (tuple, dict))
     if not right or not all(map(callable, parts[2:])):
-        raise errors.ArgumentError(_makes_no_module(model, made))
-    return Loaded(*parts)
-
-
-def _not_a_model_config(path: str, why: Exception) -> str:
-    """Text for a file that is no configuration of a model."""
-    what = "it has no field model_type" if isinstance(why, KeyError) else f"{errors.kind(why)}: {_first_line(why)}"
-    return f"{path} is not the configuration of a Hugging Face model: {what}. {_MODEL}"
-
-
-def _from_config(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> nn.Module:
-    try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-        kind = fields.pop("model_type")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise errors.ArgumentError(_not_a_model_config(str(path), error)) from error
-    return _built(str(path), kind, (fields.get("architectures") or [""])[0], fields, dtype, device)
+        raise _makes_no_module(model, made)
+    call: Any = (parts[1], {}) if isinstance(parts[1], tuple) else ((), parts[1])
+    return Loaded(parts[0], call, *parts[2:])
 
 
 def _built(
-    model: str, kind: str, cls: str, fields: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device | str
+    model: str, kind: str, fields: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str
 ) -> nn.Module:
-    """A model of transformers, with random weights."""
+    """A model of transformers with random weights, from its `model_type` and the other fields of its configuration."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -264,19 +252,12 @@ def _built(
         config = transformers.AutoConfig.for_model(kind, **fields)
         if dtype is not None:
             setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)  # the latter before 4.56
-        named = getattr(transformers, cls or "AutoModel", None)
+        named = getattr(transformers, (fields.get("architectures") or ["AutoModel"])[0], None)
         build = getattr(named, "_from_config", None) or transformers.AutoModel.from_config
         with torch.device(device):
             return build(config)
     except Exception as error:
-        raise errors.ArgumentError(_not_built(model, error)) from error
-
-
-def _no_such_sequence(model: str, length: int, positions: int | None) -> str:
-    """Text for a number of tokens that a model cannot take; it has no positions if it takes pictures."""
-    if positions is None:
-        return f"--sequence is a number of tokens, and {model} takes pixel_values. Leave it out."
-    return f"--sequence is {length}, and {model} has {positions} positions. Write --sequence {positions} or less."
+        raise _not_built(model, error) from error
 
 
 def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: int | None = None) -> dict[str, Any]:
@@ -300,15 +281,20 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
     size = 1 if batch is None else batch
     if getattr(model, "main_input_name", "") == "pixel_values" and isinstance(getattr(config, "image_size", 0), int):
         if sequence is not None:
-            raise errors.ArgumentError(_no_such_sequence(word, sequence, None))
+            raise errors.ArgumentError(
+                f"--sequence is a number of tokens, and {word} takes pixel_values. Leave it out."
+            )
+        dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
         shape = size, config.num_channels, config.image_size, config.image_size
-        found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=_dtype(model), device="meta")}
+        found: dict[str, Any] = {"pixel_values": torch.empty(shape, dtype=dtype, device="meta")}
         labels = torch.zeros(size, dtype=torch.long)
     elif getattr(model, "main_input_name", "") == "input_ids" and "input_ids" in takes:
         positions = getattr(config, "max_position_embeddings", None) or SEQUENCE
         length = min(SEQUENCE, positions) if sequence is None else sequence
         if length > positions:
-            raise errors.ArgumentError(_no_such_sequence(word, length, positions))
+            raise errors.ArgumentError(
+                f"--sequence is {length}, and {word} has {positions} positions. Write --sequence {positions} or less."
+            )
         found = {"input_ids": torch.ones(size, length, dtype=torch.long)}
         labels = found["input_ids"]
         if "SequenceClassification" in type(model).__name__:
@@ -323,10 +309,6 @@ def batch_for(model: nn.Module, word: str, batch: int | None = None, sequence: i
     if "use_cache" in takes:
         found["use_cache"] = False
     return found
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
 
 
 def random_batch(
@@ -354,25 +336,20 @@ def random_batch(
     return {name: drawn.get(id(value), value) for name, value in batch.items()}
 
 
-def load_with_batch(args: argparse.Namespace) -> tuple[Loaded, bool]:
-    """The model of a command line with its batch, and whether it was built here, on the meta device.
+def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, Call, Loss, bool]:
+    """The model of a command line, its call and loss, and whether it was built here, on the meta device.
 
     Raises:
         ArgumentError: The model cannot be had, or is not one that the options describe.
     """
     check_sizes(args)
-    model, batch, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
-    if batch is None:
-        return Loaded(model, batch_for(model, args.model, args.batch, args.sequence)), True
+    model, call, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
+    if call is None:
+        return model, ((), batch_for(model, args.model, args.batch, args.sequence)), loss, True
     for option in ("batch", "sequence"):
         if getattr(args, option) is not None:
             raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
-    return Loaded(model, batch, loss), False
-
-
-def call_of(batch: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the positional and the keyword arguments of a call."""
-    return (batch, {}) if isinstance(batch, tuple) else ((), batch)
+    return model, call, loss, False
 
 
 @dataclass(frozen=True)
@@ -381,7 +358,7 @@ class Step:
 
     word: str
     model: nn.Module
-    batch: tuple[Any, ...] | dict[str, Any]
+    call: Call
     optimizer: str
     device: str | None
     offload: bool | str = False
@@ -395,21 +372,20 @@ class Step:
         Raises:
             ArgumentError: The model cannot be had, or is not one that the options describe.
         """
-        (model, batch, loss), _ = load_with_batch(args)
-        assert batch is not None
+        model, call, loss, _ = load_with_batch(args)
         meta = all(parameter.is_meta for parameter in model.parameters())
         device = args.device or ("h100" if meta else None)
         offload = getattr(args, "offload", False)
-        return Step(args.model, model, batch, args.optimizer or "adamw", device, offload, loss, loop_of(args))
+        return Step(args.model, model, call, args.optimizer or "adamw", device, offload, loss, loop_of(args))
 
     @property
     def how(self) -> dict[str, Any]:
-        """What besides the call `make_plan` and its like are told of the step."""
+        """The arguments that say more of the step than its call to `make_plan` and its like."""
         return {"optimizer": OPTIMIZERS[self.optimizer], "device": self.device, "loss": self.loss}
 
     def planner(self) -> Planner:
         """Knows what the step costs."""
-        return Planner(self.model, *call_of(self.batch), loop=self.loop, offload=self.offload, **self.how)
+        return Planner(self.model, *self.call, loop=self.loop, offload=self.offload, **self.how)
 
     def __str__(self) -> str:
         data = self.as_data()
@@ -421,14 +397,17 @@ class Step:
 
     def as_data(self) -> dict[str, Any]:
         """The step as plain data."""
-        named = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
+        args, kwargs = self.call
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         parameters = list(self.model.parameters())
         return {
             "model": self.word,
             "class": type(self.model).__name__,
             "parameters": sum(parameter.numel() for parameter in parameters),
             "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
-            "inputs": {str(name): list(value.shape) for name, value in named if isinstance(value, torch.Tensor)},
+            "inputs": {
+                str(name): list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)
+            },
             "optimizer": self.optimizer,
             "offload": self.offload,
             **self.loop.words,
@@ -439,115 +418,3 @@ def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
     """So many plans at most along the whole curve of budget against seconds, the least budget first."""
     points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A model by its size: fields of its configuration, where they are not the default of that `model_type`."""
-
-    kind: str
-    cls: str
-    parameters: int
-    fields: Mapping[str, Any]
-
-
-def _preset(kind: str, cls: str, parameters: int, **fields: Any) -> Preset:
-    return Preset(kind, cls, parameters, MappingProxyType(fields))
-
-
-def _llama3(parameters: int, hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> Preset:
-    return _preset(
-        "llama",
-        "LlamaForCausalLM",
-        parameters,
-        vocab_size=128_256,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=positions,
-    )
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "llama3-8b": _llama3(8_030_261_248, 4096, 14_336, 32, 32, 8192),
-        "llama3-70b": _llama3(70_553_706_496, 8192, 28_672, 80, 64, 8192),
-        "llama3-405b": _llama3(405_853_388_800, 16_384, 53_248, 126, 128, 131_072),
-        "mixtral-8x7b": _preset(
-            "mixtral",
-            "MixtralForCausalLM",
-            46_702_792_704,
-            vocab_size=32_000,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=32_768,
-            tie_word_embeddings=False,
-        ),
-        "qwen3-30b-a3b": _preset(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            30_532_122_624,
-            vocab_size=151_936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=False,
-        ),
-        "deepseek-v3": _preset(
-            "deepseek_v3",
-            "DeepseekV3ForCausalLM",
-            671_026_404_352,
-            vocab_size=129_280,
-            hidden_size=7168,
-            intermediate_size=18_432,
-            moe_intermediate_size=2048,
-            num_hidden_layers=61,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            n_shared_experts=1,
-            n_routed_experts=256,
-            num_experts_per_tok=8,
-            first_k_dense_replace=3,
-            kv_lora_rank=512,
-            q_lora_rank=1536,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
-            qk_nope_head_dim=128,
-            n_group=8,
-            topk_group=4,
-            max_position_embeddings=163_840,
-            num_nextn_predict_layers=0,
-            tie_word_embeddings=False,
-        ),
-        "gpt2-xl": _preset(
-            "gpt2", "GPT2LMHeadModel", 1_557_611_200, n_embd=1600, n_layer=48, n_head=25, n_positions=1024
-        ),
-        "vit-h": _preset(
-            "vit",
-            "ViTForImageClassification",
-            632_045_800,
-            hidden_size=1280,
-            intermediate_size=5120,
-            num_hidden_layers=32,
-            num_attention_heads=16,
-            patch_size=14,
-            image_size=224,
-            num_labels=1000,
-        ),
-    }
-)

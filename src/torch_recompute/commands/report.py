@@ -32,34 +32,11 @@ from .. import errors
 from ..plan.plan import Plan
 from ..planner.planner import Loss, MakeOptimizer
 from ..planner.prices import DEVICES
-from .models import (
-    DTYPES,
-    OPTIMIZERS,
-    POINTS,
-    STEP_WORDS,
-    Step,
-    add_batch_options,
-    add_step_options,
-    autocasting,
-    call_of,
-    model_help,
-    words_of,
-)
-from .output import (
-    GIB,
-    MIB,
-    OK,
-    Output,
-    add_options,
-    check_folder,
-    document,
-    new_command,
-    new_table,
-    read_plan,
-    write_text,
-    writing,
-)
-from .report_data import Clock, Reported, collect, compared
+from . import models
+from . import output as out
+from .models import DTYPES, OPTIMIZERS, POINTS, STEP_WORDS, Step
+from .output import GIB, MIB, OK, Output
+from .report_data import Clock, Reported, collect
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,8 +107,8 @@ def report(
     """
     _check_points(points)
     step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "loop": plan.loop}
-    others = compared(plan, model, args, kwargs, points=points, **step)
-    return render(_document(collect(plan, others, Clock(model, args, kwargs, **step), title=title)))
+    clock = Clock(model, args, kwargs, **step)
+    return render(_document(collect(plan, clock.frontier(plan, points), clock, title=title)))
 
 
 def _check_points(points: int) -> None:
@@ -152,7 +129,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute report` to the command line."""
-    parser = new_command(
+    parser = out.new_command(
         commands, "report", "a plan to look at: memory over the step, what other budgets would cost, the placements"
     )
     parser.add_argument(
@@ -165,13 +142,13 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--points", type=int, default=POINTS, metavar="N", help=f"budgets to compare with; 0 for none ({POINTS})"
     )
-    what = model_help("without weights")
+    what = models.model_help("without weights")
     parser.add_argument(
         "--model", metavar="MODEL", help=f"for a plan whose file does not say which step it is for: {what}"
     )
-    add_batch_options(parser)
-    add_step_options(parser)
-    add_options(parser, command, plot="the step and the curve", as_well="--png")
+    models.add_batch_options(parser)
+    models.add_step_options(parser)
+    out.add_options(parser, command, plot="the step and the curve", as_well="--png")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -179,28 +156,29 @@ def command(args: argparse.Namespace) -> int:
     output = Output.of(args)
     for option in ("out", "snapshot"):
         if getattr(args, option) is not None:
-            check_folder(f"--{option}", getattr(args, option))
+            out.check_folder(f"--{option}", getattr(args, option))
     _check_points(args.points)
-    plan = read_plan(args.plan, "PLAN")
+    plan = out.read_plan(args.plan, "PLAN")
     described = _step(args)
     with output.at_work(f"building {described.model}"):
         step = Step.of(described)
-    call = (step.model, *call_of(step.batch))
-    how: dict[str, Any] = {**step.how, "loop": plan.loop}
-    with autocasting(step.model, plan.prediction.loop.autocast if plan.prediction and plan.prediction.loop else None):
+    clock = Clock(step.model, *step.call, **step.how, loop=plan.loop)
+    with models.autocasting(
+        step.model, plan.prediction.loop.autocast if plan.prediction and plan.prediction.loop else None
+    ):
         with output.at_work(f"profiling {step}" if args.points else f"reading {args.plan}"):
-            others = compared(plan, *call, points=args.points, **how)
+            others = clock.frontier(plan, args.points)
         with output.progress(len(others) + 2) as done:
-            seen = collect(plan, others, Clock(*call, **how), title=str(step), done=done)
+            seen = collect(plan, others, clock, title=str(step), done=done)
     data = _document(seen)
     if args.out is not None:
-        write_text("--out", args.out, render(data))
+        out.write_text("--out", args.out, render(data))
     if args.snapshot is not None:
-        with writing("--snapshot", args.snapshot):
+        with out.writing("--snapshot", args.snapshot):
             seen.chosen.to_snapshot(args.snapshot)
     if output.plot is not None:
         _draw(output.plot, data)
-    output.give(lambda: document("report", SCHEMA_VERSION, seen.data), lambda console: _print(console, data))
+    output.give(lambda: out.document("report", SCHEMA_VERSION, seen.data), lambda console: _print(console, data))
     return OK
 
 
@@ -210,7 +188,7 @@ def _document(seen: Reported) -> dict[str, Any]:
 
 def _step(args: argparse.Namespace) -> argparse.Namespace:
     """The command line that says which step is meant: that of the plan's file, or this one's if it names a model."""
-    given = words_of(args)
+    given = models.words_of(args)
     if "model" not in given:
         words: Any = json.loads(args.plan.read_text(encoding="utf-8")).get("task")
         words = cast("dict[str, Any]", words) if isinstance(words, dict) else {}
@@ -220,8 +198,10 @@ def _step(args: argparse.Namespace) -> argparse.Namespace:
                 "plan --out wrote does. Add --model MODEL, and what else torch-recompute plan takes to describe a "
                 "step."
             )
+        known: dict[str, Any] = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu")}
+        kinds = {"model": str, "batch": int, "sequence": int}
         for name, word in words.items():
-            if not _is_a_word(name, word):
+            if not (word in known[name] if name in known else type(word) is kinds.get(name)):
                 raise errors.ArgumentError(
                     f"{args.plan!s} says {name}={word!r} of its step, which no command line of torch-recompute plan "
                     "says. Make the plan again, or add --model MODEL: then the command line alone says which step is "
@@ -230,14 +210,6 @@ def _step(args: argparse.Namespace) -> argparse.Namespace:
         given = {**words, **given}
     loop = {"hold_output": True, "accumulate": 1, "set_to_none": True}  # of the plan, where it says
     return argparse.Namespace(**{**dict.fromkeys(STEP_WORDS), **given}, **loop)
-
-
-def _is_a_word(name: str, word: object) -> bool:
-    """Whether a command line could say this of a step."""
-    known = {"dtype": DTYPES, "optimizer": OPTIMIZERS, "device": (*DEVICES, "cpu")}
-    if name in known:
-        return word in known[name]
-    return type(word) is {"model": str, "batch": int, "sequence": int}.get(name)
 
 
 def _print(console: Console, data: Mapping[str, Any]) -> None:
@@ -256,7 +228,7 @@ def _print(console: Console, data: Mapping[str, Any]) -> None:
     if chosen["host_bytes"]:
         console.print(f"{chosen['host_bytes'] / MIB:14,.2f} MiB  in host memory at most, beside the device's")
     titles = ("peak MiB", "step ms", "more", "replays ms", "regions", *(["host MiB"] if hosted else []))
-    table = new_table("", *titles)
+    table = out.new_table("", *titles)
     for step in steps:
         table.add_row(
             step["name"],

@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: the step at every moment, for the plan, for none, and along the frontier.
+"""The document of a report, as plain data: the step at every moment, with the plan, without, and along the frontier.
 
 One document, so that the page and the picture work from a file, without the model. Its `steps` are training steps that
 differ in their plans, the least peak first: the plan that is reported, the step without recomputation, and plans along
@@ -23,7 +23,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,34 +54,51 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
 class Timed:
-    """A step and its clock.
+    """A simulated step and its clock.
 
-    `ends` has by event when it ended, in seconds since the step began, and `hosted` the bytes in host memory then.
-    `replayed` has by path of the module that ran again the seconds of replays, `sent` by path of the module that was
-    about to run the bytes that went to host memory.
+    Args:
+        simulation: The step.
+        ran: Its operations in order, None for one that takes no time.
+        held: The bytes in host memory after each of them; empty if the plan keeps nothing there.
+        price: The seconds of an operation.
+
+    Attributes:
+        seconds: Of all operations.
+        spans: The phases.
+        replayed: Seconds of replays, by path of the module that ran again.
+        sent: Bytes that went to host memory, by path of the module that was about to run.
+        most_hosted: The most bytes in host memory.
     """
 
-    simulation: Simulation
-    ends: dict[int, float]
-    spans: tuple[Span, ...]
-    replayed: dict[str, float]
-    hosted: dict[int, int]
-    sent: dict[str, int]
+    def __init__(
+        self, simulation: Simulation, ran: list[Op | None], held: list[int], price: Callable[[Op], float]
+    ) -> None:
+        self.simulation = simulation
+        self.seconds = 0.0
+        self.spans: list[Span] = []
+        self.replayed: dict[str, float] = {}
+        self.sent: dict[str, int] = {}
+        self.most_hosted = max(held, default=0)
+        self._after: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # by event: seconds since the step began, host bytes
+        before = 0
+        for place, op, hosted in zip(simulation.operations, ran, held or [0] * len(ran), strict=True):
+            start, seconds = self.seconds, 0.0 if op is None else price(op)
+            self.seconds += seconds
+            if self.spans and self.spans[-1].phase == place.phase:
+                self.spans[-1] = self.spans[-1]._replace(end=self.seconds)
+            else:
+                self.spans.append(Span(place.phase, start, self.seconds))
+            self._after[place.event] = self.seconds, hosted
+            if place.phase == "replay":
+                self.replayed[place.module] = self.replayed.get(place.module, 0.0) + seconds
+            if hosted > before:
+                self.sent[place.module] = self.sent.get(place.module, 0) + hosted - before
+            before = hosted
 
-    def in_host(self, event: int) -> int:
-        """Bytes in host memory after an event; one that is no operation changes nothing."""
-        return self.hosted.get(event, self.hosted.get(event - 1, 0))
-
-    def end(self, event: int) -> float:
-        """When an event ended; one that is no operation ends with the operation before it."""
-        return self.ends.get(event, self.ends.get(event - 1, 0.0))
-
-    @property
-    def seconds(self) -> float:
-        """What all operations take."""
-        return self.spans[-1].end if self.spans else 0.0
+    def after(self, event: int) -> tuple[float, int]:
+        """The seconds and the bytes in host memory after an event, or after the operation before it."""
+        return self._after.get(event) or self._after.get(event - 1, (0.0, 0))
 
 
 class Clock:
@@ -104,11 +120,18 @@ class Clock:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs or {}
         self._asked = device
-        self._price: Roofline | Measured | None
+        self._how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop}
         place = where(device, model)
-        self._price = place.roofline
+        self._price: Roofline | Measured | None = place.roofline
         self.device = ""
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
+        self._step: dict[str, Any] = {**self._how, **place.step}
+
+    def frontier(self, plan: Plan, points: int = POINTS) -> list[Plan]:
+        """The plans along the curve of budget against seconds that one is compared with."""
+        if not points:
+            return []
+        profile = Planner(self.model, self.args, self.kwargs, device=self._asked, **self._how).profile
+        return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
     def timed(self, plan: Plan) -> Timed:
         """The step with a plan."""
@@ -129,30 +152,7 @@ class Clock:
         if self._price is None:
             self._price = prices_for(self.model, simulation.device)
         self.device = self._price.name
-        return _timed(simulation, ran, held if stores else [], self._price)
-
-
-def _timed(simulation: Simulation, ran: list[Op | None], held: list[int], price: Callable[[Op], float]) -> Timed:
-    now = 0.0
-    ends = {0: now}
-    spans: list[Span] = []
-    replayed: dict[str, float] = {}
-    for place, op in zip(simulation.operations, ran, strict=True):
-        seconds = 0.0 if op is None else price(op)
-        if spans and spans[-1].phase == place.phase:
-            spans[-1] = spans[-1]._replace(end=now + seconds)
-        else:
-            spans.append(Span(place.phase, now, now + seconds))
-        now += seconds
-        ends[place.event] = now
-        if place.phase == "replay":
-            replayed[place.module] = replayed.get(place.module, 0.0) + seconds
-    sent: dict[str, int] = {}
-    for place, before, after in zip(simulation.operations, [0, *held], held, strict=False):
-        if after > before:
-            sent[place.module] = sent.get(place.module, 0) + after - before
-    hosted = {place.event: nbytes for place, nbytes in zip(simulation.operations, held, strict=False)}
-    return Timed(simulation, ends, tuple(spans), replayed, hosted, sent)
+        return Timed(simulation, ran, held if stores else [], self._price)
 
 
 class Reported(NamedTuple):
@@ -160,25 +160,6 @@ class Reported(NamedTuple):
 
     data: dict[str, Any]
     chosen: Simulation
-
-
-def compared(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    loss: Loss = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | None = None,
-    loop: Loop = COMMON,
-    points: int = POINTS,
-) -> list[Plan]:
-    """The plans along the curve of budget against seconds that one is compared with; the arguments are `report`'s."""
-    if not points:
-        return []
-    profile = Planner(model, args, kwargs, loss=loss, optimizer=optimizer, device=device, loop=loop).profile
-    return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
 
 def collect(
@@ -195,8 +176,8 @@ def collect(
         plan: The plan to report on.
         others: Plans to compare it with.
         clock: Simulates and times the step.
-        title: What the step is of; by default the model's class.
-        done: Called after each of the simulations, two more than there are others, with what it was of.
+        title: The name of the step; by default the model's class.
+        done: Called after each of the simulations, two more than there are others, with the name of its plan.
     """
     plain = clock.timed(Plan())
     done("without recomputation")
@@ -252,19 +233,13 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
 
 
 def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, Any]:
-    """What the plan places, and what it has promised."""
+    """The placements of a plan, and its promise."""
     choices, prediction = in_force(plan, clock.model, clock.args, clock.kwargs)
     lines = placements(choices, prediction, step, plain)
+    said = ("budget_bytes", "peak_bytes", "step_seconds", "device")
     return {
         "regions": len(choices),
-        "promised": None
-        if prediction is None
-        else {
-            "budget_bytes": prediction.budget_bytes,
-            "peak_bytes": prediction.peak_bytes,
-            "step_seconds": prediction.step_seconds,
-            "device": prediction.device,
-        },
+        "promised": None if prediction is None else {name: getattr(prediction, name) for name in said},
         "placements": [{**dataclasses.asdict(line), "why": line.why} for line in lines],
     }
 
@@ -278,23 +253,24 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
     simulation = timed.simulation
     moments = sampled(simulation.timeline, SAMPLES)
     layers = stacked(simulation.blocks, [moment.event for moment in moments])
+    after = [timed.after(moment.event) for moment in moments]
     return {
         "peak_bytes": simulation.peak_bytes,
         "step_seconds": timed.seconds,
         "replay_seconds": sum(timed.replayed.values(), 0.0),
         "replay_flops": simulation.flops["replay"],
         "kept_bytes": simulation.saved_bytes,
-        "host_bytes": max(timed.hosted.values(), default=0),
+        "host_bytes": timed.most_hosted,
         "advice": simulation.advice,
         "peak": moments.index(simulation.peak),
         "phases": [list(span) for span in timed.spans],
         "samples": {
-            "ends": [timed.end(moment.event) for moment in moments],
+            "ends": [end for end, _ in after],
             "phase": [number(moment.phase) for moment in moments],
             "module": [number(moment.module) for moment in moments],
             "op": [number(moment.op) for moment in moments],
             "layers": {layer: series for layer, series in layers.items() if any(series)},
-            "host": [timed.in_host(moment.event) for moment in moments] if timed.sent else [],
+            "host": [hosted for _, hosted in after] if timed.sent else [],
         },
     }
 

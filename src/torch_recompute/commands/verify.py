@@ -22,7 +22,7 @@ from ..checking.verify import verify as compare
 from ..memory.free import free_bytes
 from ..plan import simulate
 from ..simulation.step import any_loss
-from .models import DTYPES, add_model_options, call_of, load, load_with_batch, random_batch
+from .models import DTYPES, add_model_options, load, load_with_batch, random_batch
 from .output import FAILED, OK, Output, add_options, document, new_command, read_plan
 
 if TYPE_CHECKING:
@@ -77,13 +77,11 @@ def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[s
         ArgumentError: The model cannot be had, or is not one that the options describe.
         BudgetError: It is too large to run here.
     """
-    (model, batch, _), built_here = load_with_batch(args)
-    assert batch is not None
+    model, (given, named), _, built_here = load_with_batch(args)
     if built_here:
-        assert isinstance(batch, dict)
         device = _device(args.device)
-        _check_size(args.model, model, batch, device)
-        batch = random_batch(batch, model, device)
+        _check_size(args.model, model, named, device)
+        named = random_batch(named, model, device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = load(args.model, None if args.dtype is None else DTYPES[args.dtype], device).model
@@ -94,7 +92,7 @@ def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[s
             f"{args.model} makes a model on the meta device, which has no weights to run with. Have it make the "
             "model on a device that is here."
         )
-    return model, *call_of(batch)
+    return model, given, named
 
 
 def _device(word: str | None) -> str:
