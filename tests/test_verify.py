@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_recompute import ArgumentError, Choice, Plan, no_recompute, recompute, verify
-from torch_recompute.checking.evidence import NOISE, Noise, StepResult, distance
+from torch_recompute.checking.evidence import NOISE, Noise, SideEffects, StepResult, distance
 from torch_recompute.checking.verify import compare_calls
 from unchanged import unchanged
 
@@ -205,12 +205,13 @@ def test_noise_is_allowed() -> None:
     """A tensor may be `NOISE` times as far off as two plain steps are, at least as is usual; without noise, not."""
     quiet = {f"g{i}": torch.ones(4) for i in range(4)}
     noisy = {**quiet, "g0": torch.ones(4) * 1.001, "g1": torch.ones(4) * 1.01, "g2": torch.ones(4) * 1.02}
-    noise = Noise(StepResult(gradients=quiet), StepResult(gradients=noisy))
+    first, second = (StepResult({"gradients": one}, SideEffects()) for one in (quiet, noisy))
+    noise = Noise(first, second)
     assert noise.largest == pytest.approx(0.02)
     assert [noise.allowed(f"g{i}") for i in range(4)] == pytest.approx(
         [NOISE * d for d in (0.01, 0.01, 0.02, 0.01)], 1e-3
     )
-    assert Noise(StepResult(gradients=quiet), StepResult(gradients=quiet)).allowed("g0") == 0.0
+    assert Noise(first, first).allowed("g0") == 0.0
 
 
 def test_a_model_with_noise_of_its_own() -> None:

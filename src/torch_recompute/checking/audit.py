@@ -1,20 +1,13 @@
 """`audit`: each region runs twice, and what differs, what waits for the device and what changes outside of it is named.
 
-Problem. A replay must do what the forward did. Where it does not, the gradients may be silently wrong: a router sends a
-token to another expert, a counter counts twice, NumPy draws other numbers. `check="values"` finds a tensor that came
-out differently; it does not say where it came from, and it costs a training step.
+A replay must do what the forward did, or gradients may be silently wrong: a router sends a token to another expert, a
+counter counts twice, NumPy draws other numbers. So the model runs forward once, under a recorder of operations
+(`recorder.py`). Then each region's function runs again as a replay would, under the state that the engine recorded, but
+to its end and the last region first, and the two lists are compared: the first operation with another result is where
+to look. What the second run changed outside of itself is what a replay would change a second time. With `perturb=` a
+third run has slightly other inputs, and the choices of experts that come out differently are counted.
 
-Idea. Run the model forward once, under a recorder of operations (`recorder.py`). Then run each region's function again
-as a replay would, under the state that the engine recorded, but to its end, the last region first as backward would,
-and compare the two lists: the first operation with another result is where to look. What the second run has changed
-outside of itself, seen by the operations that wrote or in Python objects, is what a replay would change a second time.
-With `perturb=` there is a third run, over slightly other inputs, and the choices of experts that come out differently
-are counted. A region inside another runs again on its own and within that one, as in a backward.
-
-Rejected: two forwards of the whole model, which would find the same faults but blame dropout too; a backward with
-`check="values"`, which stops early and compares saved tensors only.
-
-Invariants. Nothing runs backward. Buffers, attributes, generators and tensors that operations wrote to are put back.
+Nothing runs backward. Buffers, attributes, generators and tensors that operations wrote to are put back.
 """
 
 from __future__ import annotations
@@ -53,7 +46,6 @@ _WORDS = {
     "syncs": "waits for the device",
     "fails": "cannot be run again",
 }
-_KINDS = tuple(_WORDS)
 _INDEX = re.compile(r"(?<![^./\s'])\d+(?![^.\s'])")  # a part of a module's path that is a number
 
 
@@ -123,19 +115,18 @@ class Audit(NamedTuple):
         for row in self.rows:
             starred = {name: _INDEX.sub("*", getattr(row, name)) for name in ("region", "module", "advice")}
             groups.setdefault(row._replace(**starred, detail="", times=1), []).append(row)
-        counts = {kind: sum(row.kind == kind for row in self.rows) for kind in _KINDS}
-        found = [f"{number} x {_WORDS[kind]}" for kind, number in counts.items() if number]
-        heads = [_head(alike if len(rows) > 1 else rows[0], len(rows)) for alike, rows in groups.items()]
+        counts = Counter(row.kind for row in self.rows)
+        found = [f"{counts[kind]} x {words}" for kind, words in _WORDS.items() if counts[kind]]
+        heads: list[tuple[str, ...]] = []
+        for alike, rows in groups.items():
+            row = alike if len(rows) > 1 else rows[0]
+            times, module = f"{len(rows)} x" if len(rows) > 1 else "", f"in {row.module}" if row.module else ""
+            heads.append((row.kind, times, row.op, module, f"region {row.region}", short_line(row.line)))
         lines = [title + ", ".join(found)]
         for head, rows in zip(table(heads, right=0), groups.values(), strict=True):
             first = "" if len({row.detail for row in rows}) == 1 else "the first: "
             lines += ["", head, *_wrapped(first + rows[0].detail), *_wrapped(f"Write: {rows[0].advice}")]
         return "\n".join(lines)
-
-
-def _head(row: AuditRow, count: int) -> tuple[str, ...]:
-    times, module = f"{count} x" if count > 1 else "", f"in {row.module}" if row.module else ""
-    return row.kind, times, row.op, module, f"region {row.region}", short_line(row.line)
 
 
 def _wrapped(text: str) -> list[str]:
@@ -192,7 +183,7 @@ def audit(
             "  Write perturb=0.002, half a step of bfloat16."
         )
     with _placed(model, modules):
-        found = _audit(ModelCall(model, args, kwargs or {}), model, args, kwargs or {}, float(perturb))
+        found = _audit(model, args, kwargs or {}, float(perturb))
     if not found.regions:
         raise errors.ArgumentError(
             f"audit: {getattr(model, '__name__', type(model).__name__)} called no region that backward would replay, "
@@ -239,9 +230,8 @@ def _placed(model: Any, patterns: Sequence[str]) -> Generator[None]:
         handle.remove()
 
 
-def _audit(
-    call: ModelCall, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], perturb: float
-) -> Audit:
+def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], perturb: float) -> Audit:
+    call = ModelCall(model, args, kwargs)
     recorder = Recorder(call.names)
 
     def run() -> Audit:  # all of it in one run of the recorder: the modes around second runs are those of the forward
@@ -279,8 +269,8 @@ def _audit(
 class _Again(Replay):
     """A replay that fills no slot and goes to the end.
 
-    It counts what autograd saves, returns what saved calls and `replay(fn)` have stored, and ends (`stopped`) where
-    the engine has dropped what it would hand out, because no replay gets that far.
+    It returns what saved calls and `replay(fn)` have stored, and ends (`stopped`) where the engine has dropped that,
+    because no replay gets that far.
     """
 
     __slots__ = ("stopped",)
@@ -343,37 +333,26 @@ def _has_dropped(trace: CallRecord) -> bool:
 
 
 class SecondRun(RegionRun):
-    """A second run of a region.
-
-    Attributes:
-        inputs_differ: Whether the engine could not give it the inputs of the first run.
-        error: What it raised.
-        changed: What the engine would say instead of replaying, because something has been changed in place.
-        rewritten: Memory that it has changed and that was not put back by the engine, by `id` of the storage.
-        places: What else it has changed: attributes, closure variables, globals.
-        generators: The generators that it has advanced and that were not put back by the engine.
-        ended_early: Whether it stopped where the engine has dropped what comes next.
-        names: What the function calls tensors that it reaches, by `id` of the storage.
-    """
+    """A second run of a region: the outcome, and the changes that the engine did not put back."""
 
     def __init__(self, first: RegionRun) -> None:
         super().__init__(first.frame, line=first.line)
-        self.inputs_differ = self.ended_early = False
+        self.inputs_differ = False  # the engine could not give it the inputs of the first run
+        self.ended_early = False  # at what the engine has dropped
         self.error: Exception | None = None
-        self.changed: errors.ChangedError | None = None
-        self.rewritten: list[int] = []
-        self.places: list[str] = []
-        self.generators: list[str] = []
-        self.names: dict[int, str] = {}
+        self.changed: errors.ChangedError | None = None  # the engine's, in place of a replay
+        self.rewritten: list[int] = []  # memory, by `id` of the storage
+        self.places: list[str] = []  # attributes, closure variables, globals
+        self.generators: list[str] = []  # that it has advanced
+        self.names: dict[int, str] = {}  # of the tensors that the function reaches, by `id` of the storage
 
 
 def run_again(
     recorder: Recorder, first: RegionRun, around: Callable[[Any], SideEffects], noise: float = 0.0
 ) -> SecondRun:
-    """Runs a region's function again and says what came of it; what it has changed is put back.
+    """Runs a region's function again and puts back what it has changed.
 
-    With noise, the floating inputs are written over for the time of the run, in their own memory: a copy would not be
-    an input of the region any more.
+    With noise, the floating inputs are changed in their own memory meanwhile: a copy would be no input of the region.
     """
     frame, second = first.frame, SecondRun(first)
     with recorder.deaf():
@@ -500,10 +479,8 @@ def _compare(then: RecordedOp, now: RecordedOp) -> Divergence | None:
         return Divergence(then, "value", f"its indices differ: {moved}")
     for index, (a, b) in enumerate(zip(then.samples, now.samples, strict=False)):
         if not a.same(b):
-            which = (
-                f"output {index} of {len(then.samples)} differs " if len(then.samples) > 1 else "its output differs "
-            )
-            return Divergence(then, "value", which + a.difference(b))
+            which = f"output {index} of {len(then.samples)}" if len(then.samples) > 1 else "its output"
+            return Divergence(then, "value", f"{which} differs {a.difference(b)}")
     return None
 
 
@@ -568,8 +545,8 @@ class _Rows:
     """The rows found so far.
 
     A region whose inputs are not those of the first run, because they were changed or are rebuilt by a region that was
-    found to differ, is not compared: every one of its operations would differ, and the fault is elsewhere. What a
-    region inside another was found to do is not said again of the outer one.
+    found to differ, is not compared: the fault is elsewhere. A finding of a region inside another is not repeated for
+    the outer one.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, str]]) -> None:
@@ -585,7 +562,7 @@ class _Rows:
         """The rows, region by region, kind by kind."""
         order = {name: i for i, name in reversed(list(enumerate(regions)))}
         rows = self._rows.values()
-        return tuple(sorted(rows, key=lambda row: (order.get(row.region, len(order)), _KINDS.index(row.kind))))
+        return tuple(sorted(rows, key=lambda row: (order.get(row.region, len(order)), list(_WORDS).index(row.kind))))
 
     def put(self, row: AuditRow, inner: Iterable[str] = ()) -> None:
         """Adds a row, unless it is known, of this region or of one of those `inner` to it."""

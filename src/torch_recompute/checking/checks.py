@@ -2,10 +2,9 @@
 
 A check is one kind of finding and up to three functions: one reads a simulated step, one observed steps, one an audit.
 Where none of the evidence that it reads can be had (a model on meta cannot be run, a plain model has no regions to
-audit) it is not asked, and the report says so. What is expensive is gathered once, for all.
-
-A finding says where, what was seen with its figures, how it was confirmed, and the line to write. Names of several
-parts that are alike, as the layers of a stack, are one finding, with `*` where the numbers were.
+audit) it is not asked, and the report says so. A finding says where, what was seen with its figures, how it was
+confirmed, and the line to write. Parts that are alike, as the layers of a stack, are one finding, with `*` where the
+numbers in their names were.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .._text import document
 from .._torch.modes import NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
-from .audit import Audit, AuditRow
+from .audit import Audit
 from .simulated import Account, SimulatedSteps, starred
 from .watch import Observations
 
@@ -51,9 +50,9 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: What sort of thing, a word of `KINDS`; each has a heading on the page about the doctor.
+        kind: A word of `KINDS`; each has a heading on the page about the doctor.
         where: The region, module, parameter or device; numbers in paths as `*` where several are alike.
-        seen: What was seen, with its figures.
+        seen: The observation, with its figures.
         confirmed: How it was made sure of: what was run, simulated or counted.
         write: What to write.
         figures: The figures as numbers, by name; bytes as integers, seconds and shares as floats.
@@ -186,42 +185,67 @@ class Check:
 
     Attributes:
         kind: The word for it.
-        simulated: What a simulated step shows of it.
-        observed: What real steps show.
-        audited: What the rows of an audit show.
+        simulated: Finds it in simulated steps.
+        observed: Finds it in real steps.
+        audited: Finds it in an audit.
         unless: Why it cannot be looked for in some evidence; "" where it can.
     """
 
     kind: str
     simulated: Callable[[Evidence, SimulatedSteps], Iterable[_Found]] | None = None
     observed: Callable[[Evidence, Observations], Iterable[_Found]] | None = None
-    audited: Callable[[list[AuditRow]], Iterable[_Found]] | None = None
+    audited: Callable[[Evidence, Audit], Iterable[_Found]] | None = None
     unless: Callable[[Evidence], str] | None = None
+
+    @property
+    def needs(self) -> list[str]:
+        """The kinds of evidence that it reads."""
+        return [name for name in ("simulated", "observed", "audited") if getattr(self, name) is not None]
 
     def why_not(self, evidence: Evidence) -> str:
         """Why this cannot be looked for; "" where it can."""
-        needs = [name for name in ("simulated", "observed", "audited") if getattr(self, name) is not None]
-        if all(getattr(evidence, need) is None for need in needs):
-            return "; ".join(dict.fromkeys(evidence.missing.get(need, f"there is no {need} step") for need in needs))
+        if all(getattr(evidence, need) is None for need in self.needs):
+            return "; ".join(
+                dict.fromkeys(evidence.missing.get(need, f"there is no {need} step") for need in self.needs)
+            )
         return self.unless(evidence) if self.unless is not None else ""
 
     def look(self, evidence: Evidence) -> Iterator[Finding]:
-        """What there is to find."""
-        if self.simulated is not None and evidence.simulated is not None:
-            yield from (Finding(self.kind, *found) for found in self.simulated(evidence, evidence.simulated))
-        if self.observed is not None and evidence.observed is not None:
-            yield from (Finding(self.kind, *found) for found in self.observed(evidence, evidence.observed))
-        if self.audited is not None and evidence.audited is not None:
-            yield from (Finding(self.kind, *found) for found in self.audited(list(evidence.audited.rows)))
+        """The findings."""
+        for need in self.needs:
+            if (source := getattr(evidence, need)) is not None:
+                yield from (Finding(self.kind, *found) for found in getattr(self, need)(evidence, source))
 
 
 def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
-    """What some checks find in some evidence."""
+    """The findings of some checks in some evidence."""
     why_not = {check: check.why_not(evidence) for check in checks}
     looked = [check for check, why in why_not.items() if not why]
     findings = tuple(finding for check in looked for finding in check.look(evidence))
     missing = tuple((check.kind, why) for check, why in why_not.items() if why)
     return Report(evidence.name, findings, tuple(check.kind for check in looked), missing)
+
+
+def _audited(
+    *kinds: str, confirmed: str = "each region was run twice, as a replay runs it, with every operation written down."
+) -> Callable[[Evidence, Audit], Iterator[_Found]]:
+    """A check that reads the rows of some kinds of an audit; those alike but for numbers are one finding."""
+
+    def look(_: Evidence, audit: Audit) -> Iterator[_Found]:
+        rows = [row for row in audit.rows if row.kind in kinds]
+        groups = _grouped(rows, lambda row: (row.kind, starred(row.region), starred(row.module), row.op, row.line))
+        for group in groups.values():
+            row = group[0]
+            figures: dict[str, Any] = {"regions": len(group)}
+            detail = row.detail
+            if row.kind == "syncs":
+                figures = {"waits": sum(one.times for one in group)}
+                detail = f"the host waits for the device {figures['waits']} times in the replays of one step"
+            place = " at ".join(filter(None, [row.op, row.line.rpartition("/")[2]]))
+            seen = ": ".join(filter(None, [place, detail]))
+            yield starred(row.module or row.region), f"{seen}.", confirmed, row.advice, figures
+
+    return look
 
 
 # --- wrong results ----------------------------------------------------------------------------------------------------
@@ -251,28 +275,6 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
         )
 
 
-_TWICE = "each region was run twice, as a replay runs it, with every operation written down."
-
-
-def _audit_groups(rows: list[AuditRow], *kinds: str) -> Iterator[tuple[str, str, list[AuditRow]]]:
-    """The rows of some kinds, those alike but for numbers together: where they are, what they say, and all of them."""
-    key: Callable[[AuditRow], tuple[str, ...]] = lambda row: (  # noqa: E731
-        *(row.kind, starred(row.region), starred(row.module)),
-        *(row.op, row.line),
-    )
-    for group in _grouped([row for row in rows if row.kind in kinds], key).values():
-        first = group[0]
-        place = " at ".join(filter(None, [first.op, first.line.rpartition("/")[2]]))
-        yield starred(first.module or first.region), place, group
-
-
-def _not_deterministic(rows: list[AuditRow]) -> Iterator[_Found]:
-    """Operations with other results in the second run, decisions made differently, regions that cannot run again."""
-    for where, place, group in _audit_groups(rows, "differs", "flips", "fails"):
-        seen = ": ".join(filter(None, [place, group[0].detail]))
-        yield _found(where, f"{seen}.", _TWICE, group[0].advice, regions=len(group))
-
-
 def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Buffers that are updated by the forward and again by a replay: statistics, counters, the maxima of FP8 recipes.
 
@@ -289,14 +291,6 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
             "arguments), or a plan: their replays put buffers back.",
             buffers=len(names),
         )
-
-
-def _changed_twice(rows: list[AuditRow]) -> Iterator[_Found]:
-    """What a second run of a region changes: attributes and tensors that no module owns are not put back."""
-    for where, place, group in _audit_groups(rows, "mutates"):
-        seen = ": ".join(filter(None, [place, group[0].detail]))
-        confirmed = "each region was run twice, and what was changed outside it was compared."
-        yield _found(where, f"{seen}.", confirmed, group[0].advice, regions=len(group))
 
 
 def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
@@ -692,27 +686,20 @@ def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_F
     )
 
 
-def _host_syncs(rows: list[AuditRow]) -> Iterator[_Found]:
-    """Calls that make the host wait for the device, in replays."""
-    for where, place, group in _audit_groups(rows, "syncs"):
-        count = sum(row.times for row in group)
-        seen = f"{place}: the host waits for the device {count} times in the replays of one step."
-        yield _found(where, seen, _TWICE, group[0].advice, waits=count)
-
-
 def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """What `torch.compile` and its CUDA graphs left to eager execution."""
     for reason, count in observed.fallbacks.items():
-        what, write = (
-            "the compiled graph was cut in two",
-            "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to see "
-            "where it is.",
-        )
         if reason == NO_CUDA_GRAPH:
-            what, write = (
-                "what was compiled ran without a CUDA graph",
+            what = "what was compiled ran without a CUDA graph"
+            write = (
                 "TORCH_LOGS=cudagraphs before the command: torch then says why, and at which line. What regions need "
-                "in CUDA graphs is in docs/cuda-graphs.md.",
+                "in CUDA graphs is in docs/cuda-graphs.md."
+            )
+        else:
+            what = "the compiled graph was cut in two"
+            write = (
+                "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to "
+                "see where it is."
             )
         yield _found(
             evidence.name,
@@ -723,11 +710,14 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         )
 
 
+# Attributes and tensors that no module owns are not put back by a replay.
+_CHANGED = _audited("mutates", confirmed="each region was run twice, and what was changed outside it was compared.")
+
 # In the order in which findings are shown: what gives wrong results first, then memory, then time.
 CHECKS = (
     Check("frozen_input", observed=_frozen_input),
-    Check("not_deterministic", audited=_not_deterministic),
-    Check("updated_twice", observed=_buffers_updated_twice, audited=_changed_twice),
+    Check("not_deterministic", audited=_audited("differs", "flips", "fails")),
+    Check("updated_twice", observed=_buffers_updated_twice, audited=_CHANGED),
     Check("reentrant", observed=_reentrant),
     Check("over_budget", simulated=_over_budget, unless=lambda e: "no budget was given" if e.budget is None else ""),
     Check("fragmentation", observed=_fragmentation, unless=_no_cuda),
@@ -739,7 +729,7 @@ CHECKS = (
     Check("made_worse", simulated=_made_worse),
     Check("double_recompute", simulated=_recomputed_twice, observed=_called_twice),
     Check("replay_share", simulated=_replayed_flops, observed=_replayed_seconds),
-    Check("host_syncs", audited=_host_syncs),
+    Check("host_syncs", audited=_audited("syncs")),
     Check("fallbacks", observed=_fallbacks),
 )
 KINDS = tuple(check.kind for check in CHECKS)

@@ -1,20 +1,13 @@
 """The doctor: why a model is still out of memory, slow, or wrong, although something is recomputed.
 
-Problem. Recomputation that does not help fails in silence. A label matched a module that saves nothing; a fused
-attention's result is held by the next layer; a checkpoint of another library updates a counter twice, or trains
-nothing behind a frozen embedding; the memory is there, in pieces. Each has been reported many times, and each
-looks the same from outside: it was turned on, and nothing got better.
+Recomputation that does not help fails in silence: a label matched a module that saves nothing; a fused attention's
+result is held by the next layer; a checkpoint of another library updates a counter twice. So `examine` gathers
+evidence, once, for all checks (`checks.py`). A step is simulated, with the plan and without: exact bytes and FLOPs by
+region. Where the model has weights, one step is also run and observed, and each region is audited. `watch`
+reads what a training that runs anyway shows. Everything is counted, compared or run; rules over names and versions
+("you use flash attention, so ...") are right until the next release.
 
-Idea. `examine` gathers two sorts of evidence, once, for all checks (`checks.py`). A step is simulated, with the plan
-and without: exact bytes and FLOPs by region, of a model of any size. And where the model has weights, one step is run
-and observed, and each region is run twice by an audit: gradients, buffers, graph nodes, waits. Neither replaces the
-other: a simulation knows no values, a run on a small batch no peak. `watch` reads what a training that runs anyway
-shows: the allocator's counts, the seconds of replays, buffers, gradients, graph nodes, calls of modules, fallbacks.
-
-Rejected: rules over names and versions ("you use flash attention, so ..."). They are right until the next release, and
-then say something wrong with confidence. Everything here is counted, compared or run.
-
-Invariants. `examine` leaves the model, its gradients, buffers and all generators as they were; `watch` changes no step.
+`examine` leaves the model, its gradients, buffers and all generators as they were; `watch` changes no step.
 """
 
 from __future__ import annotations
@@ -118,7 +111,9 @@ def examine(
         missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
     observed = audited = None
     if running:
-        with contextlib.nullcontext() if plan is None else _applied(model, plan):
+        with contextlib.ExitStack() as stack:
+            if plan is not None:
+                stack.callback(apply(model, plan).remove)
             observed = _observe(ModelCall(*call), model, loss or loss_of)
             missing["audited"] = "the model calls no region"
             if simulated is None or simulated.accounts:
@@ -133,15 +128,6 @@ def examine(
     return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
 
 
-@contextlib.contextmanager
-def _applied(model: nn.Module, plan: Plan) -> Generator[None]:
-    applied = apply(model, plan)
-    try:
-        yield
-    finally:
-        applied.remove()
-
-
 def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor]) -> Observations:
     """One real step; where parameters got no gradient, a second one with plain calls for torch's checkpoints."""
     watcher = StepWatcher(model)
@@ -151,7 +137,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         if observed.untrained:
             call.go_back()
             with _plain_checkpoints():
-                again = call.step(loss, needs_grad=False).gradients
+                again = call.step(loss, needs_grad=False).tensors["gradients"]
             observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in again)
         return observed
     finally:
@@ -159,21 +145,18 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         call.go_back()
 
 
-class _Plain:
-    """Stands for torch's reentrant checkpoint, and is the plain call."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-        """Calls the function."""
-        return function(*args)
-
-
 @contextlib.contextmanager
 def _plain_checkpoints() -> Generator[None]:
     """Torch's reentrant checkpoints are plain calls for the time being."""
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
     there: Any = torch.utils.checkpoint
     before = there.CheckpointFunction
-    there.CheckpointFunction = _Plain
+    there.CheckpointFunction = Plain
     try:
         yield
     finally:

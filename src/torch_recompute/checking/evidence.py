@@ -1,20 +1,13 @@
 """Evidence about a call of a model: a step that can be repeated, what it leaves, and how two steps differ.
 
-Problem. `verify`, `audit` and the doctor all run a model, compare what two runs did, and leave the model as it was.
-
-Idea. A `ModelCall` remembers everything that one call of a model can change: buffers, generators, and what Python code
-changes on the side (`SideEffects`: attributes, closures, globals, containers and plain objects in them). `step` runs
-forward, loss and backward on copies of the arguments and returns what they left; `go_back` makes everything as it was.
-`differences` compares two steps tensor by tensor.
+A `ModelCall` remembers everything that one call of a model can change: buffers, generators, and what Python code
+changes on the side (`SideEffects`). `step` runs forward, loss and backward on copies of the arguments and returns what
+they left; `go_back` makes everything as it was. `differences` compares two steps tensor by tensor.
 
 Two tensors are the same if all their bits are. If they are not, their distance is the largest difference of two
-elements, relative to the largest element. Some models have noise: two plain steps differ. A tensor may then differ by
-`NOISE` times its noise; a sum in another order changes a tensor in one pair of runs and by luck not in another, so
-where there is noise at all, every tensor is allowed at least the noise that is usual in this step.
-
-Invariants. No user code is called to look at side effects: containers are copied by their base types, objects looked
-at through `__dict__`. Rebinding a name to something equal is no change: a module that keeps its last result keeps the
-same one. Tensors are compared by what they hold.
+elements, relative to the largest element. Where two plain steps differ, a tensor may differ by `NOISE` times its noise;
+a sum in another order changes a tensor in one pair of runs and by luck not in another, so every tensor is then allowed
+at least the noise that is usual in this step.
 """
 
 from __future__ import annotations
@@ -24,8 +17,8 @@ import random
 import statistics
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -141,23 +134,22 @@ class Difference:
         return f"{self.name} {self.detail}" if self.detail else f"{self.name}: the same"
 
 
-@dataclass
-class StepResult:
-    """What a step leaves, by name; gradients in the order in which backward made them, side effects if kept."""
+class StepResult(NamedTuple):
+    """The tensors that a step leaves, by kind (`KINDS`) and name, and the side effects.
 
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    generators: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    side_effects: SideEffects | None = None
+    Gradients are in the order in which backward made them.
+    """
+
+    tensors: dict[str, dict[str, torch.Tensor]]
+    side_effects: SideEffects
 
 
 class Noise:
     """How far two plain steps are apart, by the name of each tensor that differs."""
 
     def __init__(self, first: StepResult, second: StepResult) -> None:
-        pairs = (pair for kind in KINDS for pair in _pairs(first, second, kind))
-        self.distances = {name: found for name, a, b in pairs if (found := distance(a, b))}
+        found = {name: distance(a, b) for _, name, a, b in _pairs(first, second)}
+        self.distances = {name: far for name, far in found.items() if far}
         finite = [found for found in self.distances.values() if math.isfinite(found)]
         self._usual = statistics.median(finite) if finite else 0.0
 
@@ -173,11 +165,10 @@ class Noise:
 
 def differences(plain: StepResult, other: StepResult, noise: Noise) -> Iterator[Difference]:
     """The tensors that differ by more than the noise."""
-    for kind in KINDS:
-        for name, mine, theirs in _pairs(plain, other, kind):
-            found, allowed = distance(mine, theirs), noise.allowed(name)
-            if found > allowed:
-                yield Difference(kind, name, found, allowed, _in_words(mine, theirs, allowed))
+    for kind, name, mine, theirs in _pairs(plain, other):
+        found, allowed = distance(mine, theirs), noise.allowed(name)
+        if found > allowed:
+            yield Difference(kind, name, found, allowed, _in_words(mine, theirs, allowed))
 
 
 def _in_words(mine: torch.Tensor | None, theirs: torch.Tensor | None, allowed: float) -> str:
@@ -193,12 +184,12 @@ def _in_words(mine: torch.Tensor | None, theirs: torch.Tensor | None, allowed: f
 
 
 def _pairs(
-    first: StepResult, second: StepResult, kind: str
-) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
-    mine: Mapping[str, torch.Tensor] = getattr(first, kind)
-    theirs: Mapping[str, torch.Tensor] = getattr(second, kind)
-    for name in [*mine, *(name for name in theirs if name not in mine)]:
-        yield name, mine.get(name), theirs.get(name)
+    first: StepResult, second: StepResult
+) -> Iterator[tuple[str, str, torch.Tensor | None, torch.Tensor | None]]:
+    for kind in KINDS:
+        mine, theirs = first.tensors.get(kind, {}), second.tensors.get(kind, {})
+        for name in {**mine, **theirs}:
+            yield kind, name, mine.get(name), theirs.get(name)
 
 
 class ModelCall:
@@ -224,7 +215,7 @@ class ModelCall:
         self._versions = versions_of(buffers)
         generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
         self._generators = [(generator, generator.get_state()) for generator in generators]
-        self._start = self.side_effects()
+        self._start = SideEffects(self.modules, [self.model])
 
     @property
     def device(self) -> torch.device:
@@ -232,17 +223,12 @@ class ModelCall:
         tensors = [*self._leaves.values(), *tensors_in((self._args, self._kwargs))]
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
-    def side_effects(self) -> SideEffects:
-        """The side effects so far: what is around the model now."""
-        return SideEffects(self.modules, [self.model])
-
-    def step(self, loss: Callable[[Any], Any], *, keep: bool = False, needs_grad: bool = True) -> StepResult:
+    def step(self, loss: Callable[[Any], Any], *, needs_grad: bool = True) -> StepResult:
         """Runs forward, loss and backward on copies of the arguments; gradients are put back at once.
 
         Args:
             loss: From the output to a scalar.
-            keep: Whether to keep the side effects, so that another step's can be compared.
-            needs_grad: Whether a loss that needs no gradient is an error.
+            needs_grad: A loss that needs no gradient is an error.
         """
         before = {name: leaf.grad for name, leaf in self._leaves.items()}
         handles: list[Any] = []
@@ -263,24 +249,25 @@ class ModelCall:
                 value = loss(output)
                 found = tensors_in(output)
                 names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
-                left = StepResult({name: one.detach() for name, one in zip(names, found, strict=False)})
-                left.outputs["the loss"] = value.detach()
+                outputs = {name: one.detach() for name, one in zip(names, found, strict=False)}
+                outputs["the loss"] = value.detach()
                 del output, found
                 if needs_grad or value.requires_grad:
                     value.backward()
-            for name in [*order, *(name for name in leaves if name not in order)]:
-                gradient = leaves[name].grad
-                if gradient is not None:
-                    left.gradients[f"the gradient of {name}"] = gradient
-            left.buffers = {
+            gradients = {name: leaves[name].grad for name in {**order, **dict.fromkeys(leaves)}}
+            buffers = {
                 f"buffer {name}": buffer.detach().clone()
                 for module, path in self.modules
                 for name, buffer in module.named_buffers(path, recurse=False)
             }
             states = [generator.get_state() for generator, _ in self._generators]
-            left.generators = {f"generator {number} of the model": state for number, state in enumerate(states)}
-            left.side_effects = self.side_effects() if keep else None
-            return left
+            left = {
+                "outputs": outputs,
+                "gradients": {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None},
+                "buffers": buffers,
+                "generators": {f"generator {number} of the model": state for number, state in enumerate(states)},
+            }
+            return StepResult(left, SideEffects(self.modules, [self.model]))
         finally:
             for handle in handles:
                 handle.remove()
@@ -333,19 +320,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class _Container(NamedTuple):
-    """A namespace or container: what to call a change in it, and what was there, by name.
+    """A namespace or container, and its content when it was looked at."""
 
-    Attributes:
-        label: What to call a change; `{key}` is the name that changed.
-        container: A dict, list, set or closure cell.
-        then: What was in it, of the names that count.
-        counts: Which names count; None for all.
-    """
-
-    label: str
-    container: Any
+    label: str  # of a change; `{key}` is the name that changed
+    container: Any  # a dict, list, set or closure cell
     then: dict[Any, Any]
-    counts: Callable[[Any], bool] | None = None
+    counts: Callable[[Any], bool] | None = None  # the names that count; None for all
 
     def now(self) -> dict[Any, Any]:
         found = _contents(self.container)
@@ -372,12 +352,14 @@ class _Container(NamedTuple):
 
 
 class SideEffects:
-    """What Python code can change outside of its arguments, as it is now.
+    """The state of all that Python code can change outside of its arguments.
 
-    That is attributes of modules, closures, globals, and the global generators (Python's, NumPy's, PyTorch's).
+    That is attributes of modules, closures, globals, and the global generators (Python's, NumPy's, PyTorch's). No user
+    code is called: containers are copied by their base types, objects looked at through `__dict__`. Rebinding a name
+    to something equal is no change.
 
     Args:
-        modules: The modules, with what to call each.
+        modules: The modules, with their names.
         functions: Functions whose closures count.
         scopes: Code and globals of functions that run.
     """
@@ -406,7 +388,7 @@ class SideEffects:
         found: dict[str, None] = {}
         for place in self._places:
             then, now = place.then, place.now()
-            for key in [*then, *(key for key in now if key not in then)]:
+            for key in {**then, **now}:
                 if key not in then or key not in now or not _same(then[key], now[key], DEPTH):
                     found[place.label.format(key=key)] = None
         return list(found)

@@ -1,19 +1,13 @@
 """Writes down what the regions of a model do: their operations, their waits for the device, the memory they write to.
 
-A dispatch mode sees every operation, those inside torch's own functions too. The engine says which regions
-it belongs to (`observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not
-repeated and not written down; neither is the engine's own work.
+A dispatch mode sees every operation, those inside torch's own functions too. The engine says which regions it belongs
+to (`observer.py`), the Python stack which line. What runs in a saved call or in `replay(fn)` is not repeated and not
+written down; neither is the engine's own work. An operation whose result is a number, or whose shape depends on values,
+waits for the device; a function mode adds the calls that wait for an accelerator but run no operation on a CPU.
 
-An operation whose result is a number, or whose shape depends on values, waits for the device; torch marks both with
-tags. A function mode adds the name under which the code called it (`item()`), and the calls that wait for an
-accelerator but run no operation on a CPU (`.cpu()`, `.tolist()`): an audit on a CPU says what a GPU will do.
-
-Of each result a sample is kept (`evidence.py`); the results themselves would need the memory that recomputation saves.
-Of a choice of experts (`topk`, `argmax`) all indices are kept. Memory that an operation leaves as it was
-(`torch.empty`) is zeroed, so that it cannot differ from run to run.
-
-Invariants. Nothing here holds a tensor of the model's run, but for storages that were there before and are written to:
-these are kept with a copy, to be put back. Regions keep the modes that were active around them: `end` empties both.
+Of each result a sample is kept (`evidence.py`), of a choice of experts (`topk`, `argmax`) all indices. `torch.empty` is
+zeroed, so that it cannot differ from run to run. No tensor of the model's run is held, but storages that were there
+before and are written to: these are kept with a copy, to be put back.
 """
 
 from __future__ import annotations
@@ -70,15 +64,10 @@ _WAITS: dict[Any, str] = {
 
 
 class Indices(NamedTuple):
-    """What a choice picked.
+    """The indices that a choice picked."""
 
-    Attributes:
-        values: Those of one token in the last dimension.
-        ordered: Whether their order is the choice, as in a sort, and not which they are.
-    """
-
-    values: torch.Tensor
-    ordered: bool
+    values: torch.Tensor  # those of one token in the last dimension
+    ordered: bool  # their order is the choice, as in a sort
 
     def moved(self, other: Indices) -> str:
         """How many tokens of how many another choice sends elsewhere, in words; "" for none."""
@@ -91,28 +80,17 @@ class Indices(NamedTuple):
 
 
 class RecordedOp:
-    """One operation of a run.
-
-    Attributes:
-        op: Its name, as `aten.topk`.
-        module: Path of the module that ran it.
-        line: `file:line` of the code that ran it.
-        near: The same, if it is inside the region; else "".
-        region: The innermost region it ran in.
-        metas: Shape and type of each tensor it returned; numbers as they are.
-        samples: Those of its results; none of a view, which shows memory that has been looked at.
-        chosen: The indices, where it is a choice.
-        random: Whether it draws random numbers.
-    """
+    """One operation of a run: its name, as `aten.topk`, and the module, line and region that ran it."""
 
     __slots__ = ("chosen", "line", "metas", "module", "near", "op", "random", "region", "samples")
 
     def __init__(self, op: str, module: str, line: str = "", near: str = "", region: str = "") -> None:
-        self.op, self.module, self.line, self.near, self.region = op, module, line, near, region
-        self.metas: list[Any] = []
-        self.samples: list[TensorSample] = []
+        self.op, self.module, self.line, self.region = op, module, line, region
+        self.near = near  # the line, if it is inside the region
+        self.metas: list[Any] = []  # shape and dtype of each result; a number itself
+        self.samples: list[TensorSample] = []  # of results; none of a view, whose memory has been looked at
         self.chosen: Indices | None = None
-        self.random = False
+        self.random = False  # it draws random numbers
 
     def is_like(self, other: RecordedOp) -> bool:
         """Whether the other is the same operation at the same place."""
@@ -150,28 +128,17 @@ class DeviceSync(NamedTuple):
 
 
 class RegionRun:
-    """One run of one region.
-
-    Attributes:
-        frame: The region's call.
-        start: How many storages had been made before it.
-        ops: Its operations, in order.
-        syncs: Its waits for the device.
-        written: The memory outside of it that it wrote to, by `id` of the storage.
-        scopes: The user's functions that ran in it: code and globals.
-        inputs: Samples of the tensors it was called with.
-        arguments: What to call the memory of those, by `id` of the storage, while it runs.
-        line: The line that called it.
-    """
+    """One run of one region, whose call is `frame`: its operations, waits and writes."""
 
     def __init__(self, frame: RegionCall, start: int = 0, line: str = "") -> None:
-        self.frame, self.start, self.line = frame, start, line
+        self.frame, self.line = frame, line
+        self.start = start  # how many storages had been made before it
         self.ops: list[RecordedOp] = []
         self.syncs: list[DeviceSync] = []
-        self.written: dict[int, Written] = {}
-        self.scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+        self.written: dict[int, Written] = {}  # memory outside of it, by `id` of the storage
+        self.scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}  # code and globals of the user's functions
         self.inputs: list[TensorSample | None] = []
-        self.arguments: dict[int, str] = {}
+        self.arguments: dict[int, str] = {}  # labels of their memory while it runs, by `id` of the storage
 
 
 class _OpPlace(NamedTuple):

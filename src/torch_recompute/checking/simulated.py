@@ -1,24 +1,13 @@
 """Simulated steps with a plan and without; what each region drops, what of that stays alive, what it runs again.
 
-Problem. "I turned it on and the memory hardly moved": a region drops every reference it has, but what it drops may be
-held by others. The consumer of a fused attention saves its output; a softmax saves nothing but its output, and a region
-around it keeps the input as well, which nothing kept before.
-
-Idea. Count it where it happens, on the fake tensors of one simulated step. The engine says what each region drops
-(`observer.py`); when the loss is there, the graph is walked (`memory/retainers.py`), and memory that was dropped and
-is held by something else is *pinned*, memory that a region holds and nothing else does is *held*. What the region frees
-is
-
-    dropped - pinned - held
-
-and that is, to the byte, what the step keeps less than without it. Regions inside others are counted with the
-outermost; between a saved call of that one and a region inside it, what the latter is given counts as held, although
-the plain call keeps it too. Operations and their FLOPs are counted by the region they run in, forward and replay apart,
-so that work done a third time shows.
+A region drops every reference it has, but what it drops may be held by others: the consumer of a fused attention saves
+its output. So it is counted on the fake tensors of one simulated step. The engine says what each region drops
+(`observer.py`); when the loss is there, the graph is walked (`memory/retainers.py`), and memory that was dropped and is
+held by something else is *pinned*, memory that a region holds and nothing else does is *held*. The region frees dropped
+- pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside others are counted with
+the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
 
 Names are those of regions with the numbers in them as `*`: the layers of a stack are one account.
-
-Invariants. The step is that of `simulate`: nothing runs, and nothing here keeps a tensor or a region alive.
 """
 
 from __future__ import annotations

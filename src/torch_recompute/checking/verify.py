@@ -1,20 +1,12 @@
 """`verify`: a plan changes nothing. A step without it and a step with it, and everything that they leave compared.
 
-Problem. A plan saves memory and must change nothing else. Whether that holds for this model, with its router, its
-cache and its counters, is known only by running it; and where it does not hold, a user needs the region, not a loss
-curve that is off after a day.
+The plain step runs twice, from the same weights, random states, buffers and attributes: what differs then is the
+model's own noise. Then the step with the plan runs, from the same state. Of the gradients, the first one that differs
+is the closest to the cause, because a wrong gradient goes on into all that come after it in the backward. The likely
+regions are found by a step with each of them alone. A recorder around both steps would name the operation too, but a
+dispatch mode chooses other kernels for attention; what is found here, `audit` explains.
 
-Idea. The plain step runs twice, from the same weights, random states, buffers and attributes: what differs then is the
-model's own noise, which is nothing on a CPU and some bits on a GPU whose sums come in any order. Then the step with the
-plan runs, from the same state. Of the gradients, the first one that differs is the closest to the cause, because
-a wrong gradient goes on into all that come after it in the backward. Which region it is, is tried and not guessed: a
-step with each of the likely ones alone.
-
-Rejected: the audit's recorder around both steps, which would name the operation too. A dispatch mode chooses other
-kernels for attention, so it compares another step than the one that trains. What is found here, `audit` explains.
-
-Invariants. The model is left as it was: weights, gradients, buffers, attributes, random states, no plan. No optimizer
-runs. Two sets of gradients are held at a time, and a third while it is made.
+The model is left as it was: weights, gradients, buffers, attributes, random states, no plan. No optimizer runs.
 """
 
 from __future__ import annotations
@@ -33,7 +25,6 @@ from torch import nn
 from .. import errors
 from ..arguments import check_call
 from ..plan import Choice, Plan, apply
-from ..plan.report import Report
 from ..simulation.step import any_loss
 from .evidence import KINDS, Difference, ModelCall, Noise, differences
 
@@ -204,34 +195,27 @@ class _Comparison:
     def __init__(self, call: ModelCall, loss: Callable[[Any], torch.Tensor]) -> None:
         self._call, self._loss = call, loss
         try:
-            self._plain = call.step(loss, keep=True)
+            self._plain = call.step(loss)
             call.go_back()
             self.noise = Noise(self._plain, call.step(loss))
             self._noisy = self._side_effects()
         finally:
             call.go_back()
-        self.counts = {kind: len(getattr(self._plain, kind)) for kind in KINDS}
+        self.counts = {kind: len(self._plain.tensors[kind]) for kind in KINDS}
 
     def _side_effects(self) -> tuple[list[str], list[str]]:
         """The global generators and the attributes that are now not as the plain step left them."""
         kept = self._plain.side_effects
-        assert kept is not None
         return kept.advanced_generators(), kept.changed_places()
 
     def with_plan(self, model: nn.Module, plan: Plan) -> tuple[list[Difference], list[Choice]]:
         """What differs with a plan, and the choices whose replays decided otherwise."""
-        reports: list[Report] = []
-        handle = apply(model, plan)
-        watched = ExitStack()
-        watched.enter_context(handle.watch())
-
-        def take_out() -> None:
-            watched.close()
-            reports.append(handle.report())
-            handle.remove()
-
-        found = self.with_call(self._call, take_out)
-        (report,) = reports
+        with ExitStack() as applied:
+            handle = apply(model, plan)
+            applied.callback(handle.remove)
+            applied.enter_context(handle.watch())
+            found = self.with_call(self._call, applied.close)
+            report = handle.report()
         flipped = [row for row in report.rows if row.flips]
         self.counts["routing"] = max(self.counts.get("routing", 0), report.decisions)
         for row in flipped:

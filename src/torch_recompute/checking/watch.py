@@ -1,17 +1,12 @@
 """Watches real steps of a model: hooks on its modules and parameters, and counters that are there anyway.
 
-What is written down is plain data (`Observations`). Modules are counted by whether they are called in forward or in
-backward, which shows work that is done a third time, whichever library checkpoints it. Buffers are copied when a
-forward ends and compared when the backward has ended: what a backward has changed was changed by a replay, for a
-backward has no other reason to. Parameters are counted when autograd gives them a gradient, and replays of a plan's
-regions are timed. Only the first steps are looked at so closely; afterwards one hook is left that takes the time, by
-the clock that replays are timed with.
+Modules are counted by calls in forward and in backward, which shows work that is done a third time, whichever library
+checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay changed them.
+Parameters are counted when autograd gives them a gradient, and replays of a plan's regions are timed. After the first
+steps one hook is left that takes the time. In what `torch.compile` compiles each hook returns at once, because it would
+break the graph.
 
-In what `torch.compile` compiles, a hook is compiled as well: there each returns at once, for what it would look up
-breaks the graph. So modules inside are not counted; the one that `torch.compile` returned and all parameters are.
-
-Invariants. Nothing of the step is changed: no hook returns anything, and none breaks a graph. No tensor of the step's
-graph is kept. `end` leaves no hook behind.
+No hook changes the step, none keeps a tensor of its graph, and `end` leaves none behind.
 """
 
 from __future__ import annotations

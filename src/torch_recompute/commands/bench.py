@@ -1,20 +1,14 @@
 """`torch-recompute bench run MODEL`: what settings of recomputation cost and save in training, beside an empty control.
 
-The published comparisons of recompute settings had no control, one figure to reach, and one run each; an out-of-memory
-error ended them. Here a workload and a list of settings are data, from options or from a file (`--sweep`). The control
-and every setting take turns in rounds, each trial in a process of its own (`trials.py`); a setting with a budget is
-planned first, once, so that all its rounds run the same plan. A setting that ended in any way but well is not run
-again: memory that is short in one round is short in the next. Trials are kept in a file of JSON lines, so that a sweep
-can go on another time. torchrun may start the command once per rank.
+A workload and a list of settings are data, from options or from a file (`--sweep`). The control and every setting take
+turns in rounds, each trial in a process of its own (`trials.py`); a setting with a budget is planned first, once, so
+that all its rounds run the same plan. A setting that ended in any way but well is not run again. Trials are kept in a
+file of JSON lines, so that a sweep can go on another time. torchrun may start the command once per rank.
 
 A setting's time is the median over rounds of the median step, on the slowest rank; its memory the most of any rank in
-any round. Three questions are kept apart: whether it ran (OOM, and what else may happen), whether it trains the same
-(MISMATCH), and whether it has become slower than it was (PERF REGRESSION), which only a golden figure can say. What it
-costs beside the control is shown, and is no reason to fail: recomputing takes time. Losses are compared with those of
-the control's first round on the same rank; where the control did not finish, with those of the first setting that did.
-
-Exit codes: 0 all OK; 1 a regression, a mismatch, a trial that ran out of memory or failed; 2 what cannot be asked, or a
-setting that this model does not take; 3 a budget that no plan fits.
+any round. Losses are compared with those of the control's first round on the same rank; where the control did not
+finish, with those of the first setting that did. Recomputing takes time, which is no reason to fail: only a golden
+figure can say that a setting has become slower.
 """
 
 from __future__ import annotations
@@ -171,11 +165,7 @@ def _experiment(path: Path, where: str, entry: Any) -> Setting:
 
 
 def setting_of(name: str, fields: Mapping[str, Any], budget: object, plan: Path | None, where: str = "") -> Setting:
-    """A setting, if it says one thing and what it says can be.
-
-    Raises:
-        ArgumentError: It does not.
-    """
+    """A setting; refused where it says two things, or something that cannot be."""
     place = f"{where}: " if where else ""
     given = [word for word, value in (("budget", budget), ("plan", plan)) if value is not None]
     given += [next(iter(fields))] if fields else []
@@ -233,11 +223,7 @@ class Golden:
 
     @staticmethod
     def read(path: Path) -> Golden:
-        """The figures of a file.
-
-        Raises:
-            ArgumentError: It cannot be read, or holds something else.
-        """
+        """The figures of a file."""
         try:
             data: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or any(cast("Any", data).pop(key, None) != GOLDEN[key] for key in GOLDEN):
@@ -262,11 +248,7 @@ class Golden:
         out.write_text("--save-golden", path, json.dumps(data, indent=1) + "\n")
 
     def of(self, setting: Setting) -> Figure:
-        """The figure that a setting is compared with.
-
-        Raises:
-            ArgumentError: There is none.
-        """
+        """The figure that a setting is compared with."""
         found = self.figures.get(setting.key) or self.figures.get(CONTROL.key)
         if found is None:
             others = ", ".join(repr(figure.name) for figure in self.figures.values()) or "nothing"
@@ -589,9 +571,6 @@ def run(
         ranks: Those that run it together.
         golden: Figures to compare with.
         progress: Called after each of the `ticks(config)` pieces of work, with a word on it.
-
-    Returns:
-        What was seen.
 
     Raises:
         ArgumentError: The workload cannot be run at all, or the golden figures are of something else.

@@ -36,24 +36,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code.
+    """Runs a command line, by default that of the process, and returns its exit code.
 
-    Args:
-        argv: The arguments after the program's name; by default those of the process.
-
-    Returns:
-        The exit code; a malformed command line ends in `argparse`'s own `SystemExit(2)`.
+    A malformed one ends in `argparse`'s own `SystemExit(2)`.
     """
     return run(build_parser(), argv)
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Runs the command that a parser finds in a command line, and returns its exit code.
-
-    Args:
-        parser: Of commands that set `command`, see `output.add_options`.
-        argv: The arguments after the program's name; by default those of the process.
-    """
+    """The same with another parser, of commands that set `command` (`output.add_options`)."""
     args = parser.parse_args(argv)
     try:
         return args.command(args)

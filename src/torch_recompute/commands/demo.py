@@ -1,20 +1,15 @@
 """`torch-recompute demo`: the whole point on one screen, on your machine, on real text.
 
-One small GPT is trained on Python's own standard library, byte by byte, five times side by side: without recomputation,
-with every layer recomputed, with attention recomputed only, with every layer recomputed but the attention call saved,
-and with a plan for a budget. All take the same steps from the same weights. `SETTINGS` is the table of what is
-compared, one plan each.
-
-What is measured, each in steps of its own, because each measurement would spoil the others:
+One small GPT is trained on Python's own standard library, byte by byte, five times side by side, with the plans of
+`SETTINGS`. All take the same steps from the same weights; random numbers depend on the seed and the number of the step
+alone. Dropout is on, so a replay that drew other random numbers would show in the very first backward. Each measurement
+has steps of its own, because each would spoil the others:
 
     seconds  median of the training steps, in which the settings take turns so that noise hits all alike
     bytes    one step under `measure`, by category, at the peak; beside it what the plan has predicted
     FLOPs    one step under `FlopCounterMode`, less that of the plain setting. The counter knows no formula for the
              CPU's fused attention, so in this step attention runs as the matrix products that it stands for
     bits     the loss of every training step, compared as bits with the plain setting; a difference is an error
-
-What happens in a step depends on the seed and the number of the step alone, never on the setting. Dropout is on, so a
-replay that drew other random numbers would show in the very first backward.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class DemoSetting:
-    """What is compared; `plan` makes a plan of a model, its optimizer and a batch, which is applied to the model."""
+    """A setting; `plan` makes a plan of a model, its optimizer and a batch, which is applied to the model."""
 
     name: str
     title: str
@@ -153,7 +148,7 @@ def batches(text: Tensor, config: DemoConfig) -> Iterator[Tensor]:
 
 
 class Trainer:
-    """One setting's model under its plan, its optimizer, and what is measured of them."""
+    """One setting's model under its plan, its optimizer, and the measurements."""
 
     def __init__(self, config: DemoConfig, setting: DemoSetting) -> None:
         self.setting = setting
@@ -162,6 +157,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.by_category: dict[str, int] = {}
+        self.flops = 0
         plan = setting.plan(self.model, self.optimizer, torch.zeros(config.batch, config.seq + 1, dtype=torch.long))
         self.predicted_peak_bytes = plan.predicted_peak_bytes
         apply(self.model, plan)
@@ -175,17 +172,46 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss.item()
 
-    def bytes_of_step(self, number: int, text: Tensor) -> dict[str, int]:
-        """What is alive at the peak of a step."""
+    def timed_step(self, number: int, text: Tensor) -> None:
+        """A step whose seconds and loss are kept."""
+        start = time.perf_counter()
+        loss = self.step(number, text)
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss)
+
+    def count_bytes(self, number: int, text: Tensor) -> None:
+        """A step whose bytes at the peak are counted."""
         with measure(self.model, self.optimizer).track(text) as m:
             self.step(number, text)
-        return m.by_category
+        self.by_category = m.by_category
 
-    def flops_of_step(self, number: int, text: Tensor) -> int:
-        """The FLOPs of a step's matrix products."""
+    def count_flops(self, number: int, text: Tensor) -> None:
+        """A step whose matrix products are counted."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             self.step(number, text)
-        return counter.get_total_flops()
+        self.flops = counter.get_total_flops()
+
+    def outcome(self, plain: Trainer) -> Outcome:
+        """All of it, beside the plain setting."""
+        differing = [
+            step
+            for step, (mine, its) in enumerate(zip(self.losses, plain.losses, strict=True))
+            if mine.hex() != its.hex()
+        ]
+        return Outcome(
+            name=self.setting.name,
+            title=self.setting.title,
+            peak_bytes=sum(self.by_category.values()),
+            predicted_peak_bytes=self.predicted_peak_bytes,
+            by_category=self.by_category,
+            step_seconds=statistics.median(self.seconds),
+            flops=self.flops,
+            recomputed_flops=self.flops - plain.flops,
+            recomputed_percent=100 * (self.flops - plain.flops) / plain.flops,
+            identical=not differing,
+            first_difference=differing[0] if differing else None,
+            losses=self.losses,
+        )
 
 
 @dataclass(frozen=True)
@@ -272,40 +298,16 @@ def run(
             step, batch = next(numbered)
             turn = step % len(trainers)
             for trainer in trainers[turn:] + trainers[:turn]:
-                start = time.perf_counter()
-                trainer.losses.append(trainer.step(step, batch))
-                trainer.seconds.append(time.perf_counter() - start)
+                trainer.timed_step(step, batch)
                 progress(f"step {step + 1} of {config.steps}, loss {trainer.losses[-1]:.3f}")
         memory_step, flops_step = next(numbered), next(numbered)
-        memory: list[dict[str, int]] = []
-        flops: list[int] = []
         for trainer in trainers:
-            memory.append(trainer.bytes_of_step(*memory_step))
+            trainer.count_bytes(*memory_step)
             progress("measuring bytes")
-            flops.append(trainer.flops_of_step(*flops_step))
+            trainer.count_flops(*flops_step)
             progress("counting FLOPs")
-    outcomes: list[Outcome] = []
-    for trainer, categories, count in zip(trainers, memory, flops, strict=True):
-        pairs = zip(trainer.losses, trainers[0].losses, strict=True)
-        differing = [step for step, (mine, plain) in enumerate(pairs) if mine.hex() != plain.hex()]
-        outcomes.append(
-            Outcome(
-                name=trainer.setting.name,
-                title=trainer.setting.title,
-                peak_bytes=sum(categories.values()),
-                predicted_peak_bytes=trainer.predicted_peak_bytes,
-                by_category=categories,
-                step_seconds=statistics.median(trainer.seconds),
-                flops=count,
-                recomputed_flops=count - flops[0],
-                recomputed_percent=100 * (count - flops[0]) / flops[0],
-                identical=not differing,
-                first_difference=differing[0] if differing else None,
-                losses=trainer.losses,
-            )
-        )
     parameters = sum(parameter.numel() for parameter in trainers[0].model.parameters())
-    return DemoResult(config, name, parameters, outcomes)
+    return DemoResult(config, name, parameters, [trainer.outcome(trainers[0]) for trainer in trainers])
 
 
 def add_command(commands: Any) -> None:
@@ -362,9 +364,10 @@ def _print(console: Console, result: DemoResult) -> None:
 
     row("peak MiB", lambda outcome: Text(in_mib(outcome.peak_bytes), style="bold"))
     row("  predicted", lambda outcome: in_mib(outcome.predicted_peak_bytes))
-    for category in ("activations", "parameters", "gradients", "optimizer"):
-        cell = partial(lambda outcome, category: in_mib(outcome.by_category[category]), category=category)
-        row(f"  {category}", cell, last=category == "optimizer")
+    row("  activations", lambda outcome: in_mib(outcome.by_category["activations"]))
+    row("  parameters", lambda outcome: in_mib(outcome.by_category["parameters"]))
+    row("  gradients", lambda outcome: in_mib(outcome.by_category["gradients"]))
+    row("  optimizer", lambda outcome: in_mib(outcome.by_category["optimizer"]), last=True)
     row("seconds per step", lambda outcome: f"{outcome.step_seconds:.3f}")
     row("recomputed GFLOP", lambda outcome: f"{outcome.recomputed_flops / 1e9:.2f}")
     row("  of a plain step", lambda outcome: f"{outcome.recomputed_percent:.1f}%", last=True)

@@ -113,26 +113,17 @@ def add_loop_options(parser: argparse.ArgumentParser) -> None:
 
 
 def loop_of(args: argparse.Namespace) -> Loop:
-    """The training loop of a command line.
-
-    Raises:
-        ArgumentError: There is no such loop.
-    """
+    """The training loop of a command line."""
     return Loop(args.hold_output, args.accumulate, args.set_to_none)
 
 
 @contextlib.contextmanager
 def autocasting(model: nn.Module, dtype: str | None) -> Generator[None]:
-    """Runs a block under autocast.
-
-    Args:
-        model: What is to run in it.
-        dtype: A word of `DTYPES`, or what it stands for; None or "" for no autocast.
-    """
-    where = next((p.device.type for p in model.parameters() if not p.is_meta), _torch.ACCELERATOR or "cpu")
+    """Runs a block under autocast to a word of `DTYPES`, or to the name of such a dtype; without one, plainly."""
     if not dtype:
         yield
         return
+    where = next((p.device.type for p in model.parameters() if not p.is_meta), _torch.ACCELERATOR or "cpu")
     with torch.autocast(where, DTYPES[dtype] if dtype in DTYPES else getattr(torch, dtype)):
         yield
 
@@ -337,11 +328,7 @@ def random_batch(
 
 
 def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, Call, Loss, bool]:
-    """The model of a command line, its call and loss, and whether it was built here, on the meta device.
-
-    Raises:
-        ArgumentError: The model cannot be had, or is not one that the options describe.
-    """
+    """The model of a command line, its call and loss, and whether it was built here, on the meta device."""
     check_sizes(args)
     model, call, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
     if call is None:
@@ -367,11 +354,7 @@ class Step:
 
     @staticmethod
     def of(args: argparse.Namespace) -> Step:
-        """The step of a command line.
-
-        Raises:
-            ArgumentError: The model cannot be had, or is not one that the options describe.
-        """
+        """The step of a command line."""
         model, call, loss, _ = load_with_batch(args)
         meta = all(parameter.is_meta for parameter in model.parameters())
         device = args.device or ("h100" if meta else None)

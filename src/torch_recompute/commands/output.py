@@ -1,15 +1,12 @@
-"""What all commands have in common: output options, exit codes, progress, tables, pictures, and the JSON document.
+"""What all commands have in common: output options, exit codes, progress, tables, files, and the JSON document.
 
-A user who knows one command should know all of them, and a script that reads one document should be able to read all.
-So `add_options` gives a command `--json`, `--quiet` and, where there is something to draw, `--plot`; `Output.of`
-refuses, before anything is computed, what could not be printed or drawn afterwards; then the command works within
-`at_work` or `progress`, and passes its result to `give`.
+`add_options` gives a command `--json`, `--quiet` and, where there is something to draw, `--plot`; `Output.of` refuses,
+before anything is computed, what could not be printed or drawn afterwards; then the command works within `at_work` or
+`progress`, and passes its result to `give`.
 
-Rules that `tests/test_commands.py` holds all commands to. The result goes to stdout, as a table or with `--json` as one
-document; everything else goes to stderr, and nothing does with `--quiet`. A document begins with `schema_version` and
-`command`; a key that ends in `_bytes` holds whole bytes, one in `_seconds` a float, and what is not a finite number is
-null. A terminal is coloured, unless `NO_COLOR` is set: then there is no escape sequence at all, of styles or of moving
-bars. rich and matplotlib are imported where they are used, so that everything else works without them.
+The result goes to stdout, everything else to stderr. A key that ends in `_bytes` holds whole bytes, one in `_seconds` a
+float; what is not a finite number is null. With `NO_COLOR` there is no escape sequence at all. rich and matplotlib are
+imported where they are used, so that everything else works without them.
 """
 
 from __future__ import annotations
@@ -55,19 +52,14 @@ def new_command(commands: Any, name: str, about: str) -> argparse.ArgumentParser
 def add_options(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, plot: str = "", as_well: str = ""
 ) -> None:
-    """Gives a command the options that all have, and the function that runs it.
+    """Gives a command the options that all have, and the function that runs it and returns the exit code.
 
-    Args:
-        parser: The command's.
-        run: From the command line to the exit code.
-        plot: What `--plot` draws; a command without it has nothing to draw.
-        as_well: Another name for `--plot`.
+    A command that can draw says what (`plot`), and may have another name for `--plot` (`as_well`).
     """
     if plot:
-        names = [name for name in ("--plot", as_well) if name]
-        parser.add_argument(
-            *names, dest="plot", type=Path, metavar="FILE.png", help=f"draw {plot}: a .png, .svg or .pdf file"
-        )
+        names = ("--plot", as_well) if as_well else ("--plot",)
+        help = f"draw {plot}: a .png, .svg or .pdf file"
+        parser.add_argument(*names, dest="plot", type=Path, metavar="FILE.png", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--quiet", action="store_true", help="say nothing of the work while it is done")
     parser.set_defaults(command=run)
@@ -83,11 +75,7 @@ class Output:
 
     @staticmethod
     def of(args: argparse.Namespace) -> Output:
-        """The options that a command line gives.
-
-        Raises:
-            ArgumentError: They cannot be followed: no such picture, no such folder, or a package is missing.
-        """
+        """The options of a command line; refused where they cannot be followed."""
         output = Output(args.json, args.quiet, getattr(args, "plot", None))
         if output.plot is not None:
             if output.plot.suffix.lower() not in PICTURES:
@@ -122,10 +110,7 @@ class Output:
 
     @contextmanager
     def progress(self, total: int) -> Generator[Callable[[str], None]]:
-        """Shows progress on stderr: a bar where it can move, elsewhere a line at every tenth.
-
-        What is yielded is to be called after each of `total` pieces of work, with a word on it.
-        """
+        """Shows progress on stderr; yields what is to be called after each of `total` pieces of work, with a word."""
         if not self.quiet and _moves():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -159,12 +144,11 @@ class Output:
 
 
 def new_console(*, highlight: bool = False, soft_wrap: bool = True) -> Console:
-    """Where a table is printed; the options are those of rich."""
+    """The console that results are printed on; the options are those of rich."""
     from rich.console import Console
 
-    if _no_color():
-        return Console(highlight=highlight, soft_wrap=soft_wrap, force_terminal=False, color_system=None)
-    return Console(highlight=highlight, soft_wrap=soft_wrap)
+    plain: dict[str, Any] = {"force_terminal": False, "color_system": None} if _no_color() else {}
+    return Console(highlight=highlight, soft_wrap=soft_wrap, **plain)
 
 
 def new_table(*titles: str) -> Table:
@@ -178,32 +162,25 @@ def new_table(*titles: str) -> Table:
     return table
 
 
-def _cannot_write(option: str, path: str, why: str) -> str:
-    """Text for a file that cannot be written."""
-    return f"{option} is {path}: {why}. Write the path of a file in a folder that is there, and that may be written."
-
-
 def check_folder(option: str, path: Path) -> None:
-    """Refuses, before the work, a file that could not be written after it.
-
-    Raises:
-        ArgumentError: It is in no folder.
-    """
+    """Refuses, before the work, a file that is in no folder."""
     if not path.parent.is_dir():
-        raise errors.ArgumentError(_cannot_write(option, str(path), f"there is no folder {path.parent}"))
+        raise _cannot_write(option, path, f"there is no folder {path.parent}")
 
 
 @contextmanager
 def writing(option: str, path: Path) -> Generator[None]:
-    """Turns an error of the system while a file is written into one of the command line.
-
-    Raises:
-        ArgumentError: The file cannot be written.
-    """
+    """Turns an error of the system while a file is written into one of the command line."""
     try:
         yield
     except OSError as error:
-        raise errors.ArgumentError(_cannot_write(option, str(path), reason(error))) from error
+        raise _cannot_write(option, path, reason(error)) from error
+
+
+def _cannot_write(option: str, path: Path, why: str) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        f"{option} is {path}: {why}. Write the path of a file in a folder that is there, and that may be written."
+    )
 
 
 def write_text(option: str, path: Path, text: str) -> None:
@@ -224,15 +201,7 @@ def write_plan(path: Path, plan: Plan, words: Mapping[str, str | int] | None = N
 
 
 def read_plan(path: Path, option: str = "--plan") -> Plan:
-    """The plan in a file.
-
-    Args:
-        path: Of the file.
-        option: What asks for it, in words.
-
-    Raises:
-        ArgumentError: There is none.
-    """
+    """The plan in a file that an option names."""
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -55,11 +55,7 @@ def _goes_without(option: str, other: str, why: str) -> str:
 
 
 def layout_of(args: argparse.Namespace) -> Layout | None:
-    """How a command line spreads the step; None where it does not.
-
-    Raises:
-        ArgumentError: The numbers do not go together.
-    """
+    """How a command line spreads the step; None where it does not."""
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if not given and not args.sequence_parallel:
         return None

@@ -5,13 +5,9 @@ becomes one document (`report_data.py`), and the document a page, a picture, a s
 allocations, or a table. A file that `torch-recompute plan --out` wrote says which step it is for; for any other plan
 the command line has to.
 
-    page = report(plan, model, (batch,), optimizer=torch.optim.AdamW)
-    Path("report.html").write_text(page)
-
 The page is a template, a style and two scripts (`page/`) and the document, in one text. Nothing is fetched: its own
-security policy forbids it. The pictures are SVG that some two hundred lines of JavaScript draw from the document.
-Rejected: a library for plots. The one most used is more than four megabytes in each page, which is ten times the data,
-its pictures do not follow the reader's colour scheme, and a stack of areas and a curve are no reason for it.
+security policy forbids it. The pictures are SVG that some two hundred lines of JavaScript draw from the document; the
+plotting library that is most used would add four megabytes to each page.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """The document of a report, as plain data: the step at every moment, with the plan, without, and along the frontier.
 
-One document, so that the page and the picture work from a file, without the model. Its `steps` are training steps that
-differ in their plans, the least peak first: the plan that is reported, the step without recomputation, and plans along
-the curve of budget against seconds, each simulated with the same batch, so that all figures are of one kind. A step is
-sampled: of the moments of its timeline, which may be a hundred thousand, as many as a screen has columns, each the
-highest of its stretch. So the peak is always among them.
+Page and picture are made from the document alone. Its `steps` differ in their plans, the least peak first, and are
+simulated with the same batch, so that all figures are of one kind. Of the moments of a step, which may be a hundred
+thousand, it has as many as a screen has columns, each the highest of its stretch; so the peak is always among them.
 
-A simulation orders operations and does not time them. A device's prices do, so a step's clock is the sum of what ran
-before, without gaps. Where operations are timed on this machine a plan's seconds are also scaled to whole steps that
-were run, which cannot be said of a single moment.
-
-Bytes are stacked by category, and activations by what made them: the forward, a replay, or backward itself. What a plan
-keeps in host memory is not in the stack: it is a series of its own.
-
-Invariants, which the tests hold: the layers of a sample sum to what was alive; the largest sample is the peak; the
-phases cover the step without a gap.
+A step's clock is the sum of the prices of what ran before, without gaps. Where operations are timed on this machine a
+plan's seconds are also scaled to whole steps that were run, which cannot be said of a single moment. Bytes are stacked
+by category, and activations by what made them: the forward, a replay, or backward itself; the layers of a sample sum to
+the bytes alive. Host memory is a series of its own.
 """
 
 from __future__ import annotations
@@ -55,21 +48,7 @@ class Span(NamedTuple):
 
 
 class Timed:
-    """A simulated step and its clock.
-
-    Args:
-        simulation: The step.
-        ran: Its operations in order, None for one that takes no time.
-        held: The bytes in host memory after each of them; empty if the plan keeps nothing there.
-        price: The seconds of an operation.
-
-    Attributes:
-        seconds: Of all operations.
-        spans: The phases.
-        replayed: Seconds of replays, by path of the module that ran again.
-        sent: Bytes that went to host memory, by path of the module that was about to run.
-        most_hosted: The most bytes in host memory.
-    """
+    """A simulated step and its clock, from its operations (None for one without a price) and bytes in host memory."""
 
     def __init__(
         self, simulation: Simulation, ran: list[Op | None], held: list[int], price: Callable[[Op], float]
@@ -77,8 +56,8 @@ class Timed:
         self.simulation = simulation
         self.seconds = 0.0
         self.spans: list[Span] = []
-        self.replayed: dict[str, float] = {}
-        self.sent: dict[str, int] = {}
+        self.replayed: dict[str, float] = {}  # seconds, by path of the module that ran again
+        self.sent: dict[str, int] = {}  # bytes to host memory, by path of the module that was about to run
         self.most_hosted = max(held, default=0)
         self._after: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # by event: seconds since the step began, host bytes
         before = 0
@@ -170,14 +149,10 @@ def collect(
     title: str = "",
     done: Callable[[str], object] = lambda _: None,
 ) -> Reported:
-    """Simulates the steps of a report.
+    """Simulates the steps of a report on a plan, beside others.
 
-    Args:
-        plan: The plan to report on.
-        others: Plans to compare it with.
-        clock: Simulates and times the step.
-        title: The name of the step; by default the model's class.
-        done: Called after each of the simulations, two more than there are others, with the name of its plan.
+    `done` is called after each of the simulations, two more than there are others, with the name of its plan. The
+    title is by default the model's class.
     """
     plain = clock.timed(Plan())
     done("without recomputation")
@@ -276,12 +251,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
 
 
 def sampled(timeline: Sequence[Moment], most: int) -> list[Moment]:
-    """The first and the last moment, and of each stretch in between the highest: the first, if several are.
-
-    Args:
-        timeline: The moments in order.
-        most: How many stretches there are at most.
-    """
+    """The first and the last moment, and the (first) highest of each of at most so many stretches in between."""
     length = -(-len(timeline) // most)
     stretches = [timeline[start : start + length] for start in range(0, len(timeline), length)]
     highest = [max(stretch, key=lambda moment: moment.live_bytes) for stretch in stretches]
@@ -291,12 +261,7 @@ def sampled(timeline: Sequence[Moment], most: int) -> list[Moment]:
 
 
 def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[int]]:
-    """The bytes alive after some events, by layer.
-
-    Args:
-        blocks: What lay in memory.
-        events: In rising order.
-    """
+    """The bytes alive after some events, in rising order, by layer."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for block in blocks:
         layer = layer_of(block)
@@ -335,7 +300,7 @@ def in_force(
 def placements(
     choices: tuple[Choice, ...], prediction: Prediction | None, step: Timed, plain: Timed
 ) -> tuple[Line, ...]:
-    """What becomes of each part of the model, what that frees and what it costs.
+    """The rows of the table: what becomes of each part of the model, and the bytes and seconds of that.
 
     A plan for a budget carries this table, and it is taken as it is, as long as the step is the one that was planned.
     For any other plan the rows follow from two simulations, with the choices (`step`) and without (`plain`): a region

@@ -142,43 +142,24 @@ def hashed(data: object) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """A trial on one rank, as plain data that goes through files and between ranks.
+    """A trial on one rank, as plain data that goes through files and between ranks."""
 
-    Attributes:
-        status: How it ended: one of `WORST`.
-        detail: Where and why, unless it is done.
-        losses: Of all steps, as exact hexadecimals.
-        seconds: Of the timed steps.
-        allocated_bytes: The most alive in a step.
-        reserved_bytes: The most that the process has taken for it from the system or the device.
-        flops: Of a step without replays; None where it was not, or could not be, counted.
-        replay_flops: Of the replays; likewise.
-        uncounted: Why there are no FLOPs, if that could be asked.
-        items: How many tokens or samples (`unit`) a step has.
-        unit: Which of both.
-        device: The device's name.
-        parameters: How many the model has.
-        regions: How many the plan has.
-        predicted_peak_bytes: What the plan promises, where it was made for a budget.
-        plan: The plan as JSON, where it was to be made.
-    """
-
-    status: str
-    detail: str = ""
-    losses: Sequence[str] = ()
-    seconds: Sequence[float] = ()
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    flops: int | None = None
-    replay_flops: int | None = None
-    uncounted: str = ""
-    items: int = 0
+    status: str  # one of WORST
+    detail: str = ""  # where and why, unless it is done
+    losses: Sequence[str] = ()  # of all steps, as exact hexadecimals
+    seconds: Sequence[float] = ()  # of the timed steps
+    allocated_bytes: int | None = None  # the most alive in a step
+    reserved_bytes: int | None = None  # the most that the process has taken for it from the system or the device
+    flops: int | None = None  # of a step without replays; None where it was not, or could not be, counted
+    replay_flops: int | None = None  # likewise
+    uncounted: str = ""  # why there are no FLOPs
+    items: int = 0  # tokens or samples of a step
     unit: str = "tokens"
     device: str = ""
     parameters: int = 0
     regions: int = 0
-    predicted_peak_bytes: int | None = None
-    plan: str | None = None
+    predicted_peak_bytes: int | None = None  # where the plan was made for a budget
+    plan: str | None = None  # as JSON, where it was to be made
 
 
 def worst(records: Sequence[Record]) -> Record:
@@ -279,11 +260,7 @@ class Ready(NamedTuple):
 
 
 def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
-    """The model of a workload, with the same weights each time, and a batch of the rank's own.
-
-    Raises:
-        ArgumentError: There is no such model, or it is not one that the options describe.
-    """
+    """The model of a workload, with the same weights each time, and a batch of the rank's own."""
     torch.manual_seed(SEED)
     dtype = None if workload.dtype is None else DTYPES[workload.dtype]
     if workload.model in SMALL:
@@ -466,12 +443,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def launch(task: TrialTask, given_up: Callable[[], bool] = lambda: False) -> Record:
-    """Carries out a task in a process of its own, and returns its record.
-
-    Args:
-        task: What is to be done.
-        given_up: Asked while it runs; a trial that is given up is killed.
-    """
+    """Carries out a task in a process of its own, which is killed once it is `given_up`, and returns its record."""
     # A server whose forks are the trials: it never starts CUDA, but libraries might, so there a new process is safer.
     context: Any = multiprocessing.get_context("forkserver" if task.workload.device == "cpu" else "spawn")
     if task.workload.device == "cpu":
@@ -508,12 +480,7 @@ def _send_record(task: TrialTask, to: Connection, said: str) -> None:
 
 
 def ended_badly(code: int, text: str) -> Record:
-    """The record of a trial that could not send one.
-
-    Args:
-        code: Its exit code, negative for a signal.
-        text: What it wrote last.
-    """
+    """The record of a trial that could not send one, by its exit code (negative for a signal) and its last words."""
     last = text.splitlines()[-1] if text else "it wrote nothing"
     if code >= 0:
         return Record(FAILED, f"exit code {code}: {last}")

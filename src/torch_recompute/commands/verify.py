@@ -71,12 +71,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model with weights, and its call.
-
-    Raises:
-        ArgumentError: The model cannot be had, or is not one that the options describe.
-        BudgetError: It is too large to run here.
-    """
+    """The model with weights, and its call."""
     model, (given, named), _, built_here = load_with_batch(args)
     if built_here:
         device = _device(args.device)
