@@ -25,11 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch, arguments
 from .._torch.fakes import traced
-from ..engine.region_call import RegionCall, Replay
-from ..engine.saved_call import call_again, record_call
+from ..engine.region_call import RegionCall
 from ..memory.ledger import storages
 from ..memory.operations import ModuleStack, Operations, kind_of, leaves
-from ..observer import observing, running
+from ..observer import Running, observing, running
 from .evidence import TensorSample, sample_of
 
 T = TypeVar("T")
@@ -41,8 +40,6 @@ _ENGINE = frozenset(
         *("arguments", "discard", "stores", "values", "state"),
     )
 )
-_ENDS = (record_call.__code__, call_again.__code__)
-_VALUES = f"{_ROOT}values.py"
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
 _SORTS = frozenset({"aten.sort", "aten.argsort"})
 _UNDEFINED = frozenset(
@@ -271,55 +268,52 @@ class Recorder(Operations):
     # --- places ---------------------------------------------------------------------------------------------------
 
     def _place(self) -> _OpPlace | None:
-        """Where the present operation runs; None for the engine's own, and for what no replay repeats."""
-        line = fallback = region = ""
-        near: str | None = None
-        runs: list[RegionRun] = []
-        decided = False
-        frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-        scopes: list[tuple[CodeType, dict[str, Any]]] = []
+        """The runs that the operation belongs to, and its line; None for the engine's own and in saved calls."""
+        inside: list[Running] = []
         again = self._again
-        forwards = [at for at in running() if at.kind == "forward"]
-        while frame is not None:
-            code = frame.f_code
-            if forwards and code is RegionCall.forward.__code__:
-                decided, near = True, line or fallback if near is None else near
-                at = forwards.pop()
-                region = region or at.name
-                if again is None:
-                    runs.append(self._run_of(at.run, at.args, at.kwargs))
-            elif again is not None and code is again[0]:
-                near = line or fallback if near is None else near
-                runs.append(again[1])
-                region = region or again[1].frame.name
-                line = line or fallback or again[1].line
-                break
-            elif code is Replay.go.__code__:
-                return None
-            elif (
-                code in _ENDS
-                or code is Recorder.run.__code__
-                or (code.co_name == "choose" and code.co_filename == _VALUES)
-            ):
+        for at in reversed(running()):
+            if at.kind == "forward":
+                inside.append(at)
+            elif at.kind in ("saved call", "choice"):
+                again = None  # no replay repeats it; regions in it are
                 break
             else:
-                kind = kind_of(code.co_filename)
-                if kind == "library":
-                    if not decided and code.co_filename in _ENGINE:
-                        return None
-                else:
-                    decided = decided or kind == "user"
-                    if not runs:
-                        scopes.append((code, frame.f_globals))
-                    if kind == "user" and not line:
-                        line = f"{code.co_filename}:{frame.f_lineno}"
-                    elif kind == "nn" and not fallback:
-                        fallback = f"{code.co_filename}:{frame.f_lineno}"
+                return None
+        if not inside and again is None:
+            return None
+        line = fallback = ""
+        near: str | None = None  # the line, if it is inside the innermost region
+        scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+        ours = True
+        frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and not (line and near is not None):
+            code = frame.f_code
+            kind = kind_of(code.co_filename)
+            if code is RegionCall.forward.__code__ or (again is not None and code is again[0]):
+                ours, near = False, line or fallback if near is None else near
+                if again is not None and code is again[0]:
+                    line = line or fallback or again[1].line
+                    break
+            elif kind == "library":
+                if ours and code.co_filename in _ENGINE:
+                    return None
+            else:
+                ours = ours and kind != "user"
+                if near is None:
+                    scopes[id(code)] = code, frame.f_globals
+                if kind == "user" and not line:
+                    line = f"{code.co_filename}:{frame.f_lineno}"
+                elif kind == "nn" and not fallback:
+                    fallback = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
+        if self._again is None:
+            runs = [self._run_of(at.run, at.args, at.kwargs) for at in inside]
+        else:
+            runs = [] if again is None else [again[1]]
         for run in runs:
             run.line = run.line or line
-            for code, scope in scopes:
-                run.scopes[id(code)] = code, scope
+            run.scopes.update(scopes)
+        region = inside[0].name if inside else self._again[1].frame.name if self._again else ""
         return _OpPlace(line or fallback, near or "", region, runs)
 
     def _run_of(self, frame: RegionCall, args: Any, kwargs: Any) -> RegionRun:
