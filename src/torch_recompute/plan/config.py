@@ -1,15 +1,9 @@
 """`RecomputeConfig`: Megatron's fields, with Megatron's meanings, for any model.
 
-The problem: four fields of Megatron-LM's configuration have become the common language for what to recompute, but they
-work on Megatron's own layers only, and much of what they cannot do they do not say: a number of layers beyond the
-stage, a label that no module answers to, a sharding that selective recomputation never looks at.
-
-The idea: the fields are plain data that prints, compares and is checked as soon as it is made; `plan(model)` turns it
-into a `Plan` for the model at hand, and checks everything that depends on the model. Whole layers are counted in each
-stack that `units.py` finds, parts are labels (`labels.py`). Nothing here changes a model.
-
-Rejected: one class per granularity, each with its own fields. It would make most of the rules needless, but then a
-configuration could not be pasted, which is what these names are for.
+Four fields of Megatron-LM's configuration are the common language for what to recompute, but act on Megatron's own
+layers only. Here they are plain data that is checked when it is made; `plan(model)` turns it into a `Plan` for the
+model at hand and checks what depends on the model. Whole layers are counted in each stack that `units.py` finds; parts
+are labels (`labels.py`).
 
 Invariants: a field that would have no effect is an error, except what a dump of Megatron's own configuration holds by
 default; `RecomputeConfig.from_dict(config.to_dict()) == config`; `eval(repr(config)) == config`.
@@ -76,34 +70,28 @@ class RecomputeConfig:
     Attributes:
         recompute_granularity: None for nothing, "full" for whole layers, "selective" for the parts that
             `recompute_modules` names.
-        recompute_method: For "full": "uniform" recomputes every layer, `recompute_num_layers` of them as one region
-            (the last region of a stack may be shorter), so that one input per region is kept; "block" recomputes the
-            first `recompute_num_layers` layers of a stack, each by itself, and leaves the others as they are.
-        recompute_num_layers: For "full": the number above, from 1 to the layers of this model. Under pipeline
-            parallelism the model is one stage, and under interleaving one chunk, as in Megatron. In a model with
-            several stacks (encoder and decoder, or towers) the method is applied to each; the number may not be
-            larger than the longest of them, and a shorter stack is one region ("uniform") or recomputed as a whole
-            ("block").
+        recompute_method: For "full": "uniform" recomputes every layer, `recompute_num_layers` of them as one region,
+            and keeps one input per region; "block" recomputes the first `recompute_num_layers` layers one by one.
+        recompute_num_layers: For "full": the number above, from 1 to the layers of this model (of a pipeline: of this
+            stage, or chunk). It holds for each stack of layers; a shorter stack than that is recomputed whole.
         recompute_modules: For "selective": labels (`core_attn`, `mlp`, `layernorm`, `moe`, `moe_act`,
             `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's author gave to
             calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes nothing.
-        distribute_saved_activations: For "full": the input of each region is kept in parts on the tensor parallel
-            ranks, which all hold it whole: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
+        distribute_saved_activations: For "full": each tensor parallel rank keeps a part of the input of each region:
+            `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
         repeat_collectives: Not Megatron's. Layers that `parallelize_module` has split keep the results of their
-            reductions, which replays then do not repeat; True repeats them, as Megatron does, and keeps nothing. With
-            `distribute_saved_activations` they are repeated anyway.
+            reductions, so replays do not repeat them; True repeats them, as Megatron does, and keeps nothing.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
-        moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`, and spelled so here.
-        fine_grained_activation_offloading: Keep the inputs of some recomputed parts in host memory (`OnHost`).
-        offload_modules: Which: labels that are among `recompute_modules` too.
-        min_offloaded_tensor_size: An option of the store here, `OnHost(smallest=)`; refused.
-        delay_offload_until_cuda_graph: About Megatron's own schedule; refused.
-        delta_offload_bytes_across_pp_ranks: Likewise.
-        activation_offload_fraction: An option of the store here, `OnHost(fraction=)`; refused.
-        fine_grained_offloading_max_inflight_offloads: An option of the store here, `OnHost(ahead=)`; refused.
-        cpu_offloading: Keep the inputs of some recomputed layers in host memory (`OnHost`); with "full".
-        cpu_offloading_num_layers: Which: the first so many layers of each stack, from 1. Of a region of several
-            layers the first counts.
+        moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`.
+        fine_grained_activation_offloading: Keep the inputs of the parts in `offload_modules` in host memory (`OnHost`).
+        offload_modules: Labels that are among `recompute_modules` too.
+        min_offloaded_tensor_size: Refused: an option of the store, `OnHost(smallest=)`.
+        delay_offload_until_cuda_graph: Refused: about Megatron's own schedule.
+        delta_offload_bytes_across_pp_ranks: Refused, likewise.
+        activation_offload_fraction: Refused: an option of the store, `OnHost(fraction=)`.
+        fine_grained_offloading_max_inflight_offloads: Refused: an option of the store, `OnHost(ahead=)`.
+        cpu_offloading: For "full": keep the inputs of the first layers in host memory (`OnHost`).
+        cpu_offloading_num_layers: How many layers of each stack; of a region of several layers the first counts.
         cpu_offloading_activations: Whether inputs are moved; there is nothing else to move.
         cpu_offloading_weights: Refused: weights stay on the device.
         cpu_offloading_double_buffering: Always so: inputs come back one region ahead.
@@ -150,8 +138,7 @@ class RecomputeConfig:
         self._set("offload_modules", tuple(self.offload_modules or ()) or None)
 
     def _set(self, name: str, value: object) -> None:
-        # The one way past `frozen`, for the time until the object is made.
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, name, value)  # the class is frozen
 
     def _spell_out_moe(self) -> None:
         if self.recompute_granularity == "full":
@@ -161,11 +148,12 @@ class RecomputeConfig:
                 "are in.\n"
                 "  Leave moe_layer_recompute out."
             )
-        modules = ("core_attn",) if self.recompute_modules is None else tuple(self.recompute_modules)
+        modules = ["core_attn"] if self.recompute_modules is None else list(self.recompute_modules)
+        modules += [] if "moe" in modules else ["moe"]
         self._set("recompute_granularity", SELECTIVE)
-        self._set("recompute_modules", modules if "moe" in modules else (*modules, "moe"))
+        self._set("recompute_modules", tuple(modules))
         self._set("moe_layer_recompute", False)
-        spelled = f'recompute_granularity="selective", recompute_modules={list(self.recompute_modules or ())}'
+        spelled = f'recompute_granularity="selective", recompute_modules={modules}'
         warnings.warn(f"moe_layer_recompute is deprecated; write {spelled}", DeprecationWarning, stacklevel=4)
 
     def __repr__(self) -> str:
@@ -173,13 +161,12 @@ class RecomputeConfig:
         return f"RecomputeConfig({said})"
 
     def plan(self, model: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> Plan:
-        """The regions that these settings mean in this model.
+        """Finds the regions that these settings mean in a model.
 
         Args:
-            model: A `torch.nn.Module`: the whole model, or one stage or chunk of a pipeline. Without an example call
-                it is only looked at.
-            args: Positional arguments of an example call. With one, each label is tried by a forward of its own, and
-                labels may be names of calls, which are found by one more.
+            model: The whole model, or one stage or chunk of a pipeline.
+            args: Positional arguments of an example call. With one, labels may be names of calls, and each label is
+                tried by a forward of its own; without, nothing is run.
             kwargs: Keyword arguments of the example call.
 
         Returns:
@@ -197,7 +184,7 @@ class RecomputeConfig:
             raise errors.ArgumentError(
                 f"RecomputeConfig.plan(model) needs a torch.nn.Module, but got {errors.kind(model)}.{each}"
             )
-        example = None if args is None and kwargs is None else (args or (), kwargs)
+        example = None if args is None and kwargs is None else (args or (), dict(kwargs or {}))
         labels = tuple(dict.fromkeys(self.recompute_modules or ()))
         if self.recompute_granularity == FULL:
             found = _whole_layers(self, model)
@@ -210,56 +197,52 @@ class RecomputeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are not at their default, ready for JSON and YAML; `from_dict` reads them."""
-        values = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value, default in values
-            if value != default
-        }
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RecomputeConfig:
-        """Settings from keys and values: a part of, or a whole, training configuration.
+        """Reads settings from the keys and values of a training configuration.
 
-        Keys may be inside sections, at any depth. Keys that have nothing to do with recomputation are left alone; one
-        that can only be meant for it and is not a field is an error. None stands for the default.
+        Keys may be in sections, at any depth. Keys that have nothing to do with recomputation are left alone. None
+        stands for the default.
 
         Raises:
-            ArgumentError: As above, or a field has two values, or the fields do not go together.
+            ArgumentError: A key can only be meant for recomputation and is no field, a field has two values, or the
+                fields do not go together.
         """
         return cls(**settings.fields_in(data, cls.names()))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> RecomputeConfig:
-        """Settings from a JSON or YAML file, read as `from_dict` reads its content. YAML needs PyYAML.
+        """Reads settings from a JSON or YAML file, as `from_dict` does from its content. YAML needs PyYAML.
 
         Raises:
-            ArgumentError: The file cannot be read as either, or as `from_dict` says.
+            ArgumentError: The file cannot be read as either, or as for `from_dict`.
         """
         return cls.from_dict(settings.content_of(path))
 
     @classmethod
     def from_args(cls, args: Sequence[str] | argparse.Namespace | None = None) -> RecomputeConfig:
-        """Settings from a command line.
+        """Reads settings from a command line.
 
         Args:
             args: The words of a command line, by default those of the process, where flags of others are left alone;
-                or what a parser with `add_arguments` has made of them. Megatron-LM's own arguments can be passed too.
+                or what a parser with `add_arguments`, or Megatron-LM's own, has made of them.
 
         Raises:
-            ArgumentError: A flag is not known, or as `from_dict` says.
+            ArgumentError: A flag is not known, or as for `from_dict`.
         """
         return cls.from_dict(settings.fields_in_args(args, cls.names()))
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the flags that `from_args` understands to a parser of your own.
+        """Adds the flags that `from_args` understands to a parser of your own.
 
-        Each flag can be written with dashes or underscores. Modules are separated by spaces or commas;
-        `--recompute-activations` stands for `--recompute_granularity selective`. `-rl N` is Megatron-Bridge's, which
-        means the first N layers ("full", "block"). Megatron-Bridge gives `--recompute_num_layers N` the same meaning;
-        here, as in Megatron-LM, it is the field of that name and nothing else. `sequence_parallel` and offload fields
-        are read from the parsed arguments if your parser has them.
+        Each flag can be written with dashes or underscores; modules are separated by spaces or commas.
+        `--recompute-activations` stands for `--recompute_granularity selective`, and Megatron-Bridge's `-rl N` for the
+        first N layers ("full", "block"). `--recompute_num_layers N` is the field of that name and nothing else, as in
+        Megatron-LM. `sequence_parallel` and offload fields are read if your parser has them.
         """
         settings.add_to(parser)
 
@@ -276,12 +259,12 @@ def _no_effect(field: str, value: object, why: str, write: str) -> NoReturn:
     raise errors.ArgumentError(errors.no_effect(field, value, why, write))
 
 
-def _not_a_count(field: str, value: object) -> str:
-    """Text for a number of layers that is no whole number of at least 1."""
-    return (
-        f"{field} is {errors.say(value)}, where a whole number of layers is expected, 1 or more.\n"
-        f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
-    )
+def _check_count(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise errors.ArgumentError(
+            f"{field} is {errors.say(value)}, where a whole number of layers is expected, 1 or more.\n"
+            f"  Write {field}=1, without quotes; leave it out, or write None (null in a file), for no number."
+        )
 
 
 def _check_types(config: RecomputeConfig) -> None:
@@ -300,12 +283,13 @@ def _check_types(config: RecomputeConfig) -> None:
             '      "uniform"   all of them, recompute_num_layers at a time\n'
             '      "block"     the first recompute_num_layers, one by one; the others keep their activations'
         )
-    layers = config.recompute_num_layers
-    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
-        raise errors.ArgumentError(_not_a_count("recompute_num_layers", layers))
+    if config.recompute_num_layers is not None:
+        _check_count("recompute_num_layers", config.recompute_num_layers)
     for field in ("recompute_modules", "offload_modules"):
         modules = getattr(config, field)
-        if modules is not None and not _are_labels(modules):
+        listed = isinstance(modules, Sequence) and not isinstance(modules, (str, bytes))
+        labels = listed and all(isinstance(label, str) and label for label in cast("Sequence[object]", modules))
+        if modules is not None and not labels:
             written = f"[{modules!r}]" if isinstance(modules, str) else '["core_attn", "layernorm"]'
             none = "recomputes nothing, which is the run to compare with"
             none = none if field == "recompute_modules" else "moves nothing"
@@ -320,12 +304,6 @@ def _check_types(config: RecomputeConfig) -> None:
                 f"{switch} is {errors.say(value)}, where True or False is expected.\n"
                 f"  Write {switch}=True ({switch}: true in a file, without quotes)."
             )
-
-
-def _are_labels(value: object) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        return False
-    return all(isinstance(label, str) and label for label in cast("Sequence[object]", value))
 
 
 def _check(config: RecomputeConfig) -> None:
@@ -400,10 +378,9 @@ def _check(config: RecomputeConfig) -> None:
 
 # --- offloading ---
 #
-# Megatron moves what layers keep for backward; here a plan moves what its regions keep, which is their inputs. So
-# `cpu_offloading` acts beside whole layers that are recomputed (where Megatron forbids it), and
-# `fine_grained_activation_offloading` on the parts that are both in `offload_modules` and in `recompute_modules`. How
-# much is moved, and how far ahead, are options of the store, and the fields for it are refused with the option's name.
+# Megatron moves what layers keep for backward; here a plan moves the inputs of its regions. So `cpu_offloading` goes
+# with whole layers that are recomputed (where Megatron forbids it), and `fine_grained_activation_offloading` with parts
+# that are in `recompute_modules` too. How much is moved, and how far ahead, are options of the store.
 
 
 def _offload_without_regions(field: str, what: str) -> str:
@@ -421,10 +398,8 @@ def _offload_without_regions(field: str, what: str) -> str:
 def _check_offloaded_layers(config: RecomputeConfig) -> None:
     if config.recompute_granularity != FULL:
         raise errors.ArgumentError(_offload_without_regions("cpu_offloading", "whole layers"))
-    number = config.cpu_offloading_num_layers
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise errors.ArgumentError(_not_a_count("cpu_offloading_num_layers", number))
-    recomputed = config.recompute_num_layers or 0
+    number, recomputed = config.cpu_offloading_num_layers, config.recompute_num_layers or 0
+    _check_count("cpu_offloading_num_layers", number)
     if config.recompute_method == BLOCK and number > recomputed:
         why = f"only the first {recomputed} layers are recomputed, and only their inputs are moved"
         _no_effect("cpu_offloading_num_layers", number, why, f"Write cpu_offloading_num_layers={recomputed}")
@@ -504,14 +479,7 @@ def _whole_layers(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ..
 
 
 def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]:
-    """The layers of one stack that are recomputed, those of one region together.
-
-    Args:
-        layers: A stack's layers, in order.
-        method: "uniform": all, `number` at a time, the last group with what is left; "block": the first `number`, or
-            all if there are fewer, one at a time.
-        number: At least 1.
-    """
+    """The layers of a stack that are recomputed, by region: "uniform" all, `number` at a time; else the first ones."""
     if method == UNIFORM:
         return [tuple(layers[first : first + number]) for first in range(0, len(layers), number)]
     return [(layer,) for layer in layers[:number]]
@@ -520,21 +488,15 @@ def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]
 def _matches_nothing(label: str, model: str, matching: Mapping[str, int], calls: Mapping[str, int] | None) -> str:
     """Text for a label that finds no part of the model; `calls` are the names that its author gave, if it was run."""
     matching = {**matching, **(calls or {})}
+    names = "" if calls else '\n  Its author gave no call a name: no_recompute(fn, name="...").'
     if calls is None:
         names = (
             '\n  Names that the author gave to calls, no_recompute(fn, name="..."), match if plan is given an example '
             "call, which alone shows them: config.plan(model, args, kwargs)."
         )
-    else:
-        names = "" if calls else '\n  Its author gave no call a name: no_recompute(fn, name="...").'
-    if matching:
-        width = max(map(len, matching))
-        rows = "".join(
-            f"\n      {word:<{width}}   {count} place{'s' if count > 1 else ''}" for word, count in matching.items()
-        )
-        known = f"  These labels match:{rows}\n"
-    else:
-        known = "  No label does.\n"
+    width = max(map(len, matching), default=0)
+    rows = [f"      {word:<{width}}   {count} place{'s' * (count > 1)}\n" for word, count in matching.items()]
+    known = f"  These labels match:\n{''.join(rows)}" if rows else "  No label does.\n"
     return (
         f"recompute_modules: {label!r} matches nothing in {model}, so nothing would be recomputed for it.\n"
         f"{known}"
@@ -543,35 +505,31 @@ def _matches_nothing(label: str, model: str, matching: Mapping[str, int], calls:
     )
 
 
-def _a_region_anyway(label: str, model: str, paths: Sequence[str]) -> str:
-    """Text for a label that is the name of a region in the model's own code."""
-    where = ", ".join(path or "the model itself" for path in paths[:3]) + (" ..." if len(paths) > 3 else "")
-    return (
-        f"recompute_modules: {label!r} is a region in the code of {model} (in {where}): recompute(fn, name={label!r}) "
-        "is recomputed whatever a plan says, so naming it would have no effect.\n"
-        "  Leave it out. A call that is recomputed only where it is listed is written in the model as "
-        f"no_recompute(fn, name={label!r}), which is the plain call otherwise."
-    )
-
-
 def _parts(
     config: RecomputeConfig,
     model: nn.Module,
     labels: Sequence[str],
-    example: tuple[tuple[Any, ...], Mapping[str, Any] | None] | None,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None,
 ) -> tuple[Choice, ...]:
     """The regions of labels, paths, patterns and, with an example call, names of calls."""
     units, said = find_units(model), type(model).__name__
     moved = (config.offload_modules or ()) if config.fine_grained_activation_offloading else ()
     found: list[Choice] = []
-    names: Found | None = None
+    names: NamedCallsFound | None = None
     for label in labels:
         here = choices(units, label)
         if not here and example is not None:
             names = names or find(model, *example)
             here = named(units, label, names.calls.get(label, ()))
             if not here and label in names.regions:
-                raise errors.ArgumentError(_a_region_anyway(label, said, names.regions[label]))
+                paths = names.regions[label]
+                where = ", ".join(path or "the model itself" for path in paths[:3]) + " ..." * (len(paths) > 3)
+                raise errors.ArgumentError(
+                    f"recompute_modules: {label!r} is a region in the code of {said} (in {where}): recompute(fn, "
+                    f"name={label!r}) is recomputed whatever a plan says, so naming it would have no effect.\n"
+                    "  Leave it out. A call that is recomputed only where it is listed is written in the model as "
+                    f"no_recompute(fn, name={label!r}), which is the plain call otherwise."
+                )
         if not here:
             calls = None if names is None else {name: len(paths) for name, paths in names.calls.items()}
             raise errors.ArgumentError(_matches_nothing(label, said, matching(units), calls))
@@ -588,68 +546,55 @@ def _parts(
 # --- names of calls, found by calling the model once ---
 
 
-@dataclass
-class Found:
-    """The named calls that one forward made.
+class NamedCallsFound:
+    """The named calls that one forward makes, written down while it runs.
 
     Attributes:
         calls: For each name of a saved call, the modules that make such calls, in the order of the first.
         regions: The same for regions.
     """
 
-    calls: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    regions: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-
-
-class _Looking:
-    """Writes down who calls what."""
-
     def __init__(self, modules: ModuleStack) -> None:
         self.around = thread.overrides
-        self.found = Found()
-        self.modules = modules
+        self.calls: dict[str, list[str]] = {}
+        self.regions: dict[str, list[str]] = {}
+        self._modules = modules
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> None:
-        self._note(self.found.calls, name)
+        """Notes a saved call."""
+        self._note(self.calls, name)
 
     def region(self, name: str) -> None:
-        self._note(self.found.regions, name)
+        """Notes a region."""
+        self._note(self.regions, name)
 
     def _note(self, places: dict[str, list[str]], name: str) -> None:
-        if self.modules.module not in places.setdefault(name, []):
-            places[name].append(self.modules.module)
+        if self._modules.module not in places.setdefault(name, []):
+            places[name].append(self._modules.module)
 
 
-def find(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Found:
-    """The named calls of a model, found by calling it once on an example.
-
-    Args:
-        model: The model; it is as before afterwards.
-        args: Positional arguments of the call.
-        kwargs: Its keyword arguments.
-    """
+def find(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> NamedCallsFound:
+    """Finds the named calls of a model by calling it once; the model is as before afterwards."""
     modules = ModuleStack({id(module): path for path, module in model.named_modules()})
-    looking = thread.overrides = _Looking(modules)
+    found = thread.overrides = NamedCallsFound(modules)
     try:
         with modules.following():
-            saved_activations(model, args, None if kwargs is None else dict(kwargs))
+            saved_activations(model, args, kwargs)
     finally:
-        thread.overrides = looking.around
-    return looking.found
+        thread.overrides = found.around
+    return found
 
 
 # --- reductions of tensor parallel layers ---
 #
-# Under tensor parallelism a layer ends its attention and its MLP with a reduction over the ranks. A replay that repeats
-# it communicates once more in every backward; its result, kept, is no larger than the layer's input. So regions keep it
-# ("@reduction"), unless `repeat_collectives` is set. All-gathers, which sequence parallelism has besides, are repeated:
-# a result is as many times as large as there are ranks, and not to keep it is what sequence parallelism is for
-# (docs/design/005-collectives.md has the figures). With `distribute_saved_activations` nothing is to be kept whole on
-# any rank, so reductions are repeated, too.
+# Under tensor parallelism a layer ends its attention and its MLP with a reduction over the ranks, whose result is no
+# larger than the layer's input. Regions keep it ("@reduction"), so that replays do not communicate, unless
+# `repeat_collectives` is set. All-gathers of sequence parallelism are repeated: their results are as many times as
+# large as there are ranks (docs/design/005-collectives.md). With `distribute_saved_activations` nothing is kept whole.
 
 
 def _reductions_kept(config: RecomputeConfig, model: nn.Module, chosen: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """The choices, with those of split layers keeping reductions, unless the settings say that they be repeated."""
+    """Makes regions with split layers keep reductions, unless the settings say that they are repeated."""
     if config.distribute_saved_activations:
         return chosen
     weights = _split_weights(model)
@@ -666,11 +611,7 @@ def _reductions_kept(config: RecomputeConfig, model: nn.Module, chosen: tuple[Ch
 
 
 def _split_weights(model: nn.Module) -> list[str]:
-    """The paths of parameters that are split over ranks for tensor parallelism.
-
-    That a weight is split is seen by its placements. `fully_shard` splits weights too, once, and gathers them in place;
-    a weight that is split more often than that is split for tensor parallelism.
-    """
+    """The paths of parameters that are split for tensor parallelism, which `fully_shard` splits once more."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -700,20 +641,17 @@ def _runs_one(choice: Choice, weights: Iterable[str]) -> bool:
 # --- whether labels free anything ---
 
 
-def _check_frees(
-    model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> None:
-    """Raises for the first label that keeps as much as no recomputation does, found by one call per label.
+def _check_frees(model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises for the first label that keeps as many bytes as no recomputation does, found by one forward per label.
 
-    Structure does not show which bytes a forward keeps: around a norm whose consumers are frozen nothing is saved that
-    a region could drop, and around a single product everything saved is its input. Nothing is replayed, and the model
-    is as before.
+    Structure does not show it: around a norm whose consumers are frozen nothing is saved that a region could drop, and
+    around a single product everything saved is its input.
     """
 
     def kept(chosen: Sequence[Choice]) -> int:
         handle = apply(model, Plan(tuple(chosen)))
         try:
-            return saved_activations(model, args, None if kwargs is None else dict(kwargs)).total_bytes
+            return saved_activations(model, args, kwargs).total_bytes
         finally:
             handle.remove()
 

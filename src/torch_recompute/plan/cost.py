@@ -1,11 +1,8 @@
 """What a training step costs, as plain data: a model's segments (layers), the options for each, and all other memory.
 
-Problem. A planner must know how many bytes are alive at every point of a step under every choice it may make. A sum of
-what is saved is not enough: the peak is at the loss or in the backward of some layer, and moves with the choices.
-
-Idea. A step runs its segments in order and their backwards in the opposite order. What a segment saves is alive from
-its forward to its backward, so at any moment of either only the segments *before* it count. With `S` for the bytes
-saved by the segments before segment `i`, and option `o` chosen for it:
+A step runs its segments in order and their backwards in the opposite order. What a segment saves is alive from its
+forward to its backward, so at any moment of either only the segments *before* it count. With `S` for the bytes saved by
+the segments before segment `i`, and option `o` chosen for it:
 
     while its forward runs            S + segment.forward_bytes  + o.forward_bytes   <= budget
     while its backward runs           S + segment.backward_bytes + o.backward_bytes  <= budget
@@ -13,13 +10,7 @@ saved by the segments before segment `i`, and option `o` chosen for it:
     between forward and backward      S(all)         + costs.turn_bytes              <= budget
 
 An option over several segments counts in the forward of its first and in the backward of its last; at a point between
-them all that it saves counts. The bytes of a segment are all that is alive then and belongs to no option: parameters,
-gradients so far, optimizer state, what the rest of the model keeps. Those of an option count from the level before the
-segment's forward, in its backward too, so they include what it saved itself. All bytes are exact.
-
-Everything here is data: it is compared, written to JSON, read back, and made by hand in tests. `peak` evaluates the
-four inequalities for one choice, and `check` refuses invalid costs: a wrong sign or a point behind the last segment
-would give a plan that looks right.
+them all that it saves counts. All bytes are exact.
 """
 
 from __future__ import annotations
@@ -27,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from .. import errors
 from .choice import Choice
@@ -38,13 +30,12 @@ class Option:
 
     Attributes:
         regions: The regions in it, with paths below the segment ("" for all of it); none where nothing is recomputed.
-            Of a region over several segments the path is that in each of them.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
-        backward_bytes: The most that lives in its backward beyond the level before its forward.
+        backward_bytes: The most that is alive in its backward beyond the level before its forward.
         seconds: What it adds to the step: its replay, and waiting for a store.
         flops: FLOPs of its replay.
-        span: How many segments in a row it covers, all of the same kind; 1 except where layers are grouped.
+        span: How many segments in a row it covers, all of the same kind.
         host_bytes: What it keeps in host memory from its forward to its backward.
     """
 
@@ -74,8 +65,7 @@ class Node:
 
     Attributes:
         seconds: What running it again costs; infinite for one that must not be (random numbers, collectives).
-        bytes: Of the storage that it makes; 0 for one that is a view of another's, which is then its only input. One
-            without bytes and with other inputs (in-place) can be had for free.
+        bytes: Of the storage that it makes; 0 for a view of its only input, or an in-place operation.
         inputs: Indices of nodes in the same graph that it reads; -1 is the segment's input.
         needed: Whether backward needs its result.
     """
@@ -92,11 +82,11 @@ class Graph:
 
     Attributes:
         nodes: The operations.
-        output: Index of the node whose result the next segment reads as its input.
-        input_bytes: Of the segment's input, which is the output of the segment before.
+        output: Index of the node whose result is the next segment's input.
+        input_bytes: Of the segment's input, the output of the segment before.
         input_needed: Whether backward needs the input itself.
-        backward_bytes: The most that one operation of its backward reads and makes, besides what lived before its
-            forward; 0 where that is not known.
+        backward_bytes: The most that one operation of its backward reads and makes, besides what was alive before its
+            forward; 0 if unknown.
     """
 
     nodes: tuple[Node, ...]
@@ -111,9 +101,8 @@ class Kind:
     """Segments that are the same but for their weights.
 
     Attributes:
-        options: The ways to treat one, none of which is at least as bad as another in everything; the first is "no
-            region".
-        graph: Its operations; None where they are not known, and then the bound counts nothing for it.
+        options: The ways to treat one, none of which another equals or beats in everything; the first is "no region".
+        graph: Its operations; None if unknown, and then the bound counts nothing for it.
     """
 
     options: tuple[Option, ...]
@@ -127,8 +116,8 @@ class Segment:
     Attributes:
         path: Its path in the model.
         kind: Key of `Costs.kinds`.
-        forward_bytes: What else lives while its forward runs.
-        backward_bytes: What else lives while its backward runs.
+        forward_bytes: What else is alive while its forward runs: parameters, gradients, the rest of the model.
+        backward_bytes: What else is alive while its backward runs.
     """
 
     path: str
@@ -143,7 +132,7 @@ class Point:
 
     Attributes:
         after: How many segments have their saved bytes alive then, counted from the first.
-        bytes: What else lives then.
+        bytes: What else is alive then.
         where: In words.
     """
 
@@ -174,8 +163,8 @@ class Costs:
         segments: In the order of their forwards.
         points: In any order.
         step_seconds: Of the step without recomputation.
-        turn_bytes: What lives when forward ends and backward begins, besides what the segments saved.
-        host: What may be kept in host memory; None where nothing may.
+        turn_bytes: What is alive when forward ends and backward begins, besides what the segments saved.
+        host: Host memory that may be used; None for none.
     """
 
     kinds: Mapping[str, Kind]
@@ -203,15 +192,8 @@ class Solution:
     solver: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
-class PeakMoment:
-    """A moment of a step.
-
-    Attributes:
-        bytes: All that live then.
-        fixed: Those that no choice changes.
-        where: In words.
-    """
+class PeakMoment(NamedTuple):
+    """A moment of a step: the bytes alive then, those of them that no choice changes, and where it is, in words."""
 
     bytes: int
     fixed: int
@@ -230,33 +212,27 @@ def begins(options: Sequence[Option]) -> list[int]:
 
 def peak(costs: Costs, options: Sequence[Option]) -> PeakMoment:
     """When the most bytes are alive, with one option per segment."""
-    segments, saved = costs.segments, 0
-    levels, moments = (
-        [0] * len(segments),
-        list[PeakMoment](),
-    )  # saved by what has begun, at the point before each segment
+    saved, levels = 0, list[int]()  # saved by what has begun, at the point before each segment
+    moments: list[PeakMoment] = []
     for start in begins(options):
-        option, stop = options[start], start + options[start].span
-        for fixed, own, where in (
-            (segments[start].forward_bytes, option.forward_bytes, f"in the forward of {segments[start].path}"),
-            (segments[stop - 1].backward_bytes, option.backward_bytes, f"in the backward of {segments[stop - 1].path}"),
-        ):
-            moments.append(PeakMoment(saved + fixed + own, fixed, where))
-        levels[start:stop] = [saved] + [saved + option.saved_bytes] * (option.span - 1)
+        option, first, last = options[start], costs.segments[start], costs.segments[start + options[start].span - 1]
+        forward, backward = saved + option.forward_bytes, saved + option.backward_bytes
+        moments += [
+            PeakMoment(forward + first.forward_bytes, first.forward_bytes, f"in the forward of {first.path}"),
+            PeakMoment(backward + last.backward_bytes, last.backward_bytes, f"in the backward of {last.path}"),
+        ]
+        levels += [saved] + [saved + option.saved_bytes] * (option.span - 1)
         saved += option.saved_bytes
-    for point in (*costs.points, Point(len(segments), costs.turn_bytes)):
-        level = [*levels, saved][point.after]
-        moments.append(PeakMoment(level + point.bytes, point.bytes, point.where or "between forward and backward"))
+    levels.append(saved)
+    for point in (*costs.points, Point(len(costs.segments), costs.turn_bytes, "between forward and backward")):
+        moments.append(PeakMoment(levels[point.after] + point.bytes, point.bytes, point.where))
     return max(moments, key=lambda moment: moment.bytes)
 
 
 def highest_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Of the points at one place the highest."""
-    best: dict[int, Point] = {}
-    for point in points:
-        if point.after not in best or best[point.after].bytes < point.bytes:
-            best[point.after] = point
-    return tuple(best.values())
+    """The highest of the points at each place."""
+    places = dict.fromkeys(point.after for point in points)
+    return tuple(max((p for p in points if p.after == after), key=lambda p: p.bytes) for after in places)
 
 
 def simplicity(option: Option) -> tuple[object, ...]:
@@ -275,41 +251,42 @@ def check(costs: Costs) -> None:
 
 
 def _complaints(costs: Costs) -> Iterator[str]:
+    wrong = "are not whole and at least 0"
     if not costs.segments:
         yield "they have no segment, so there is nothing to choose"
     for name, kind in costs.kinds.items():
         if all(option.span != 1 for option in kind.options):
             yield f"kind {name!r} has no option that takes a single segment, so it may not fill a run"
         for option in kind.options:
-            yield from (f"an option of kind {name!r} {wrong}: {option}" for wrong in _of_option(option))
+            yield from (f"an option of kind {name!r} {why}: {option}" for why in _of_option(option))
         if kind.graph is not None:
-            yield from (f"the graph of kind {name!r} {wrong}" for wrong in _of_graph(kind.graph))
+            yield from (f"the graph of kind {name!r} {why}" for why in _of_graph(kind.graph))
     for segment in costs.segments:
         if segment.kind not in costs.kinds:
             known = ", ".join(sorted(costs.kinds))
             yield f"segment {segment.path!r} is of kind {segment.kind!r}, but there are {known or 'no kinds'}"
-        if not (_is_bytes(segment.forward_bytes) and _is_bytes(segment.backward_bytes)):
-            yield f"the bytes of segment {segment.path!r} are not whole and at least 0: {segment}"
+        if not _are_bytes(segment.forward_bytes, segment.backward_bytes):
+            yield f"the bytes of segment {segment.path!r} {wrong}: {segment}"
     for point in costs.points:
         if not 0 <= point.after <= len(costs.segments):
             yield f"a point comes after {point.after} of {len(costs.segments)} segments: {point}"
-        if not _is_bytes(point.bytes):
-            yield f"the bytes of a point are not whole and at least 0: {point}"
-    if not _is_bytes(costs.turn_bytes):
-        yield f"turn_bytes are not whole and at least 0: {costs.turn_bytes!r}"
+        if not _are_bytes(point.bytes):
+            yield f"the bytes of a point {wrong}: {point}"
+    if not _are_bytes(costs.turn_bytes):
+        yield f"turn_bytes {wrong}: {costs.turn_bytes!r}"
     host = costs.host
-    if host is not None and not (host.to_host > 0 and (host.bytes is None or _is_bytes(host.bytes))):
+    if host is not None and not (host.to_host > 0 and (host.bytes is None or _are_bytes(host.bytes))):
         yield f"host memory has no whole number of bytes or no speed above 0: {host}"
 
 
 def _of_option(option: Option) -> Iterator[str]:
-    if not all(map(_is_bytes, (option.saved_bytes, option.forward_bytes, option.backward_bytes, option.flops))):
+    if not _are_bytes(option.saved_bytes, option.forward_bytes, option.backward_bytes, option.flops):
         yield "has bytes or FLOPs that are not whole and at least 0"
     elif option.saved_bytes > min(option.forward_bytes, option.backward_bytes):
         yield "saves more than lives in its forward or its backward, which contain what it saves"
     if not 0 <= option.seconds < math.inf:
         yield "has seconds that are negative or no number"
-    if not _is_bytes(option.host_bytes):
+    if not _are_bytes(option.host_bytes):
         yield "has bytes in host memory that are not whole and at least 0"
     if option.span < 1:
         yield "takes no segment"
@@ -320,31 +297,28 @@ def _of_option(option: Option) -> Iterator[str]:
 def _of_graph(graph: Graph) -> Iterator[str]:
     if not 0 <= graph.output < len(graph.nodes):
         yield f"has no operation {graph.output}, which is said to make its output"
-    if not _is_bytes(graph.backward_bytes):
+    if not _are_bytes(graph.backward_bytes):
         yield f"has backward_bytes that are not whole and at least 0: {graph.backward_bytes!r}"
     for index, node in enumerate(graph.nodes):
         if not all(-1 <= read < index for read in node.inputs):
             yield f"has an operation {index} that reads one that does not come before it: {node.inputs}"
-        if not _is_bytes(node.bytes) or not node.seconds >= 0:
+        if not _are_bytes(node.bytes) or not node.seconds >= 0:
             yield f"has an operation {index} with bytes or seconds that are negative or no number: {node}"
 
 
-def _is_bytes(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def kinds_for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
-    """Kinds whose options are paid for in each of some microbatches."""
-    return {
-        name: Kind(tuple(for_all(option, times) for option in kind.options), kind.graph and _paid(kind.graph, times))
-        for name, kind in kinds.items()
-    }
+def _are_bytes(*values: object) -> bool:
+    return all(isinstance(value, int) and value >= 0 for value in values)
 
 
 def for_all(option: Option, times: int) -> Option:
-    """An option that is paid for in each of some microbatches."""
+    """The option, paid for in each of some microbatches."""
     return replace(option, seconds=option.seconds * times, flops=option.flops * times)
 
 
-def _paid(graph: Graph, times: int) -> Graph:
-    return replace(graph, nodes=tuple(replace(node, seconds=node.seconds * times) for node in graph.nodes))
+def kinds_for_all(kinds: Mapping[str, Kind], times: int) -> dict[str, Kind]:
+    """The kinds, with options paid for in each of some microbatches."""
+    return {name: Kind(tuple(for_all(o, times) for o in k.options), _paid(k.graph, times)) for name, k in kinds.items()}
+
+
+def _paid(graph: Graph | None, times: int) -> Graph | None:
+    return graph and replace(graph, nodes=tuple(replace(n, seconds=n.seconds * times) for n in graph.nodes))

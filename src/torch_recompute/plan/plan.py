@@ -1,13 +1,9 @@
-"""A plan is plain data: which modules of a model are regions, and which calls inside them are saved.
+"""A plan as plain data: which modules of a model are regions, and which calls inside them are saved.
 
-It knows neither torch nor the model it was made for, so it can be printed, saved, compared and sent to another rank.
-What it consists of are choices (`choice.py`), one per region; a plan made for a budget carries a `Prediction` of its
-step besides, and the profile it was chosen from.
-
-A plan may hold other choices for calls up to a size than for larger ones (`SizeClass`), so that short batches pay no
-replays that only long ones need.
-
-Everything that users say in other words (Megatron's labels, a budget) becomes these choices.
+It knows neither torch nor the model it was made for, so it can be printed, saved, compared and sent to another rank. It
+consists of choices (`choice.py`), one per region; a plan made for a budget also carries a `Prediction` of its step, and
+the profile it was chosen from. Calls up to a size may have choices of their own (`SizeClass`), so that short batches
+pay no replays that only long ones need.
 """
 
 from __future__ import annotations
@@ -17,17 +13,15 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import errors
 from .._text import table
 from ..memory.loop import COMMON, Loop
 from .choice import KINDS, Choice, Target
-from .profile import MIB, Profile, read
-
-VERSION = 1
+from .profile import MIB, VERSION, Profile, made, read
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class Prediction:
         budget_bytes: What was asked for; the peak is at most this.
         peak_bytes: The most bytes alive at any time of the step.
         plain_peak_bytes: The same without the plan.
-        step_seconds: Seconds of operations in the step, replays included.
+        step_seconds: Of the operations in the step, replays included.
         plain_step_seconds: The same without the plan.
         replay_flops: FLOPs of products in all replays.
         bound_seconds: No schedule that keeps or recomputes the same operations takes less within the budget.
@@ -78,9 +72,9 @@ class Prediction:
         solver: Which solver chose, and how good it says its choice is.
         lines: The segments, those treated alike together.
         timing: Where the seconds are from, in words.
-        host_bytes: The most that lies in host memory.
-        loop: The training loop that the peak is of; None where the plan does not say.
-        advice: What else would lower this peak, in words; "" where nothing is to be said.
+        host_bytes: The most that is kept in host memory.
+        loop: The training loop that the peak is of; None if the plan does not say.
+        advice: What else would lower this peak, in words.
     """
 
     budget_bytes: int
@@ -103,12 +97,6 @@ class Prediction:
         """How far from the bound the step can be at most, as a share of the step."""
         return max(0.0, self.step_seconds - self.bound_seconds) / self.step_seconds if self.step_seconds else 0.0
 
-    @staticmethod
-    def from_data(lines: Iterable[dict[str, Any]], loop: Any = None, **rest: Any) -> Prediction:
-        """A prediction from the dictionary that `dataclasses.asdict` made of it."""
-        read = None if loop is None else Loop(**loop)
-        return Prediction(lines=tuple(Line(**line) for line in lines), loop=read, **rest)
-
     def __str__(self) -> str:
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
         head = [
@@ -122,17 +110,10 @@ class Prediction:
         if self.timing:
             head.append(f"seconds: {self.timing}")
         rows = [("", "keeps MiB", "frees MiB", "costs ms", "why", "")]
-        rows += [
-            (
-                f"{line.count} x",
-                f"{line.saved_bytes / MIB:,.2f}",
-                f"{line.freed_bytes / MIB:,.2f}",
-                f"{1000 * line.seconds:,.3f}",
-                line.why,
-                f"{line.where}: {line.what}",
-            )
-            for line in self.lines
-        ]
+        for line in self.lines:
+            keeps, frees = (f"{count / MIB:,.2f}" for count in (line.saved_bytes, line.freed_bytes))
+            costs, which = f"{1000 * line.seconds:,.3f}", f"{line.where}: {line.what}"
+            rows.append((f"{line.count} x", keeps, frees, costs, line.why, which))
         return "\n".join([*head, *table(rows, right=5), *filter(None, [self.advice])])
 
 
@@ -167,14 +148,11 @@ class Plan:
     Attributes:
         choices: One per region; no module is in two of them. With `sizes`, those of a call that is larger than all.
         source: What the plan was made from, in words.
-        prediction: What the step is promised to take, where the plan was made for a budget. With `sizes`, at the
-            largest.
-        modules: What the plan was made for: paths, and in words what is there; `apply` refuses a model with other
-            modules in these places. It says nothing of what is chosen, so it does not count when plans are compared.
+        prediction: What the step is promised to take, if the plan was made for a budget; with `sizes`, at the largest.
+        modules: Paths, and in words the modules there, that the plan was made for; `apply` refuses a model with others.
+            Not compared.
         sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
-        profile: What the plan was chosen from, for a caller who wants another one when this does not fit. It is not
-        part of
-            the plan: it is not compared, and not written by `to_json`.
+        profile: What the plan was chosen from, to solve again. Not compared, and not written by `to_json`.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -263,15 +241,9 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it."""
-        data: dict[str, Any] = {"version": VERSION, "source": self.source}
-        data["choices"] = [dataclasses.asdict(choice) for choice in self.choices]
-        if self.prediction is not None:
-            data["prediction"] = dataclasses.asdict(self.prediction)
-        if self.modules:
-            data["modules"] = self.modules
-        if self.sizes:
-            data["sizes"] = [dataclasses.asdict(size) for size in self.sizes]
-        return json.dumps(data, indent=1)
+        data = {"version": VERSION, **dataclasses.asdict(dataclasses.replace(self, profile=None))}
+        written = ("version", "source", "choices", *(name for name in ("prediction", "modules", "sizes") if data[name]))
+        return json.dumps({name: data[name] for name in written}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -280,7 +252,7 @@ class Plan:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, VERSION, _plan, errors.bad_plan)
+        return read(text, plan_of, errors.bad_plan)
 
     def diff(self, other: Plan) -> str:
         """What turns this plan into the other, line by line; empty where they choose the same."""
@@ -295,27 +267,28 @@ class Plan:
 
 def _check(choices: tuple[Choice, ...]) -> None:
     """Raises if regions contradict themselves or each other."""
+
+    def refuse(why: str) -> NoReturn:
+        raise errors.ArgumentError(errors.bad_plan(why))
+
     seen: set[str] = set()
     for choice in choices:
         twice = seen.intersection(choice.paths) or {p for p in choice.paths if choice.paths.count(p) > 1}
         if twice:
-            raise errors.ArgumentError(errors.bad_plan(f"{sorted(twice)[0]!r} is in two choices"))
+            refuse(f"{sorted(twice)[0]!r} is in two choices")
         if not choice.paths or (len(choice.paths) > 1 and not all(word.calls for word in choice.kept)):
-            raise errors.ArgumentError(errors.bad_plan(f"{choice!r} has no path, or keeps modules inside of several"))
+            refuse(f"{choice!r} has no path, or keeps modules inside of several")
         unknown = [word for word in choice.kept if word != word.module and word.calls not in KINDS]
         if unknown:
             known = ", ".join(f"@{kind}" for kind in KINDS)
-            raise errors.ArgumentError(errors.bad_plan(f"keep={unknown[0]!r} is not a kind of call; known are {known}"))
+            refuse(f"keep={unknown[0]!r} is not a kind of call; known are {known}")
         if not isinstance(choice.store, str):
-            why = f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})"
-            raise errors.ArgumentError(errors.bad_plan(why))
+            refuse(f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})")
         if choice.nested and len(choice.paths) == 1:
-            why = f"nested=True is for several modules, and {choice.paths[0]!r} is one"
-            raise errors.ArgumentError(errors.bad_plan(why))
+            refuse(f"nested=True is for several modules, and {choice.paths[0]!r} is one")
         calls = next((path for path in choice.paths if Target(path).calls), None)
         if calls is not None and (len(choice.paths) > 1 or any(word.module or not word for word in choice.kept)):
-            why = f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep"
-            raise errors.ArgumentError(errors.bad_plan(why))
+            refuse(f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep")
         seen.update(choice.paths)
 
 
@@ -329,20 +302,6 @@ def shape_in_words(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "no dimension"
 
 
-def _plan(data: dict[str, Any]) -> Plan:
-    modules = tuple((str(path), str(said)) for path, said in data.get("modules", ()))
-    choices = tuple(_choice(**choice) for choice in data["choices"])
-    sizes = tuple(_size(**size) for size in data.get("sizes", ()))
-    return Plan(choices, str(data["source"]), _prediction(data.get("prediction")), modules, sizes)
-
-
-def _choice(paths: Any, keep: Any, carry: Any, labels: Any, store: Any = "", nested: Any = False) -> Choice:
-    return Choice(tuple(paths), tuple(keep), bool(carry), tuple(labels), store, bool(nested))
-
-
-def _prediction(data: Any) -> Prediction | None:
-    return None if data is None else Prediction.from_data(**data)
-
-
-def _size(shape: Any, choices: Any, prediction: Any) -> SizeClass:
-    return SizeClass(tuple(shape), tuple(_choice(**choice) for choice in choices), _prediction(prediction))
+def plan_of(data: dict[str, Any]) -> Plan:
+    """The plan in the object that JSON holds, which says at least its choices and its source."""
+    return made(Plan, {**data, "choices": data["choices"], "source": data["source"]})

@@ -3,45 +3,40 @@
 It holds everything that `solve` needs and nothing of the model but paths, so a profile that was taken on one machine is
 solved on another, for any number of budgets.
 
-Beside each other (`diff`) segments are matched as a person would: those of one pattern of paths (`layers.*`), in their
-order. Merging is for several profiles of one step, of a noisy machine or of the ranks of a group that are all to get
-one plan: every constraint of `cost.py` is a sum of bytes, so with the largest of each figure a plan that fits the
-merged profile fits each of those it was made from; the bound counts the fewest bytes, since it must hold for each.
-Rejected: merging the stages of a pipeline. Each is in its own memory, so no plan could be made from the sum.
+`merge` is for several profiles of one step, of a noisy machine or of the ranks of a group that are all to get one plan:
+every constraint of `cost.py` is a sum of bytes, so with the largest of each figure a plan that fits the merged profile
+fits each of those it was made from; the bound counts the fewest bytes, since it must hold for each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .. import errors
 from .._text import table
 from ..memory.loop import Loop
-from .choice import Choice
-from .cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, highest_points
+from .cost import Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
 
 VERSION = 1
 MIB = 2**20
-_FIGURES = ("keeps MiB", "least MiB", "backward MiB", "least costs ms", "ways")
-
-
 T = TypeVar("T")
 
 
-def read(text: str, version: int, build: Callable[[dict[str, Any]], T], refuse: Callable[[str], str]) -> T:
-    """What a text says.
+def read(text: str, build: Callable[[dict[str, Any]], T], refuse: Callable[[str], str]) -> T:
+    """Reads a versioned JSON object.
 
     Args:
-        text: JSON, an object with its version.
-        version: What can be read.
-        build: Makes it from the object, without the version.
-        refuse: The text of the error, from why.
+        text: The JSON.
+        build: Makes the result from the object, without its version.
+        refuse: Makes the text of an error from the reason.
 
     Raises:
         ArgumentError: The text is no JSON, of another version, or holds something else.
@@ -50,21 +45,33 @@ def read(text: str, version: int, build: Callable[[dict[str, Any]], T], refuse: 
         data: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise errors.ArgumentError(refuse(f"no JSON: {error}")) from None
-    if not isinstance(data, dict) or data.pop("version", None) != version:  # pyright: ignore[reportUnknownMemberType]
-        raise errors.ArgumentError(refuse(f"this version of the library reads version {version}"))
+    if not isinstance(data, dict) or data.pop("version", None) != VERSION:  # pyright: ignore[reportUnknownMemberType]
+        raise errors.ArgumentError(refuse(f"this version of the library reads version {VERSION}"))
     try:
         return build(data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise errors.ArgumentError(refuse(f"a field is missing or unknown: {error}")) from None
 
 
-def _bad_profile(why: str) -> str:
-    """Text for a profile that cannot be."""
-    return (
-        f"this is not a profile: {why}.\n"
-        "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
-        "profile.to_json() wrote."
-    )
+_hints = functools.cache(get_type_hints)
+
+
+def made(kind: Any, value: Any) -> Any:
+    """Makes a value of an annotated type from what JSON holds: dataclasses from objects, tuples from lists."""
+    inner = get_args(kind)
+    if type(value) is kind:
+        return value
+    if dataclasses.is_dataclass(kind):
+        fields = _hints(kind)
+        return kind(**{name: made(fields[name], part) for name, part in value.items()})  # pyright: ignore[reportCallIssue]
+    if get_origin(kind) is tuple:
+        several = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(made(one, part) for one, part in zip(several, value, strict=True))
+    if get_origin(kind) is Mapping:
+        return {name: made(inner[1], part) for name, part in value.items()}
+    if type(None) in inner:
+        return None if value is None else made(inner[0], value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Profile:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, VERSION, _profile, _bad_profile)
+        return read(text, _profile, _bad_profile)
 
     def diff(self, other: Profile) -> str:
         """What turns this profile into the other: a line for each kind of segment that differs; empty where none does.
@@ -135,50 +142,34 @@ class Profile:
         return _merged([self, *others])
 
 
-def _profile(data: dict[str, Any]) -> Profile:
-    costs, loop = _costs(**data.pop("costs")), data.pop("loop", None)
-    pairs = {name: tuple((a, b) for a, b in data.pop(name)) for name in ("modules", "left_out")}
-    read_loop = None if loop is None else Loop(**loop)
-    return Profile(costs=costs, loop=read_loop, carries=tuple(data.pop("carries")), **pairs, **data)
-
-
-def _costs(kinds: Any, segments: Any, points: Any, host: Any = None, **rest: Any) -> Costs:
-    return Costs(
-        {name: _kind(**kind) for name, kind in kinds.items()},
-        tuple(Segment(**segment) for segment in segments),
-        tuple(Point(**point) for point in points),
-        host=None if host is None else Host(**host),
-        **rest,
+def _bad_profile(why: str) -> str:
+    return (
+        f"this is not a profile: {why}.\n"
+        "  A profile is made by torch_recompute.profile(model, args), or read by Profile.from_json(text) from what "
+        "profile.to_json() wrote."
     )
 
 
-def _kind(options: Any, graph: Any) -> Kind:
-    return Kind(tuple(_option(**option) for option in options), None if graph is None else _graph(**graph))
-
-
-def _option(regions: Any, store: str = "", nested: bool = False, **rest: Any) -> Option:
-    choices = (Choice(path.split(" "), keep, store=store, nested=nested) for path, keep in regions)
-    return Option(tuple(choices), **rest)
+def _profile(data: dict[str, Any]) -> Profile:
+    for kind in data["costs"]["kinds"].values():
+        for option in kind["options"]:
+            words = {name: option.pop(name) for name in ("store", "nested") if name in option}
+            option["regions"] = [{"paths": path.split(" "), "keep": keep, **words} for path, keep in option["regions"]]
+    return made(Profile, data)
 
 
 def _option_data(option: Option) -> dict[str, Any]:
-    """What `_option` reads: each region as its paths in one string, and what it keeps."""
+    """The option as JSON holds it: of each region its paths in one string and what it keeps, for all where and how."""
     data = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     regions = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
     host_bytes = data.pop("host_bytes")
     return {**data, "regions": regions, "store": option.store, "nested": option.nested, "host_bytes": host_bytes}
 
 
-def _graph(nodes: Any, **rest: Any) -> Graph:
-    return Graph(tuple(_node(**node) for node in nodes), **rest)
-
-
-def _node(inputs: Any, **rest: Any) -> Node:
-    return Node(inputs=tuple(inputs), **rest)
+_FIGURES = ("how many", "keeps MiB", "least MiB", "backward MiB", "least costs ms", "ways")
 
 
 def _diff(one: Profile, other: Profile) -> str:
-    """What turns one profile into another, as a table; empty where nothing differs."""
     head = [
         f"{name}: {_pair(a, b)}"
         for name, a, b in (
@@ -192,29 +183,20 @@ def _diff(one: Profile, other: Profile) -> str:
         )
         if a != b
     ]
-    mine, theirs = _groups(one.costs), _groups(other.costs)
-    rows: list[tuple[str, ...]] = []
-    for name in dict.fromkeys([*mine, *theirs]):
-        ours, its = mine.get(name), theirs.get(name)
-        if ours != its:
-            nothing = ("-",) * (1 + len(_FIGURES))
-            rows.append((name, *(_pair(a, b) for a, b in zip(ours or nothing, its or nothing, strict=True))))
-    if rows:
-        rows.insert(0, ("segments", "how many", *_FIGURES))
-    return "\n".join([*head, *table(rows, right=0)])
+    mine, theirs, nothing = _groups(one.costs), _groups(other.costs), ("-",) * len(_FIGURES)
+    pairs = {name: (mine.get(name, nothing), theirs.get(name, nothing)) for name in (*mine, *theirs)}
+    rows = [(name, *map(_pair, ours, its)) for name, (ours, its) in pairs.items() if ours != its]
+    return "\n".join([*head, *table([("segments", *_FIGURES), *rows] if rows else [], right=0)])
 
 
 def _groups(costs: Costs) -> dict[str, tuple[str, ...]]:
-    """Of the segments of one pattern and kind: how many, and the figures of one."""
-    found: dict[tuple[str, str], int] = {}
-    for segment in costs.segments:
-        key = (re.sub(r"\d+", "*", segment.path), segment.kind)
-        found[key] = found.get(key, 0) + 1
+    """The figures of one of the segments of each pattern of paths and kind, and how many there are."""
     groups: dict[str, tuple[str, ...]] = {}
-    for (pattern, kind), count in found.items():
+    for (pattern, kind), count in Counter((starred(s.path), s.kind) for s in costs.segments).items():
         options = costs.kinds[kind].options
         least = min(options, key=lambda option: (option.saved_bytes / option.span, option.seconds))
-        figures = (
+        alike = sum(name == pattern or name.startswith(f"{pattern} (") for name in groups)
+        groups[f"{pattern} ({alike + 1})" if alike else pattern] = (
             str(count),
             _mib(options[0].saved_bytes),
             _mib(least.saved_bytes // least.span),
@@ -222,9 +204,12 @@ def _groups(costs: Costs) -> dict[str, tuple[str, ...]]:
             _ms(least.seconds / least.span),
             str(len(options)),
         )
-        alike = sum(name == pattern or name.startswith(f"{pattern} (") for name in groups)
-        groups[f"{pattern} ({alike + 1})" if alike else pattern] = figures
     return groups
+
+
+def starred(text: str) -> str:
+    """The text with a star for each number: the pattern that paths of alike layers have in common."""
+    return re.sub(r"\d+", "*", text)
 
 
 def _besides(costs: Costs) -> str:
@@ -245,7 +230,6 @@ def _ms(seconds: float) -> str:
 
 
 def _merged(profiles: Sequence[Profile]) -> Profile:
-    """One profile that holds for several of one step."""
     first = profiles[0]
     for other in profiles[1:]:
         _same("the model", first.model, other.model)
@@ -255,15 +239,11 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
         _same("the training loop", *(loop and loop.unmeasured for loop in (first.loop, other.loop)))
         _same("what carries decisions", first.carries, other.carries)
     costs = [profile.costs for profile in profiles]
-    segments = tuple(
-        Segment(same[0].path, same[0].kind, max(s.forward_bytes for s in same), max(s.backward_bytes for s in same))
-        for same in zip(*(one.segments for one in costs), strict=True)
-    )
     hosts = [one.host for one in costs if one.host is not None]
     limits = [host.bytes for host in hosts if host.bytes is not None]
     merged = Costs(
         {name: _merged_kind([one.kinds[name] for one in costs]) for name in first.costs.kinds},
-        segments,
+        tuple(_figures(same) for same in zip(*(one.segments for one in costs), strict=True)),
         highest_points([point for one in costs for point in one.points]),
         median(one.step_seconds for one in costs),
         max(one.turn_bytes for one in costs),
@@ -290,44 +270,30 @@ def _same(what: str, one: object, other: object) -> None:
         )
 
 
+Figured = TypeVar("Figured", Option, Segment, Node, Graph)
+
+
+def _figures(several: Sequence[Figured], of_bytes: Callable[[Iterable[int]], int] = max) -> Figured:
+    """The first of several alike, with the median of seconds and the largest (or another) of bytes and FLOPs."""
+    names = [field.name for field in dataclasses.fields(several[0])]
+    values = {name: [getattr(one, name) for one in several] for name in names}
+    seconds = {name: median(values[name]) for name in names if name == "seconds"}
+    counts = {name: of_bytes(values[name]) for name in names if name.endswith("bytes") or name == "flops"}
+    return replace(several[0], **seconds, **counts)
+
+
 def _merged_kind(kinds: Sequence[Kind]) -> Kind:
     ways = [{(o.regions, o.span): o for o in kind.options} for kind in kinds]
     shared = [key for key in ways[0] if all(key in way for way in ways)]
-    return Kind(
-        tuple(_merged_option([way[key] for way in ways]) for key in shared),
-        _merged_graph([kind.graph for kind in kinds]),
-    )
-
-
-def _merged_option(options: Sequence[Option]) -> Option:
-    def most(figure: Callable[[Option], int]) -> int:
-        return max(map(figure, options))
-
-    return replace(
-        options[0],
-        saved_bytes=most(lambda option: option.saved_bytes),
-        forward_bytes=most(lambda option: option.forward_bytes),
-        backward_bytes=most(lambda option: option.backward_bytes),
-        seconds=median(option.seconds for option in options),
-        flops=most(lambda option: option.flops),
-        host_bytes=most(lambda option: option.host_bytes),
-    )
+    graphs = [kind.graph for kind in kinds]
+    return Kind(tuple(_figures([way[key] for way in ways]) for key in shared), _merged_graph(graphs))
 
 
 def _merged_graph(graphs: Sequence[Graph | None]) -> Graph | None:
     """The graph that all have, with the fewest bytes; None, for which the bound counts nothing, where they differ."""
     known = [graph for graph in graphs if graph is not None]
-    first = known[0] if len(known) == len(graphs) else None
-    if first is None or any(_shape(graph) != _shape(first) for graph in known):
+    shapes = [(g.output, g.input_needed, [(node.inputs, node.needed) for node in g.nodes]) for g in known]
+    if len(known) < len(graphs) or any(shape != shapes[0] for shape in shapes):
         return None
-    nodes = tuple(
-        Node(median(n.seconds for n in same), min(n.bytes for n in same), same[0].inputs, same[0].needed)
-        for same in zip(*(graph.nodes for graph in known), strict=True)
-    )
-    at_once = min(graph.backward_bytes for graph in known)
-    return replace(first, nodes=nodes, input_bytes=min(graph.input_bytes for graph in known), backward_bytes=at_once)
-
-
-def _shape(graph: Graph) -> object:
-    """All of a graph but its figures."""
-    return graph.output, graph.input_needed, [(node.inputs, node.needed) for node in graph.nodes]
+    nodes = tuple(_figures(same, min) for same in zip(*(graph.nodes for graph in known), strict=True))
+    return replace(_figures(known, min), nodes=nodes)

@@ -1,7 +1,7 @@
 """Pipelines as plain data: how a model is split into stages, and the plans of all stages.
 
-A rank of a pipeline holds one stage or several chunks of the model, and the first ranks hold more microbatches at once
-than the last, so each stage has a plan of its own. All ranks hold all of them, and so can compare them.
+The first ranks of a pipeline hold more microbatches at once than the last, so each stage has a plan of its own. All
+ranks hold all plans, and so can compare them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, NoReturn
 
 from .. import errors
 from .._text import table
 from .plan import Plan
-from .profile import MIB, read
+from .profile import MIB, VERSION, made, read
 from .roles import inside
-
-VERSION = 1
-
-
-def _bad_split(split: object, why: str, layers: Sequence[str]) -> str:
-    """Text for a split that does not fit a model."""
-    return (
-        f"split={split!r} does not fit: {why}.\n"
-        f"  The model's layers are {layers[0]} to {layers[-1]}, {len(layers)} of them. Write how many each stage has, "
-        'or the path of the first of each ("" for the first stage).'
-    )
 
 
 @dataclass(frozen=True)
@@ -45,11 +35,10 @@ class Stages:
             itself; then the next three are its own and left out.
         pipeline: How many ranks there are.
         microbatches: How many microbatches a step has.
-        chunks: How many stages lie on each rank.
-        split: How many layers each stage has, in the order of the stages; or the path of the first layer of each, the
-            first being "". By default as many on each as on the others, the first stages one more where that does not
-            come out even. What comes before the first layer lies on the first stage, what comes behind the last one,
-            with the loss, on the last.
+        chunks: How many stages are on each rank.
+        split: How many layers each stage has, in order; or the path of the first layer of each, the first being "".
+            By default evenly, the first stages one more if need be. What comes before the first layer is on the first
+            stage, what comes behind the last one, with the loss, on the last.
     """
 
     schedule: Any
@@ -65,21 +54,26 @@ class Stages:
             ArgumentError: The split does not fit.
         """
         split = self.split or tuple(len(paths) // stages + (i < len(paths) % stages) for i in range(stages))
-        starts: list[int] = []
-        for number, part in enumerate(split):
-            if isinstance(part, str):
-                if number and part not in paths:
-                    raise errors.ArgumentError(_bad_split(split, f"{part!r} is no layer", paths))
-                starts.append(paths.index(part) if number else 0)
-            else:
-                starts.append(starts[-1] + int(split[number - 1]) if number else 0)
+
+        def refuse(why: str) -> NoReturn:
+            raise errors.ArgumentError(
+                f"split={split!r} does not fit: {why}.\n"
+                f"  The model's layers are {paths[0]} to {paths[-1]}, {len(paths)} of them. Write how many each stage "
+                'has, or the path of the first of each ("" for the first stage).'
+            )
+
+        starts = [0]
+        for before, part in pairwise(split):
+            if isinstance(part, str) and part not in paths:
+                refuse(f"{part!r} is no layer")
+            starts.append(paths.index(part) if isinstance(part, str) else starts[-1] + int(before))
         ends = [*starts[1:], len(paths)]
         if len(split) != stages:
-            raise errors.ArgumentError(_bad_split(split, f"there are {stages} stages", paths))
+            refuse(f"there are {stages} stages")
         if any(a >= b for a, b in zip(starts, ends, strict=True)):
-            raise errors.ArgumentError(_bad_split(split, "each stage needs a layer, in the model's order", paths))
-        if isinstance(split[-1], int) and sum(cast("tuple[int, ...]", split)) != len(paths):
-            raise errors.ArgumentError(_bad_split(split, f"the model has {len(paths)} layers", paths))
+            refuse("each stage needs a layer, in the model's order")
+        if isinstance(split[-1], int) and starts[-1] + split[-1] != len(paths):
+            refuse(f"the model has {len(paths)} layers")
         return list(zip(starts, ends, strict=True))
 
 
@@ -89,7 +83,7 @@ class StagePlan:
 
     Attributes:
         stage: Its number.
-        rank: The rank that it lies on.
+        rank: The rank that it is on.
         in_flight: The most microbatches that it holds at once.
         layers: The paths of its layers in the whole model.
         plan: What it recomputes. Its prediction is of the rank: the peak of all its chunks, and the seconds of all
@@ -131,8 +125,8 @@ class StagePlans:
 
         Args:
             stage: The number of the stage.
-            names: From paths of the whole model to those in the stage's module; the longest that a path begins with
-                counts, and a path without one stays as it is.
+            names: From paths of the whole model to those in the stage's module. Of several that a path begins with the
+                longest counts.
         """
         plan = self[stage]
 
@@ -193,12 +187,10 @@ class StagePlans:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, VERSION, _plans, errors.bad_plan)
+        return read(text, _plans, errors.bad_plan)
 
 
 def _plans(data: dict[str, Any]) -> StagePlans:
-    return StagePlans(tuple(_stage(**stage) for stage in data["stages"]), str(data["source"]))
-
-
-def _stage(plan: Any, layers: Any, **rest: Any) -> StagePlan:
-    return StagePlan(layers=tuple(layers), plan=Plan.from_json(json.dumps(plan)), **rest)
+    plans = [Plan.from_json(json.dumps(stage["plan"])) for stage in data["stages"]]
+    stages = [made(StagePlan, {**stage, "plan": plan}) for stage, plan in zip(data["stages"], plans, strict=True)]
+    return StagePlans(tuple(stages), data["source"])
