@@ -1,40 +1,28 @@
 """The lower bound: seconds that every schedule of saving and recomputing adds to the step, whatever the planner.
 
-Problem. "The best of our options" says nothing about the options. How far is a plan from the best that *any* planner
-could find, with regions cut as it likes and tensors recomputed as often as it likes?
+Between the last forward and the first backward, what is saved fits into the budget beside all else that is alive.
+Whatever backward needs and is not saved is computed again at least once, from what is saved. So every schedule pays at
+least for the cheapest set of operations to run again with so many bytes to save. With a price per byte instead of the
+limit that is a minimum cut. Segments of one kind share theirs, and meet only in whether the output of one is there for
+the next: a dynamic program over two states per segment. Any price gives a valid bound; the best is found where two cuts
+balance, and is the optimum of the linear program of the whole model.
 
-Idea. At any moment after the last forward and before the first backward, the loss included, what is saved fits into the
-budget beside all else that is alive. Whatever backward needs and is not saved is computed again at least once, from
-what is saved. So every schedule pays at least for the cheapest set of operations to run again, over the operations of
-the whole model, with so many bytes to save. With a price per byte instead of the limit that is a minimum cut. Segments
-of one kind share theirs, and meet only in whether the output of one must be there for the next, so the whole is a
-dynamic program over two states per segment. Any price gives a valid bound; the best one is found where two cuts
-balance, in a few steps, and the bound is then the optimum of the linear program of the whole model.
-
-A second moment. In the backward of segment j some operation reads and makes `backward_bytes` at once, under any plan,
-so what is kept of the segments before j, whose backwards are still to come, fits into what is left. Let A be what is
-run again because it is not there between forward and backward, and B what is run again of the segments before j because
-it is not there at that operation. A schedule pays for what is in either, so of the segments before j for at least a
-share s of A's price and 1 - s of B's, and of the others for A's. With a fixed share these are two independent bounds,
+A second moment: in the backward of segment j some operation reads and makes `backward_bytes` at once, so what is kept
+of the segments before j fits into what is left. A schedule pays for what is missing at either moment, so for any share
+s in (0, 1) of the seconds before j, this holds too:
 
     (whole model, seconds before j times s, room between forward and backward) + (1 - s) (segments before j, room in j)
 
-and any share is valid; some are tried, at the j where most has to go. Rejected: one set of saved results that fits into
-both rooms. That gives more, but is no bound: a schedule may keep a large result until backward begins, and make a small
-one of it in time for j.
+Where host memory may be used, what can leave the device within a step counts as room, and no byte is worth more than
+the seconds in which it leaves; the second moment is not used then.
 
-Where host memory may be used, what can leave the device within the time of a step counts as room, and no byte is worth
-more than the seconds in which one more leaves it; the second moment is not looked at then.
+Assumed: all of forward comes before all of backward; what is saved is saved as it is; the operations are those that
+were profiled; what else is alive in the backward of a segment is there throughout. A segment without a graph counts
+nothing and gives its output for free.
 
-Assumed: all of forward comes before all of backward; what is saved is saved as it is, on the device; the operations are
-those that were profiled; what else is alive in the backward of a segment (parameters, the optimizer's state, gradients
-of later segments) is there throughout. A segment without a graph counts nothing and gives its output for free.
-
-The cut of a segment. Two yes-or-no questions per operation: is its result there in backward, and is it run again? "Run
-again" implies "there" for it and for all that it reads; "there" without "run again" costs its bytes, "run again" costs
-its seconds. Costs that are paid when one answer is yes and another no are the edges of a graph, and the cheapest
-answers are a minimum cut, found as a maximum flow (Dinic), in milliseconds for the tens of operations of a layer. Every
-demand can be met by saving, so no cut is infinite. A view (no bytes, one input) is there when its base is, for free.
+The cut of a segment has two questions per operation: is its result there in backward, and is it run again? "Run again"
+implies "there" for it and for all that it reads; "there" without "run again" costs its bytes, "run again" its seconds.
+A view (no bytes, one input) is there when its base is, for free.
 """
 
 from __future__ import annotations
@@ -42,25 +30,25 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
-from .cost import Costs, Graph, Node, check
+from .cost import Costs, Graph, check
 
 # More than the rounding of sums of floats; the bound is lowered by it.
 ROUNDING = 1e-12
 SHARES = (0.25, 0.5, 0.75)
 
 
-@dataclass(frozen=True)
-class MinCut:
-    """What is cheapest: the seconds of what is run again, and the bytes of what is saved. Infinite if impossible."""
+class MinCut(NamedTuple):
+    """The cheapest cut: the seconds of what is run again (infinite if impossible), and the bytes of what is saved."""
 
     seconds: float
     bytes: int
 
-    def __add__(self, other: MinCut) -> MinCut:
+    def plus(self, other: MinCut) -> MinCut:
+        """Both together."""
         return MinCut(self.seconds + other.seconds, self.bytes + other.bytes)
 
     def value(self, price: float, weight: float = 1.0) -> float:
@@ -127,10 +115,7 @@ def _least(whole: Callable[..., MinCut], room: int, highest: float = math.inf) -
 
 
 def _tightest(costs: Costs, budget: int) -> tuple[int, int]:
-    """The segment in whose backward most of what those before it save has to go, and the room for it there.
-
-    The first, before which there is none, where nothing is known of any backward.
-    """
+    """The segment in whose backward most of what those before it save has to go, and the room for it there."""
     kinds = [costs.kinds[segment.kind] for segment in costs.segments]
     saved = [0, *accumulate(kind.options[0].saved_bytes for kind in kinds)]
     besides = [*accumulate((segment.backward_bytes for segment in reversed(costs.segments)), min)][::-1]
@@ -169,7 +154,7 @@ def _cheapest(
     for index in reversed(range(len(costs.segments) if stop is None else stop)):
         free, demanded = (
             min(
-                (of(index, output, input) + rest for output, rest in ((False, free), (True, demanded))),
+                (of(index, output, input).plus(rest) for output, rest in ((False, free), (True, demanded))),
                 key=lambda cut: cut.value(price, weight),
             )
             for input in (False, True)
@@ -187,65 +172,38 @@ def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: floa
         input: Whether the segment's input is there.
         weight: Of a second.
     """
-    roots = _roots(graph)
-    needed = {roots[index] for index, node in enumerate(graph.nodes) if node.needed}
-    if output:
-        needed.add(roots[graph.output])
-    if graph.input_needed:
-        needed.add(-1)
+    nodes, size = graph.nodes, len(graph.nodes)
+    roots: dict[int, int] = {-1: -1}  # each operation whose result is no view; of a view, its base
+    for index, node in enumerate(nodes):
+        reads = set(node.inputs)
+        roots[index] = roots[reads.pop()] if node.bytes == 0 and len(reads) == 1 else index
+    needed = {roots[index] for index, node in enumerate(nodes) if node.needed}
+    needed |= ({roots[graph.output]} if output else set()) | ({-1} if graph.input_needed else set())
     if not input and -1 in needed:
         return _IMPOSSIBLE
     needed.discard(-1)
-    relevant = _ancestors(graph, roots, needed)
-    size = len(graph.nodes)
+    relevant, left = set(needed), list(needed)
+    while left:
+        new = {roots[read] for read in nodes[left.pop()].inputs} - relevant - {-1}
+        relevant |= new
+        left += new
     # There: node i. Run again: node size + i.
     flow = _Flow(2 * size + 2)
     source, sink = 2 * size, 2 * size + 1
-    for index in relevant:
-        node = graph.nodes[index]
+    for index in sorted(relevant):
+        node = nodes[index]
         if index in needed:
             flow.edge(source, index, math.inf)
         flow.edge(index, size + index, price * node.bytes)
         flow.edge(size + index, index, math.inf)
-        reads = {roots[read] if read >= 0 else -1 for read in node.inputs}
-        flow.edge(size + index, sink, _price_of(node, weight, -1 not in reads or input))
+        reads = {roots[read] for read in node.inputs}
+        possible = (input or -1 not in reads) and node.seconds < math.inf
+        flow.edge(size + index, sink, weight * node.seconds if possible else math.inf)
         for read in reads - {-1}:
             flow.edge(size + index, read, math.inf)
     side = flow.cut(source, sink)
-    again = [index for index in relevant if side[size + index]]
-    saved = [index for index in relevant if side[index] and not side[size + index]]
-    return MinCut(
-        math.fsum(graph.nodes[index].seconds for index in again), sum(graph.nodes[index].bytes for index in saved)
-    )
-
-
-def _price_of(node: Node, weight: float, possible: bool) -> float:
-    return weight * node.seconds if possible and node.seconds < math.inf else math.inf
-
-
-def _roots(graph: Graph) -> list[int]:
-    """What each operation's result is a view of: itself, another, or the input (-1)."""
-    roots: list[int] = []
-    for index, node in enumerate(graph.nodes):
-        reads = set(node.inputs)
-        if node.bytes == 0 and len(reads) == 1:
-            (read,) = reads
-            roots.append(read if read < 0 else roots[read])
-        else:
-            roots.append(index)
-    return roots
-
-
-def _ancestors(graph: Graph, roots: list[int], needed: set[int]) -> list[int]:
-    found = set(needed)
-    open_ = list(needed)
-    while open_:
-        for read in graph.nodes[open_.pop()].inputs:
-            root = roots[read] if read >= 0 else -1
-            if root >= 0 and root not in found:
-                found.add(root)
-                open_.append(root)
-    return sorted(found)
+    again = [nodes[index].seconds for index in sorted(relevant) if side[size + index]]
+    return MinCut(math.fsum(again), sum(nodes[i].bytes for i in relevant if side[i] and not side[size + i]))
 
 
 class _Flow:

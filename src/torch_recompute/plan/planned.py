@@ -1,10 +1,9 @@
-"""From what a solver chose to a plan, and `solve`: a profile and a budget in, a plan out, without the model."""
+"""From a solver's choice to a plan; and `solve`: a profile and a budget in, a plan out, without the model."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import errors
@@ -13,29 +12,28 @@ from .budget import read_budget
 from .choice import Choice, joined, stored_in
 from .cost import Costs, Option, Solution, begins
 from .plan import Line, Plan, Prediction
-from .profile import Profile
+from .profile import Profile, starred
 from .roles import inside
 from .solve import choose, smallest
 
 
 def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") -> Plan:
-    """The plan for a budget, from a profile alone.
+    """Makes the plan for a budget from a profile alone.
 
         plan = solve(profile(model, batch), budget="24GiB")
 
-    What it predicts follows from the profile; `make_plan` also simulates the step with the plan, and returns only
-    what then fits.
+    Its prediction follows from the profile; `make_plan` also simulates the step with the plan.
 
     Args:
         profile: What the step costs.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction above 0 and below 1 of the way from the least feasible peak to that of
-            the step without recomputation.
+            or text as "24GiB"; or a fraction between 0 and 1 of the way from the least feasible peak to that of the
+            step without recomputation.
         solver: "auto", or "highs".
 
     Raises:
         BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
-        ArgumentError: The budget is none.
+        ArgumentError: The budget is invalid.
     """
     least = smallest(profile.costs)
     wanted = bytes_of(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
@@ -47,16 +45,16 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
 
 
 def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> int:
-    """What a budget comes to for one model.
+    """The bytes that a budget means for one model.
 
     Args:
         budget: See `read_budget`.
-        least: Says the smallest peak of any plan; asked only for a share.
+        least: Returns the smallest peak of any plan; called only for a share.
         most: The peak without recomputation.
-        free: Says what the device has for this step; None if there is no device at hand.
+        free: Returns what the device has for this step; None if there is no device.
 
     Raises:
-        ArgumentError: It is no budget, or "fit" without a device.
+        ArgumentError: The budget is invalid, or "fit" without a device.
     """
     meant = read_budget(budget)
     if meant.bytes is not None:
@@ -99,7 +97,7 @@ def planned(
     peak: int | None = None,
     advice: str = "",
 ) -> Plan:
-    """The plan of a solution, with what it promises.
+    """The plan of a solution, with its prediction.
 
     Args:
         profile: What the plan is for.
@@ -120,7 +118,7 @@ def planned(
         bound_seconds=costs.step_seconds + bound(costs, max(budget, solution.peak_bytes)),
         device=profile.device,
         solver=solution.solver,
-        lines=lines_of(costs, solution, starts),
+        lines=_lines(costs, solution, starts),
         timing=profile.timing,
         host_bytes=sum(solution.options[i].host_bytes for i in starts),
         loop=profile.loop,
@@ -130,33 +128,18 @@ def planned(
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
 
 
-def lines_of(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
-    """What becomes of the segments, those treated alike together.
-
-    Args:
-        costs: What the solution was chosen from.
-        solution: What was chosen.
-        starts: The segments at which an option begins.
-    """
+def _lines(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
+    """What becomes of the segments, those treated alike together; `starts` is where an option begins."""
     groups: dict[tuple[str, str, Option], list[str]] = {}
     for start in starts:
-        segment, option = costs.segments[start], solution.options[start]
-        pattern = re.sub(r"\d+", "*", segment.path)
-        groups.setdefault((pattern, segment.kind, option), []).append(segment.path)
+        segment = costs.segments[start]
+        groups.setdefault((starred(segment.path), segment.kind, solution.options[start]), []).append(segment.path)
     lines: list[Line] = []
     for (pattern, kind, option), paths in groups.items():
-        plain = costs.kinds[kind].options[0].saved_bytes * option.span
-        lines.append(
-            Line(
-                pattern if len(set(paths)) > 1 else paths[0],
-                len(paths),
-                _what(option),
-                option.saved_bytes,
-                max(0, plain - option.saved_bytes),
-                option.seconds,
-                option.host_bytes,
-            )
-        )
+        where = pattern if len(set(paths)) > 1 else paths[0]
+        freed = max(0, costs.kinds[kind].options[0].saved_bytes * option.span - option.saved_bytes)
+        what, saved = _what(option), option.saved_bytes
+        lines.append(Line(where, len(paths), what, saved, freed, option.seconds, option.host_bytes))
     return tuple(lines)
 
 

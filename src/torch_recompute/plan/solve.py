@@ -1,27 +1,19 @@
 """Which option each segment takes, so that a step fits into a budget and costs the fewest seconds.
 
-Idea. The inequalities of `cost.py` are read from the end of the model. Let the need at a place be the bytes that must
-be free there, above what the segments before it have saved. For an option chosen at that place,
+The inequalities of `cost.py` are read from the end of the model. Let the need at a place be the bytes that must be free
+there, above what the segments before it have saved. For an option chosen at that place,
 
     need before = max(what the option itself takes, what it saves + need after)
 
 so the end of a model under some choice is a pair (need, seconds) that knows no budget, and the need at the start is the
-peak of the step. A dynamic program from the last segment to the first keeps, of all choices for the end, those that no
-other equals or beats in both. At the start they are the whole curve of peak against seconds; an answer for a budget is
-the last of its points that fits. So a larger budget never costs more, and no answer exceeds its budget by a byte.
-
-Where more than `WIDTH` are left at a place, those nearest to their lower convex hull are kept, one in each of so many
-stretches of the curve: mixtures of options at the same price per byte are what there are thousands of. Until then the
-answer is exact, and says so; how far any answer can be from the best possible step, `bound.py` says (`Plan.gap`).
+peak of the step. A dynamic program from the last segment to the first keeps the choices for the end that no other
+equals or beats in both; at the start they are the whole curve of peak against seconds. Where more than `WIDTH` are left
+at a place, one in each stretch of the curve is kept, the nearest to its lower convex hull. Until then the answer is
+exact, and says so. Seconds are whole numbers in the program, so that ties are ties: among choices of equal cost the one
+with fewer FLOPs is taken, then the one with the smaller peak, then the simpler one.
 
 A module that is called several times, and a limit on host memory, give several such problems; the best of them is
-taken. Which they are depends on the costs alone.
-
-Seconds are whole numbers in the program, so that sums do not depend on their order and ties are ties: among choices of
-equal cost the one with fewer FLOPs is taken, then the one with the smaller peak, then the simpler one.
-
-Rejected, with figures in docs/design/009: prices per byte with repair (up to 1.2 % of the step worse), an integer
-program (minutes), and labels that a bound on each budget thins out (1,100 lines for less than 0.06 % of the step).
+taken. What else was tried is in docs/design/009.
 """
 
 from __future__ import annotations
@@ -64,7 +56,7 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
 
     Raises:
         BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
-        ArgumentError: There is no such solver, or it or numpy is not installed, or the costs cannot be.
+        ArgumentError: The solver is unknown, it or numpy is not installed, or the costs are invalid.
     """
     if solver in FORMER:
         warnings.warn(f'solver="{solver}" is "auto" now; leave it out.', DeprecationWarning, stacklevel=2)
@@ -87,7 +79,8 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
             ".solution of this error, and its bytes are .smallest."
         )
         raise errors.BudgetError(text, moment.bytes, solution)
-    found = [_by_highs(c, budget) if solver == "highs" else c.within(budget) for c in curves if c.least <= budget]
+    fitting = [curve for curve in curves if curve.least <= budget]
+    found = [_by_highs(curve, budget) if solver == "highs" else curve.within(budget) for curve in fitting]
     return min(found, key=_by_cost)
 
 
@@ -97,32 +90,19 @@ def smallest(costs: Costs) -> Solution:
 
 
 def frontier(costs: Costs, most: int = 200) -> list[Solution]:
-    """The whole curve of budget against seconds.
-
-    Args:
-        costs: What there is to choose from.
-        most: How many points at most, spread evenly along the curve.
-
-    Returns:
-        Choices by rising peak and falling seconds. The first has the least peak, the last costs the least.
-    """
+    """The curve of budget against seconds: at most so many choices, by rising peak and falling seconds."""
+    points = [point for curve in _curves(costs) for point in curve.points(most)]
     falling: list[Solution] = []
-    for point in sorted(
-        (point for curve in _curves(costs) for point in curve.points(most)),
-        key=lambda point: (point.peak_bytes, *_by_cost(point)),
-    ):
+    for point in sorted(points, key=lambda point: (point.peak_bytes, *_by_cost(point))):
         if not falling or _by_cost(point)[:2] < _by_cost(falling[-1])[:2]:
             falling.append(point)
     return falling
 
 
 def untied(costs: Costs) -> tuple[tuple[str, str], ...]:
-    """The modules that are called several times and have no choice for all their calls but none, and why."""
-    return tuple(
-        (path, f"is called {count} times in one forward, and no region can be the same in all of them")
-        for path, count in _repeated(costs).items()
-        if len(_ways(costs, path)) == 1
-    )
+    """The modules that are called several times and have no region that fits all their calls, and why."""
+    why = "is called {} times in one forward, and no region can be the same in all of them"
+    return tuple((path, why.format(n)) for path, n in _repeated(costs).items() if len(_ways(costs, path)) == 1)
 
 
 def _curves(costs: Costs) -> list[_Curve]:
@@ -132,6 +112,10 @@ def _curves(costs: Costs) -> list[_Curve]:
             "planning for a memory budget needs the package numpy, which is not installed.\n  Write: pip install numpy"
         )
     return [_Curve(one) for restricted in _hosted(costs) for one in _tied(restricted)]
+
+
+def _options(costs: Costs) -> list[Option]:
+    return [option for kind in costs.kinds.values() for option in kind.options]
 
 
 def _smallest(curves: Sequence[_Curve]) -> Solution:
@@ -169,12 +153,7 @@ class _Ends:
 
 
 class _Curve:
-    """The curve of peak against cost for one problem.
-
-    Attributes:
-        costs: The problem.
-        exact: Whether every choice was kept.
-    """
+    """The curve of peak against cost for one problem; `exact` if every choice was kept."""
 
     def __init__(self, costs: Costs) -> None:
         import numpy as np
@@ -184,7 +163,7 @@ class _Curve:
         self.points_at = [0] * size + [costs.turn_bytes]
         for point in costs.points:
             self.points_at[point.after] = max(self.points_at[point.after], point.bytes)
-        every = [option for kind in costs.kinds.values() for option in kind.options]
+        every = _options(costs)
         exponent = SECONDS_BITS - math.frexp(size * max(option.seconds for option in every))[1]
         shift = max(0, (size * max(option.flops for option in every)).bit_length() - FLOPS_BITS)
 
@@ -302,11 +281,10 @@ def _thinned(need: Ints, cost: Ints, most: int) -> Ints:
 def _hosted(costs: Costs) -> Iterator[Costs]:
     """Costs in which no choice takes more host memory than there is; the costs themselves if none can.
 
-    What the first layers keep weighs at every later moment of the step, and has the longest way to come back. So host
-    memory goes to the first layers, as many as it has room for if each takes up to so many bytes: one problem for each
-    size that an option takes there. Two limits at once would make the program many times as large.
+    What the first layers keep counts at every later moment and has the longest time to come back, so host memory goes
+    to the first that it has room for if each takes up to so many bytes: one problem for each size of an option.
     """
-    sizes = sorted({option.host_bytes for kind in costs.kinds.values() for option in kind.options} - {0})
+    sizes = sorted({option.host_bytes for option in _options(costs)} - {0})
     if costs.host is None or costs.host.bytes is None or not sizes:
         yield costs
         return
@@ -333,10 +311,10 @@ def _repeated(costs: Costs) -> dict[str, int]:
 
 
 def _tied(costs: Costs) -> Iterator[Costs]:
-    """Costs in which all calls of a module have one choice, for a plan places regions on modules.
+    """Costs in which all calls of a module have one choice, one problem for each.
 
-    One problem for each choice; where several modules are called again the combinations multiply, and each keeps so
-    many that at most `MOST` are left: that without regions, and those that save the fewest bytes.
+    Where several modules are called again the combinations multiply; of each so many are kept that at most `MOST`
+    problems are left: that without regions, and those that save the fewest bytes.
     """
     ways = [_ways(costs, path) for path in _repeated(costs)]
     most = max(1, int(MOST ** (1 / max(1, len(ways))) + 1e-9) - 1)
@@ -358,11 +336,10 @@ def _ways(costs: Costs, path: str) -> list[dict[str, Option]]:
 
 
 def _by_highs(curve: _Curve, budget: int) -> Solution:
-    """An integer program, solved by HiGHS: a second opinion that shares no idea with the dynamic program.
+    """Solves an integer program by HiGHS: one variable per segment and option that may begin there.
 
-    One yes-or-no variable per segment and option that may begin there. Each segment is in exactly one of the taken
-    options, and at each what was saved before it and what its option needs stay within the budget. HiGHS works in
-    floats: if the exact bytes of its answer exceed the budget, it is asked again with a budget as much smaller.
+    Each segment is in exactly one of the taken options, and at each what was saved before it and what its option needs
+    stay within the budget. If the exact bytes of the answer, found in floats, exceed it, a smaller budget is tried.
     """
     try:
         highspy: Any = importlib.import_module("highspy")
@@ -395,12 +372,8 @@ def _by_highs(curve: _Curve, budget: int) -> Solution:
                 highs.addConstr(highs.qsum(used) <= (allowed - besides) / mib)
         highs.minimize()
         values = highs.getSolution().col_value
-        chosen = [
-            option
-            for (_, option, _), value in zip(rows, values, strict=True)
-            if value > 0.5
-            for _ in range(option.span)
-        ]
+        begun = [option for (_, option, _), value in zip(rows, values, strict=True) if value > 0.5]
+        chosen = [option for option in begun for _ in range(option.span)]
         solution = curve.solution(chosen, "highs: optimal, to the tolerance of HiGHS")
         if solution.peak_bytes <= budget:
             return solution
