@@ -1,48 +1,34 @@
-"""What models of libraries bring along: a checkpointing switch of their own, and caches of keys and values.
+"""Models of libraries: the checkpointing switch that they bring along, and their caches of keys and values.
 
-Problem. A trainer calls `model.gradient_checkpointing_enable()` (`activation_checkpointing_enable` in newer versions of
-transformers, `enable_gradient_checkpointing` in diffusers, `set_grad_checkpointing` in timm) when its arguments say so,
-whatever was done to the model before; TRL turns it off around generation and on again. The library's checkpoint would
-then be inside each region of a plan: everything is replayed twice over, and some models do not survive it. And the
-trainer asks the model whether it is checkpointing, to choose DDP's settings, and would be told no.
+A trainer calls `model.gradient_checkpointing_enable()` (or its like in newer transformers, diffusers, timm) when its
+arguments say so; TRL turns it off around generation and on again. The library's checkpoint would then be inside each
+region of a plan. So the instance gets these methods again for as long as the plan is there: enabling is agreed to,
+since the plan does it; disabling makes the regions plain calls; the flag that trainers ask for says which. Settings
+that would choose what is recomputed are refused.
 
-Idea. The instance gets these methods again, for as long as the plan is there. Enabling is agreed to, since the plan
-does it; disabling makes the regions plain calls until the next enabling; the question is answered by the flag that the
-library looks at. Settings that would choose what is recomputed are refused: the plan has chosen.
+A layer of a Hugging Face model appends its keys and values to a cache, and would append them twice if it is run again.
+So a region takes a snapshot of the cache (references, no copies), and the replay is given a cache made from it. As a
+cache keeps keys and values alive, a model that is trained without a word on it is told `use_cache=False`.
 
-Problem. A layer of a Hugging Face model appends its keys and values to a cache that it is given, and reads the whole
-back. When it is run again in backward, it would append a second time. The library's own checkpointing throws the cache
-away, with a warning, and fails where it was filled before (the mask is made for it).
-
-Idea. When a region begins, a snapshot is taken of the cache: references, no copies. The replay is given a cache made
-from the snapshot, so it reads what the forward read, and what it writes is forgotten. Keys of an earlier call keep
-their gradient: the graph is that of the forward, and the replay only rebuilds values. A cache keeps keys and values of
-every layer alive; so in training, where most configurations fill one that nobody reads, a model that is called without
-a word on it is told `use_cache=False`, as the library's own checkpointing does.
-
-Invariants. Nothing is imported from these libraries: they are known by the names of methods and classes, so `apply` can
-look at every model (and this file is part of `plan/`, below `integrations/`, which call `apply`). All that is put on a
-model can be pickled and copied with it, and `take_out` leaves the model's attributes as they were. The forward works on
-the caller's cache; one that is written in place is found by the versions of its tensors, and refused.
-
-Rejected: the library's own function slot (`_gradient_checkpointing_func`), which a trainer fills again, which is not
-looked at in `eval()`, and which only whole layers have. Refusing models whose switch is on: a trainer may turn it on
-afterwards, and nobody would look then.
+Invariants. Nothing is imported from these libraries: they are known by the names of methods and classes. All that is
+put on a model can be pickled and copied with it, and `take_out` leaves the model's attributes as they were. A cache
+that is written in place is found by the versions of its tensors, and refused.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .. import errors
 from ..values import replay
-from .wrappers import ForwardWrapper
+from .wrappers import ForwardWrapper, Region
 
 ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
 DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable", "disable_gradient_checkpointing")
@@ -58,50 +44,30 @@ def call(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = 
     return function(*args, **kwargs)
 
 
-class Disabled(Protocol):
-    """What a switch turns off: a region that is a plain call while it rests."""
-
-    disabled: bool
-
-
 class State:
-    """Whether the regions of a plan are regions now.
+    """Says whether the regions of a plan are regions now.
 
     Attributes:
         regions: The regions.
         roots: The modules whose flag says it.
     """
 
-    def __init__(self, regions: Sequence[Disabled]) -> None:
+    def __init__(self, regions: Sequence[Region]) -> None:
         self.regions = list(regions)
         self.roots: list[nn.Module] = []
 
-    def turn(self, on: bool) -> None:
+    def turn(self, on: bool = True) -> None:
         """Makes the regions regions, or plain calls."""
         for region in self.regions:
             region.disabled = not on
         for root in self.roots:
             root.__dict__[FLAG] = on and bool(self.regions)
 
+    def off(self) -> None:
+        """Makes the regions plain calls."""
+        self.turn(False)
 
-def _plan_has_chosen(settings: Mapping[str, object]) -> str:
-    """Text for checkpointing settings that a plan leaves no room for."""
-    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return (
-        f"checkpointing was turned on with {said}, but this model has a plan, which says what is recomputed; the "
-        "setting would have no effect.\n"
-        '  Leave it out and say it in the plan ("block:3" or labels, for less than all layers), or take the plan out: '
-        "handle.remove()"
-    )
-
-
-class Enable:
-    """What stands for the method that turns a library's checkpointing on."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __call__(
+    def enable(
         self,
         gradient_checkpointing_kwargs: Any = None,
         every_n_layers: int = 1,
@@ -110,7 +76,7 @@ class Enable:
         activation_checkpointing_kwargs: Any = None,
         gradient_checkpointing_func: Any = None,
     ) -> None:
-        """Makes the plan's regions regions again."""
+        """Makes the regions regions again, whatever the library's own settings say about how."""
         settings: dict[str, Any] = {**(activation_checkpointing_kwargs or {})}
         if isinstance(gradient_checkpointing_kwargs, dict):
             settings.update(gradient_checkpointing_kwargs)
@@ -122,47 +88,30 @@ class Enable:
         if gradient_checkpointing_func is not None:
             chosen["gradient_checkpointing_func"] = gradient_checkpointing_func
         if chosen:
-            raise errors.ArgumentError(_plan_has_chosen(chosen))
-        self._state.turn(True)
+            said = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+            raise errors.ArgumentError(
+                f"checkpointing was turned on with {said}, but this model has a plan, which says what is recomputed; "
+                "the setting would have no effect.\n"
+                '  Leave it out and say it in the plan ("block:3" or labels, for less than all layers), or take the '
+                "plan out: handle.remove()"
+            )
+        self.turn()
 
-
-class Disable:
-    """What stands for the method that turns a library's checkpointing off."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __call__(self) -> None:
-        """Makes the plan's regions plain calls, until they are enabled again."""
-        self._state.turn(False)
-
-
-class Set:
-    """What stands for the private method that the public ones end in."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
-        """Turns the plan's regions on or off."""
+    def set(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
+        """Turns the regions on or off: the private method that the public ones of a library end in."""
         if enable:
-            Enable(self._state)(every_n_layers=every_n_layers, gradient_checkpointing_func=gradient_checkpointing_func)
+            self.enable(every_n_layers=every_n_layers, gradient_checkpointing_func=gradient_checkpointing_func)
         else:
-            Disable(self._state)()
+            self.off()
 
 
-class SetTimm:
-    """What stands for timm's one method for on and off."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __call__(self, enable: bool = True) -> None:
-        """Turns the plan's regions on or off."""
-        self._state.turn(enable)
-
-
-METHODS = {**dict.fromkeys(ENABLE, Enable), **dict.fromkeys(DISABLE, Disable), SET: Set, TIMM_SET: SetTimm}
+# A library's method, and what takes its place.
+METHODS = {
+    **dict.fromkeys(ENABLE, State.enable),
+    **dict.fromkeys(DISABLE, State.off),
+    SET: State.set,
+    TIMM_SET: State.turn,
+}
 
 
 def roots(model: nn.Module) -> Iterator[nn.Module]:
@@ -175,14 +124,9 @@ def roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class CheckpointingSwitch:
-    """The switches of a model, while a plan is in it.
+    """The switches of a model, while a plan with these regions is in it."""
 
-    Args:
-        model: The model.
-        regions: The plan's regions.
-    """
-
-    def __init__(self, model: nn.Module, regions: Sequence[Disabled]) -> None:
+    def __init__(self, model: nn.Module, regions: Sequence[Region]) -> None:
         self._model = model
         self._state = State(regions)
         self._before: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
@@ -195,7 +139,7 @@ class CheckpointingSwitch:
                     self._set(module, flag, False)
             for name, kind in METHODS.items():
                 if callable(getattr(type(module), name, None)):
-                    self._set(module, name, kind(self._state))
+                    self._set(module, name, types.MethodType(kind, self._state))
         for root in roots(self._model):
             self._state.roots.append(root)
             self._set(root, FLAG, False)
@@ -217,22 +161,16 @@ class CheckpointingSwitch:
         self._before = []
 
 
-LIBRARY = "transformers"
-
-
 def is_cache(value: object) -> bool:
     """Whether this is one of the library's caches, or a class derived from one."""
     return any(
-        cls.__name__.endswith("Cache") and cls.__module__.partition(".")[0] == LIBRARY for cls in type(value).__mro__
+        cls.__name__.endswith("Cache") and cls.__module__.partition(".")[0] == "transformers"
+        for cls in type(value).__mro__
     )
 
 
 class CacheSnapshot:
-    """What a cache held at one moment.
-
-    Args:
-        cache: The cache.
-    """
+    """What a cache held at one moment."""
 
     def __init__(self, cache: object) -> None:
         self._tensors: list[tuple[torch.Tensor, int]] = []
@@ -258,11 +196,7 @@ class CacheSnapshot:
         return made
 
     def check(self, path: str) -> None:
-        """Refuses a cache that was written in place since.
-
-        Raises:
-            ArgumentError: It was.
-        """
+        """Raises ArgumentError for a cache that was written in place since."""
         if any(tensor._version != version for tensor, version in self._tensors):
             raise errors.ArgumentError(
                 f"the cache of keys and values that {path or 'the model'} was given with gradients on is written in "
@@ -276,7 +210,7 @@ class CacheSnapshot:
 
 
 class CachesFromSnapshot(ForwardWrapper):
-    """What stands as `forward` inside of a region: the module's own, given the caches that the forward was given."""
+    """The `forward` of a module inside of a region: its own, given the caches that the region's forward was given."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -287,28 +221,26 @@ class CachesFromSnapshot(ForwardWrapper):
             raise errors.ArgumentError(errors.other_checkpointing_inside(self.path))
         if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
             return forward(*args, **kwargs)
-        first: list[bool] = []
+        taken: list[CacheSnapshot] = []
 
-        def note() -> list[CacheSnapshot]:
-            first.append(True)
-            return [CacheSnapshot(value) for value in (*args, *kwargs.values()) if is_cache(value)]
+        def take() -> list[CacheSnapshot]:
+            taken[:] = [CacheSnapshot(value) for value in (*args, *kwargs.values()) if is_cache(value)]
+            return taken
 
-        notes = replay(note)()
-        if first:
-            result = forward(*args, **kwargs)
-            for one in notes:
-                one.check(self.path)
-            return result
-        for one in notes:
+        snapshots = replay(take)()
+        result = forward(*args, **kwargs) if taken else None
+        for one in snapshots:
             one.check(self.path)
-        caches = iter(notes)
+        if taken:
+            return result
+        caches = iter(snapshots)
         args = tuple(next(caches).cache() if is_cache(value) else value for value in args)
         kwargs = {name: next(caches).cache() if is_cache(value) else value for name, value in kwargs.items()}
         return forward(*args, **kwargs)
 
 
 class NoCacheInTraining(ForwardWrapper):
-    """What stands as `forward` on a whole model: in training, no cache unless the caller says something about it."""
+    """The `forward` of a whole model: in training, no cache unless the caller says something about it."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module, path)
