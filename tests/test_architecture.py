@@ -62,7 +62,7 @@ LATE = {"numpy": LEAN, "yaml": {"plan"}, "highspy": {"plan"}, "psutil": {"memory
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
-    *("units", "apply", "calls", "observe", "simulating", "wrappers", "libraries", "sizes", "exhausted", "config"),
+    *("units", "apply", "calls", "observe", "wrappers", "libraries", "sizes", "exhausted", "config"),
 }
 
 # All of the package and of its tests together. These figures fall with what goes; they do not rise.

@@ -1,29 +1,27 @@
-"""Putting a plan into a model, and taking it out again.
+"""Puts a plan into a model, and takes it out again; and simulates a step with a plan.
 
 `apply` is the only function of the library that changes a model. It gives the instances that a plan names a `forward`
 of their own (`wrappers.py`), and changes nothing else: no module path, no `state_dict` key, no class, no hook. Hooks
 registered on a module stay outside of its region, so they run once.
 
-A model that has a checkpointing switch of its own gets, besides the regions, a switch that keeps the plan, and regions
-that can be given a cache (`libraries.py`). From the inside out a module's `forward` is then: its own,
-`CachesFromSnapshot`, the region; on a whole model, `NoCacheInTraining` is outside of these, and `BySize` outermost.
-
-A plan with sizes places all that any of its sets of choices asks for; each object is the plain call unless the present
-call of the model goes by a set that asks for it (`sizes.py`).
-
-Rejected: wrapper modules, which change paths under everybody's feet (`_checkpoint_wrapped_module.`); patching classes;
-flags on modules. Each call finds its own state, so a module may have any number of live calls.
+From the inside out a module's `forward` is then its own, `CachesFromSnapshot` (`libraries.py`), the region; on a whole
+model, `NoCacheInTraining` is outside of these, and `BySize` outermost. A plan with sizes places all that any of its
+sets of choices asks for; each wrapper is the plain call unless the present call goes by such a set (`sizes.py`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from .. import errors
+from ..memory.loop import Loop
+from ..simulation import Simulation, simulate_step
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined
 from .exhausted import planned_models
@@ -43,6 +41,7 @@ from .wrappers import (
     Region,
     SavedModule,
     described,
+    wrappers_on,
 )
 
 
@@ -62,7 +61,7 @@ class Applied:
         self._figures: list[Figures] | None = None
 
     def remove(self) -> None:
-        """Gives the model everything back that it had; calling it again does nothing."""
+        """Gives everything back that the model had; does nothing the second time."""
         for placed in reversed(self._placed):
             placed.take_out()
         if self._placed:
@@ -76,9 +75,8 @@ class Applied:
                 train_step()
             print(handle.report())
 
-        A step that is not watched runs the regions and nothing else. In one that is, tensors that the first call of a
-        region drops are counted, the first replay's FLOPs by a dispatch mode, and decisions compared; every further
-        replay is timed, so two steps have to be watched for seconds, or one with two microbatches.
+        Bytes, FLOPs and decisions are those of the first call and replay of each region; every further replay is timed,
+        so two steps have to be watched for seconds, or one with two microbatches.
 
         Raises:
             ArgumentError: The plan has been removed.
@@ -97,32 +95,19 @@ class Applied:
             yield self
 
     def report(self) -> Report:
-        """What each region frees and what its replays cost, of the steps that were last watched.
-
-        Bytes, FLOPs and decisions are those of one call of each, seconds the mean of the replays after the first.
-        Where no step was watched, the report says so.
-        """
+        """What each region frees and what its replays cost, of the steps that were last watched, if any were."""
         figures = self._figures or [Figures() for _ in self._regions]
         rows: list[Row] = []
         for choice in self.plan.all_choices:
-            mine = [(region, f) for region, f in zip(self._regions, figures, strict=True) if region.choice == choice]
-            rows.append(Row.of(choice, [type(region.module).__name__ for region, _ in mine], [f for _, f in mine]))
+            mine = [number for number, region in enumerate(self._regions) if region.choice == choice]
+            modules = [type(self._regions[number].module).__name__ for number in mine]
+            rows.append(Row.of(choice, modules, [figures[number] for number in mine]))
         return Report(tuple(rows), watched=self._figures is not None)
 
     def __repr__(self) -> str:
         regions = len(self.plan.all_choices)
         state = f"{regions} regions" if self._placed or not regions else "removed"
         return f"<plan applied to {type(self.model).__name__}: {state}>"
-
-
-def _no_such_module(model: str, path: str, near: Sequence[str]) -> str:
-    """Text for a path that the model does not have."""
-    hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
-    return (
-        f"{model} has no module {path!r}.{hint}\n"
-        "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a plan made "
-        "for another model, or for the whole of which this is a part, has other paths."
-    )
 
 
 def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = None) -> Applied:
@@ -145,23 +130,19 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         A handle; its `remove()` undoes it.
 
     Raises:
-        ArgumentError: The model has no module of such a path, or has a plan already, or one module lies under two of
-            the paths, or is checkpointed by a wrapper; the plan was made for
-            another model; the plan names a store that is not given, or one is given that
-            it does not name.
+        ArgumentError: The model lacks a module that the plan names, or has another one there; it has a plan already, or
+            another checkpoint inside; one module is under two of the paths; a store is missing, or not used.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     modules = dict(model.named_modules(remove_duplicate=False))
-    already = next(
-        (path for path, module in modules.items() if isinstance(module.__dict__.get("forward"), ForwardWrapper)), None
-    )
-    if already is not None:
-        raise errors.ArgumentError(
-            f"{type(model).__name__} has a plan already: {already or 'the model itself'} is placed. Two plans on one "
-            "model would nest their regions.\n"
-            "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
-        )
+    for path, module in modules.items():
+        if wrappers_on(module):
+            raise errors.ArgumentError(
+                f"{type(model).__name__} has a plan already: {path or 'the model itself'} is placed. Two plans on one "
+                "model would nest their regions.\n"
+                "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
+            )
     for path, said in plan.modules:
         found = described(modules[path]) if path in modules else "nothing"
         if found != said:
@@ -172,14 +153,23 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             )
     by_word = _stores(plan, stores or {})
     sizes, promised = Sizes(plan), Promised(plan)
-    placed: list[ForwardWrapper] = []
+    regions: list[Region] = []
     wanted: dict[tuple[int, int, str], str] = {}
+    others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
 
     def find(path: str) -> nn.Module:
         if path not in modules:
             near = difflib.get_close_matches(path, modules, n=3)
-            raise errors.ArgumentError(_no_such_module(type(model).__name__, path, near))
+            hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+            raise errors.ArgumentError(
+                f"{type(model).__name__} has no module {path!r}.{hint}\n"
+                "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
+                "plan made for another model, or for the whole of which this is a part, has other paths."
+            )
         return modules[path]
+
+    def place(one: ForwardWrapper, kind: str, choice: Choice) -> None:
+        others.setdefault((type(one).__name__, id(one.module), kind), (one, []))[1].append(choice)
 
     for choice in plan.all_choices:
         chain = Chain([find(path) for path in choice.modules], model)
@@ -197,77 +187,138 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
             region.when, region.promised = sizes.when([choice]), promised
-            placed.append(region)
-    kept: dict[tuple[int, str], tuple[ForwardWrapper, list[Choice]]] = {}
+            regions.append(region)
     for choice in plan.all_choices:
         for keep in choice.kept:
             kind = keep.calls
             every = [joined(path, keep.module) for path in choice.paths]
             for path in ([path for path in every if path in modules] or every[:1]) if keep.module or not kind else ():
                 module = find(path)
-                new = KeepCallsWithin(module, path, [kind]) if kind else SavedModule(module, path)
-                kept.setdefault((id(module), kind), (new, []))[1].append(choice)
-    regions = [one for one in placed if isinstance(one, Region)]
+                place(KeepCallsWithin(module, path, [kind]) if kind else SavedModule(module, path), kind, choice)
     for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
         if any(inside(path, Target(one.path).module) or inside(Target(one.path).module, path) for one in regions):
             raise errors.ArgumentError(errors.other_checkpointing_inside(path))
     tops = list(roots(model))
-    inner: dict[int, tuple[ForwardWrapper, list[Choice]]] = {}
     for one in regions:
         if tops and one.module not in tops:
-            inner.setdefault(id(one.module), (CachesFromSnapshot(one.module, one.path), []))[1].append(one.choice)
-    for one, choices in (*inner.values(), *kept.values()):
+            place(CachesFromSnapshot(one.module, one.path), "", one.choice)
+    for one, choices in others.values():
         one.when = sizes.when(choices)
-    outer: list[ForwardWrapper] = [NoCacheInTraining(top, "") for top in tops]
-    if plan.sizes:
-        outer.append(BySize(model, "", sizes))
-    innermost, saved = ([one for one, _ in some.values()] for some in (inner, kept))
-    everything: list[ForwardWrapper | CheckpointingSwitch] = [
-        *innermost,
-        *placed,
-        *saved,
-        *outer,
-        CheckpointingSwitch(model, regions),
-    ]
-    for one in everything:
+    inner = [one for one, _ in others.values() if isinstance(one, CachesFromSnapshot)]
+    kept = [one for one, _ in others.values() if not isinstance(one, CachesFromSnapshot)]
+    outer = [*(NoCacheInTraining(top, "") for top in tops), *([BySize(model, "", sizes)] if plan.sizes else [])]
+    placed = [*inner, *regions, *kept, *outer, CheckpointingSwitch(model, regions)]
+    for one in placed:
         one.put()
     planned_models[model] = plan
-    return Applied(model, plan, everything)
-
-
-def _store_missing(word: str) -> str:
-    """Text for a plan whose regions keep their inputs in a store that `apply` was not given."""
-    if word == "sharded":
-        write = (
-            "      from torch_recompute.distributed import ShardedOver\n"
-            '      apply(model, plan, stores={"sharded": ShardedOver(group)})\n'
-            "  where group is the process group of the tensor parallel ranks, all of which hold the same inputs."
-        )
-    else:
-        write = f"      apply(model, plan, stores={{{word!r}: store}})"
-    return f"the plan keeps inputs of regions in {word!r}, and no store of that name was given.\n  Write:\n{write}"
-
-
-def _store_unused(word: str, wanted: Sequence[str]) -> str:
-    """Text for a store that no region of the plan uses."""
-    has = f"its regions name {', '.join(map(repr, wanted))}" if wanted else "no region of it names a store"
-    return (
-        f"stores has {word!r}, which nothing in the plan uses: {has}.\n"
-        f"  Leave it out, or make the plan with it:  Choice(('layers.0',), store={word!r})"
-    )
+    return Applied(model, plan, placed)
 
 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
     """The store for each word of the plan; None where inputs stay where they are."""
-    found: dict[str, Store | None] = {"": None}
-    wanted = dict.fromkeys(choice.store for choice in plan.all_choices if choice.store)
+    wanted = list(dict.fromkeys(choice.store for choice in plan.all_choices if choice.store))
     for word, store in given.items():
         if word not in wanted:
-            raise errors.ArgumentError(_store_unused(word, list(wanted)))
+            has = f"its regions name {', '.join(map(repr, wanted))}" if wanted else "no region of it names a store"
+            raise errors.ArgumentError(
+                f"stores has {word!r}, which nothing in the plan uses: {has}.\n"
+                f"  Leave it out, or make the plan with it:  Choice(('layers.0',), store={word!r})"
+            )
         if not (hasattr(store, "put") and hasattr(store, "get")):
             raise errors.ArgumentError(errors.not_a_store(f"stores[{word!r}]", store))
     for word in wanted:
         if word not in given and word != "host":
-            raise errors.ArgumentError(_store_missing(word))
-        found[word] = given[word] if word in given else OnHost()
-    return found
+            write = f"      apply(model, plan, stores={{{word!r}: store}})"
+            if word == "sharded":
+                write = (
+                    "      from torch_recompute.distributed import ShardedOver\n"
+                    '      apply(model, plan, stores={"sharded": ShardedOver(group)})\n'
+                    "  where group is the process group of the tensor parallel ranks, all of which hold the same "
+                    "inputs."
+                )
+            raise errors.ArgumentError(
+                f"the plan keeps inputs of regions in {word!r}, and no store of that name was given.\n  Write:\n{write}"
+            )
+    return {"": None, **{word: given[word] if word in given else OnHost() for word in wanted}}
+
+
+def simulate(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    rounding: int | None = None,
+) -> Simulation:
+    """Simulates a training step on fake tensors: its memory and its FLOPs, without running anything.
+
+        result = simulate(model, (batch,), plan=plan, optimizer=torch.optim.AdamW)
+        print(result)
+        result.peak_bytes, result.by_category, result.saved_by_module, result.flops["replay"]
+
+    The step is one from the middle of training, in the loop
+
+        for batch in loader:
+            out = model(**batch)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    so the optimizer has its state from the start, the batch is on the device, and `out` keeps the model's output until
+    the next forward returns, unless `hold_output=False`. It runs on a copy whose parameters are fake, so the model may
+    be on the meta device and of any size; the model, its gradients and all random states are left as they were. Bytes
+    are counted as `measure` counts them; `torch.autocast` around this call is around the step.
+
+    Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
+    do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
+    kernels are those of the device; what they take while they run (convolutions, mostly) is found by running such an
+    operation once, alone, on zeros. `result.assumed` says what was assumed.
+
+    Args:
+        model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded
+            parameters (`fully_shard`) are refused.
+        args: The positional arguments of one call. Nothing in them is changed; they may be on the meta device, where
+            integers are taken to be ones.
+        kwargs: Its keyword arguments.
+        plan: A plan to apply to the copy.
+        loss: From the model's output to a scalar. It may be left out where the output has a `.loss` or `["loss"]`, or
+            where one scalar in it requires grad.
+        optimizer: From a list of parameters to an optimizer (`torch.optim.AdamW`), or an optimizer of the model's
+            parameters; without one the step ends after backward.
+        device: Where the step is to run: "cpu", or the accelerator of this machine; by default where the model is, and
+            for one on meta the accelerator if there is one, else the CPU.
+        hold_output: Whether the output is alive until the next forward returns; else it is gone in backward.
+        accumulate: How many forwards and backwards come before the optimizer's step. Bytes are those of the last, which
+            finds the gradients of the others; FLOPs those of all.
+        set_to_none: Whether the gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and
+            for a `zero_grad()` between forward and backward.
+        rounding: What the size of each storage is rounded up to a multiple of, in bytes; by default 512 on CUDA, as its
+            allocator does, and 1 elsewhere.
+
+    Returns:
+        The figures, as plain data.
+
+    Raises:
+        ArgumentError: An argument is not of its kind, the plan does not fit, a tensor cannot be copied as a fake, or
+            there is no `loss` and the output does not tell.
+        RecomputeError: The model reads values that a simulation cannot know, or its copy uses the model itself.
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        raise errors.ArgumentError(errors.not_applicable(model, plan))
+    return simulate_step(
+        model,
+        args,
+        kwargs,
+        prepare=None if plan is None else lambda copy: apply(copy, plan),
+        loss=loss,
+        optimizer=optimizer,
+        device=device,
+        loop=Loop(hold_output, accumulate, set_to_none),
+        rounding=rounding,
+    )

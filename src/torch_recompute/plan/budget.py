@@ -1,12 +1,8 @@
 """Budgets as people write them.
 
-A budget is bytes for the peak of the whole step (`25769803776`, `"24GiB"`, `"24 GB"`, `"800MiB"`), a share of the
-activation memory (`0.4`, `"40%"`: that much of the way from the least that any plan needs to what no plan at all
-needs), or `"fit"`: what the device has free. Here is only what was meant; what it comes to needs a model, and a
-device.
-
-Rejected: a number without a unit in a text meaning anything but bytes, and `"24G"`, which half of its readers take for
-24 GB and half for 24 GiB, 7 % apart.
+A budget is bytes for the peak of the whole step (`25769803776`, `"24GiB"`, `"24 GB"`), a share of the activation memory
+(`0.4`, `"40%"`: that much of the way from the least that any plan needs to what no plan at all needs), or `"fit"`: what
+the device has free. `"24G"` is refused: half of its readers take it for 24 GB and half for 24 GiB, 7 % apart.
 """
 
 from __future__ import annotations
@@ -64,17 +60,6 @@ def read_budget(budget: object) -> Budget:
     return Budget(bytes=count)
 
 
-def _unknown_unit(budget: str, unit: str) -> str:
-    """Text for a budget in a unit that is none, or that could be two."""
-    two = (
-        f"; {unit!r} could be {unit.upper()}B or {unit.upper()}iB, which differ" if unit in ("k", "m", "g", "t") else ""
-    )
-    return (
-        f"budget={budget!r}: {unit!r} is not a unit of memory{two}.\n"
-        "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)."
-    )
-
-
 def _of_text(text: str) -> Budget:
     if text.strip().lower() == "fit":
         return Budget()
@@ -87,7 +72,11 @@ def _of_text(text: str) -> Budget:
     if unit == "" and "." in number:
         return _share(float(number), text)
     if unit and unit not in _UNITS:
-        raise errors.ArgumentError(_unknown_unit(text, unit))
+        two = f"; {unit!r} could be {unit.upper()}B or {unit.upper()}iB, which differ" if unit in tuple("kmgt") else ""
+        raise errors.ArgumentError(
+            f"budget={text!r}: {unit!r} is not a unit of memory{two}.\n"
+            "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)."
+        )
     # A fraction of a byte is rounded down: what is promised fits.
     count = math.floor(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS.get(unit, 1)
     if count <= 0:

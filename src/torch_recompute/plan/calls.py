@@ -1,24 +1,17 @@
-"""Calls inside a region that are met by their kind: saved ones (`Choice.keep`), and decisions that are carried.
+"""Calls inside a region that are found by their kind: saved ones (`Choice.keep`), and decisions that are carried.
 
-A module can be wrapped; a function that a module calls cannot, without editing the module. So while a placed region
-runs, in forward and in every replay, a TorchFunctionMode looks at the functions called: a product with a parameter or
-an attention call that the plan keeps becomes a saved call, and a decision becomes a carried value.
+A function that a module calls cannot be wrapped without editing the module. So while a planned region runs, in forward
+and in every replay, a TorchFunctionMode looks at the functions called: a product with a parameter or an attention call
+that the plan keeps becomes a saved call, and a decision becomes a carried value.
 
-Why decisions are carried: a router's scores, computed again by a kernel that is not deterministic to the bit, may
-order two near-equal experts the other way. The shapes stay the same with grouped products, so nothing fails, and the
-gradients are of other experts. Of `topk` and `sort` the indices are carried and the values gathered by them, so the
-scores keep their gradient, bit for bit that of `topk`. What is read back from the device (`item`, `nonzero`) is carried
-too, which also saves the replay its synchronisation.
+A router's scores, computed again by a kernel that is not deterministic to the bit, may order two near-equal experts the
+other way; the shapes stay the same, so nothing fails, and the gradients are of other experts. So of `topk` and `sort`
+the indices are carried and the values gathered by them, and values read from the device (`item`, `nonzero`) are carried
+too. Where decisions are not carried, `Compare` counts those that a replay made otherwise.
 
-Where decisions are not carried, `Compare` counts those that a replay made otherwise, so that a flip is not silent.
-
-Collectives are met one level lower. DTensor makes most of them out of sight of function modes, while it dispatches an
-operation whose operands must be laid out again, so `KeepCollectives` is a dispatch mode: about 20 us per operation,
-paid by regions that ask for it. It meets functional collectives only. What is called in place (`dist.all_reduce(x)`) is
-left alone: `fully_shard` gathers parameters so, which must be gathered again for the replay.
-
-`nn.MultiheadAttention` is one call to a function mode, `F.multi_head_attention_forward`; the calls in it are shown too.
-Not seen: what other Python functions do that torch treats as one call.
+DTensor makes most collectives while it dispatches an operation, so `KeepCollectives` is a dispatch mode (about 20 us
+per operation). It sees functional collectives only: `dist.all_reduce(x)` in place is left alone, because `fully_shard`
+gathers parameters so. Not seen: what other Python functions do that torch treats as one call.
 """
 
 from __future__ import annotations
@@ -52,18 +45,15 @@ def _named(*names: str) -> frozenset[Function]:
     return frozenset(found)
 
 
+def _anywhere(*names: str, places: tuple[str, ...] = ("", "Tensor.")) -> frozenset[Function]:
+    return _named(*(place + name for place in places for name in names))
+
+
 ATTENTION = _named("nn.functional.scaled_dot_product_attention", "nn.attention.flex_attention.flex_attention")
-PRODUCTS = _named(
-    *("nn.functional.linear", "nn.functional.bilinear", "nn.functional.grouped_mm", "_grouped_mm"),
-    *(f"{where}{name}" for where in ("", "Tensor.") for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
-    "einsum",
-    *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
-)
 LINEAR = _named("nn.functional.linear")
-MATRICES = PRODUCTS - _named(
-    *("nn.functional.linear", "nn.functional.bilinear", "einsum"),
-    *(f"{where}conv{n}d" for where in ("", "nn.functional.") for n in (1, 2, 3)),
-)
+MATRICES = _anywhere("matmul", "mm", "bmm", "addmm", "baddbmm") | _named("nn.functional.grouped_mm", "_grouped_mm")
+CONVOLUTIONS = _anywhere("conv1d", "conv2d", "conv3d", places=("", "nn.functional."))
+PRODUCTS = LINEAR | MATRICES | CONVOLUTIONS | _named("nn.functional.bilinear", "einsum")
 ALL_PRODUCTS = frozenset({"product", "down", "matmul"})
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "shard_dim_alltoall"})
 COLLECTIVES: dict[str, frozenset[str]] = {
@@ -145,14 +135,16 @@ class KeepCollectives(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def enter_keeping(stack: ExitStack, kinds: Sequence[str]) -> None:
-    """Enters what makes saved calls of all calls of some kinds, of `choice.KINDS`."""
+def enter_keeping(stack: ExitStack, kinds: Sequence[str], carry: bool = False) -> None:
+    """Enters modes that make saved calls of all calls of some kinds, of `choice.KINDS`, and may carry decisions."""
     functions = [kind for kind in kinds if kind not in COLLECTIVES]
     collectives = [kind for kind in kinds if kind in COLLECTIVES]
     if functions:
         stack.enter_context(KeepCalls(functions))
     if collectives and not torch.compiler.is_compiling():
         stack.enter_context(KeepCollectives(collectives))
+    if carry:
+        stack.enter_context(Carry())
 
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -174,13 +166,11 @@ def _narrows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return rows < columns if reads_columns else columns < rows
 
 
-DECISIONS = _named(
-    *(f"{where}{name}" for where in ("", "Tensor.") for name in ("argmax", "argmin", "argsort", "multinomial")),
-    *(f"{where}{name}" for where in ("", "Tensor.") for name in ("nonzero", "bincount", "histc", "unique")),
-    *("searchsorted", "bucketize", "Tensor.item", "Tensor.tolist"),
-    *("Tensor.__bool__", "Tensor.__int__", "Tensor.__float__", "Tensor.__index__"),
+DECISIONS = (
+    _anywhere("argmax", "argmin", "argsort", "multinomial", "nonzero", "bincount", "histc", "unique")
+    | _anywhere("item", "tolist", "__bool__", "__int__", "__float__", "__index__", places=("Tensor.",))
+    | _named("searchsorted", "bucketize")
 )
-WHERE = torch.where
 ORDERED: dict[Function, Function] = {
     torch.topk: torch.return_types.topk,
     torch.Tensor.topk: torch.return_types.topk,
@@ -198,13 +188,13 @@ class Carry(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in ORDERED and "out" not in kwargs:
             return _ordered(func, args, kwargs)
-        if func in DECISIONS or (func is WHERE and len(args) + len(kwargs) == 1):
+        if func in DECISIONS or (func is torch.where and len(args) + len(kwargs) == 1):
             return _own(replay(func)(*args, **kwargs))
         return func(*args, **kwargs)
 
 
-TOPK = _named("topk", "Tensor.topk")
-PICKS = _named(*(f"{where}{name}" for where in ("", "Tensor.") for name in ("argmax", "multinomial")))
+TOPK = _anywhere("topk")
+PICKS = _anywhere("argmax", "multinomial")
 
 
 class Picks(list[torch.Tensor]):
@@ -215,13 +205,12 @@ class Compare(TorchFunctionMode):
     """Counts the decisions of a region that its replays make otherwise than its forward, and carries none.
 
     A decision is one row of a `topk` or `multinomial`, in any order, or one entry of an `argmax`: the experts of one
-    token. (A `sort` is not: an order of all that there is changes anywhere.) Those of a region inside of this one, and
-    of saved calls, are not looked at.
+    token. Those of a region inside of this one, and of saved calls, are not looked at.
 
     Args:
         run: The forward, or a replay.
         picks: What the forward's decisions picked: filled in the forward, compared with in a replay.
-        seen: Told, in a replay, how many decisions differ (on their device) and how many there are.
+        seen: Called in a replay with how many decisions differ (on their device) and how many there are.
     """
 
     def __init__(self, run: Run, picks: Picks, seen: Callable[[torch.Tensor, int], None] | None = None) -> None:

@@ -1,8 +1,9 @@
 """One region as plain data: `Choice`, and `Target`, the words in it.
 
-A choice names modules by their paths, as `named_modules()` does. Inside a region, `keep` names the calls that are not
-repeated: modules by their paths relative to the region, or all calls of a kind by a word with an at sign, in the whole
-region or, with a path before the sign, in one module of it:
+A choice names modules by their paths, as `named_modules()` does; `layers.0.attn@scores` are the calls that the model's
+author named "scores", made while that module runs. Inside a region, `keep` names what is not repeated: modules by their
+paths relative to the region, or all calls of a kind, in the whole region (`@product`) or in one module of it
+(`mlp.up_proj@product`):
 
     @product             products with a parameter: linear layers, convolutions, stacked experts
     @down                those of them with a matrix that make less than they read, as the last one of an MLP does
@@ -13,16 +14,10 @@ region or, with a path before the sign, in one module of it:
     @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
                          all-reduce, reduce-scatter, all-to-all, broadcast
     @collective          these, and all-gather
-    mlp.up_proj@product  the products that run in this module; of several regions in those that have such a module
 
-Where a region's inputs are kept between forward and replay is a word, too: "host" is host memory, "sharded" one part on
-each rank of a group, and any other word is a key of the stores given to `apply`.
-
-A path may also mean calls rather than a module: `layers.0.attn@scores` are the calls that the model's author named
-"scores" (`no_recompute(fn, name="scores")`), made while that module runs.
-
-A `Target` is the string that a person writes, so it is compared, sorted and written to JSON as such; nothing else in
-the package takes it apart.
+Where a region's inputs are kept until the replay is a word, too: "host" is host memory, "sharded" one part on each rank
+of a group, and any other word is a key of the stores given to `apply`. A `Target` is the string that a person writes;
+nothing else in the package takes it apart.
 """
 
 from __future__ import annotations
@@ -54,10 +49,6 @@ class Target(str):
     def calls(self) -> str:
         """The kind of the calls, or the name their author gave them; empty where the module is meant."""
         return self.partition("@")[2]
-
-    def below(self, path: str) -> Target:
-        """The same target as seen from around the module with this path."""
-        return Target.of(joined(path, self.module), self.calls)
 
 
 def _present(word: str) -> Target:

@@ -1,19 +1,16 @@
 """What is known of memory and plans when it runs out in a region; the engine asks, and adds it to the error.
 
-Of what was alive the best witness is a measurement that runs. Without one, the model that a plan is in says its
-parameters and gradients, and the CUDA allocator the sum, so that what is left has a size at least.
-
-The nearest plan that fits is solved for on the spot, from the costs that a plan made for a budget carries along: plain
-data, milliseconds, and no device memory. What it may take is what this process can have, or, where the plan's own
-promise was smaller than that and still broken, as much less than promised as the allocation that failed asked for. A
-plan that was read from a file has no costs; then the line to write is said, with the capacity filled in.
+What was alive is known from a measurement that runs. Without one, the model that a plan is in says its parameters and
+gradients, and the CUDA allocator the sum. The nearest plan that fits is solved for on the spot, from the costs that a
+plan made for a budget carries: plain data, milliseconds, and no device memory. It may take what this process can have,
+or, if the plan's own promise was smaller than that and still broken, as much less as the allocation that failed asked
+for. For a plan that was read from a file, which has no costs, the line to write is said.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -89,53 +86,25 @@ def _capacity(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - round(RESERVE * total)
 
 
-def _alive_by_category(device: str, categories: Mapping[str, int]) -> str:
-    """Line for what a running measurement had counted."""
-    parts = ", ".join(f"{name} {errors.size(count)}" for name, count in categories.items() if count)
-    return f"Alive then on {device}, {errors.size(sum(categories.values()))}: {parts or 'nothing that was counted'}."
-
-
-def _alive_of_model(model: str, parameters: int, gradients: int, allocated: int | None) -> str:
-    """Line for what can be seen without a measurement."""
-    known = (
-        f"Alive then: parameters and buffers {errors.size(parameters)}, gradients {errors.size(gradients)} of {model}"
-    )
-    if allocated is None:
-        return f"{known}; the rest was not counted: {_MEASURE}."
-    rest = max(0, allocated - parameters - gradients)
-    return f"{known}; optimizer state and activations {errors.size(rest)} together: {_MEASURE}."
-
-
-def _alive_unknown(allocated: int | None) -> str:
-    """Line where there is neither a measurement nor a plan in a model."""
-    seen = "" if allocated is None else f" {errors.size(allocated)},"
-    return f"Alive then:{seen} not counted by category: {_MEASURE}."
-
-
 def _alive(model: nn.Module | None, device: torch.device | None) -> str:
     running = measurement.running()
     if running is not None:
         reading = running.on(device)
-        return _alive_by_category(str(reading.device), reading.live_by_category)
+        counts = reading.live_by_category
+        parts = ", ".join(f"{name} {errors.size(count)}" for name, count in counts.items() if count)
+        total = errors.size(sum(counts.values()))
+        return f"Alive then on {reading.device}, {total}: {parts or 'nothing that was counted'}."
     allocated = None if device is None else torch.cuda.memory_allocated(device)
     if model is None:
-        return _alive_unknown(allocated)
-    held = _bytes([*model.parameters(), *model.buffers()])
-    gradients = _bytes([parameter.grad for parameter in model.parameters()])
-    return _alive_of_model(type(model).__name__, held, gradients, allocated)
-
-
-def _bytes(tensors: list[torch.Tensor | None]) -> int:
-    return CountedOnce().add(tensors)
-
-
-def _broken_promise(predicted: int, capacity: int | None) -> str:
-    """Line for a plan that was to fit."""
-    where = "" if capacity is None else f", and this process can have {errors.size(capacity)}"
-    return (
-        f"The plan in the model promises a peak of {errors.size(predicted)}{where}: this step is a larger one than was "
-        "planned (batch, optimizer), or the memory is in fragments; torch_recompute.doctor tells which."
-    )
+        seen = "" if allocated is None else f" {errors.size(allocated)},"
+        return f"Alive then:{seen} not counted by category: {_MEASURE}."
+    parameters = CountedOnce().add([*model.parameters(), *model.buffers()])
+    gradients = CountedOnce().add([parameter.grad for parameter in model.parameters()])
+    known = f"Alive then: parameters and buffers {errors.size(parameters)}, gradients {errors.size(gradients)}"
+    if allocated is None:
+        return f"{known} of {type(model).__name__}; the rest was not counted: {_MEASURE}."
+    rest = errors.size(max(0, allocated - parameters - gradients))
+    return f"{known} of {type(model).__name__}; optimizer state and activations {rest} together: {_MEASURE}."
 
 
 def _compact(count: int) -> str:
@@ -163,39 +132,39 @@ def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     lines: list[str] = []
     target = capacity
     if capacity is None or promise.peak_bytes <= capacity:
-        lines.append(_broken_promise(promise.peak_bytes, capacity))
+        where = "" if capacity is None else f", and this process can have {errors.size(capacity)}"
+        lines.append(
+            f"The plan in the model promises a peak of {errors.size(promise.peak_bytes)}{where}: this step is a larger "
+            "one than was planned (batch, optimizer), or the memory is in fragments; torch_recompute.doctor tells "
+            "which."
+        )
         target = promise.peak_bytes - max(asked, 1)
+    assert target is not None
     if plan.profile is None:
         return [*lines, _make_one(target)]
-    assert target is not None
     try:
         leaner = solve(plan.profile, budget=max(1, target)).prediction
     except errors.BudgetError as error:
         return [
             *lines,
-            (
-                f"No plan would fit: with this batch the least has a peak of {errors.size(error.smallest, up=True)}. "
-                "Write a smaller batch, or an optimizer with less state, or shard the model."
-            ),
+            f"No plan would fit: with this batch the least has a peak of {errors.size(error.smallest, up=True)}. "
+            "Write a smaller batch, or an optimizer with less state, or shard the model.",
         ]
     except errors.ArgumentError:  # numpy, which solves, is not installed
         return [*lines, _make_one(target)]
     assert leaner is not None
     more = leaner.step_seconds / promise.step_seconds - 1 if promise.step_seconds else 0.0
-    freed = promise.peak_bytes - leaner.peak_bytes
+    freed = errors.size(promise.peak_bytes - leaner.peak_bytes)
     return [
         *lines,
-        (
-            f"The nearest plan that fits has a peak of {errors.size(leaner.peak_bytes)}, {errors.size(freed)} less "
-            "than this one, for a step that "
-            f'takes {more:.1%} longer. Write: make_plan(..., budget="{_compact(max(1, target))}").'
-        ),
+        f"The nearest plan that fits has a peak of {errors.size(leaner.peak_bytes)}, {freed} less than this one, for a "
+        f'step that takes {more:.1%} longer. Write: make_plan(..., budget="{_compact(max(1, target))}").',
     ]
 
 
 class _Advice(Observer):
     def out_of_memory(self, region: str, text: str) -> str:
-        """Tells."""
+        """Adds lines to the error."""
         return look(region, text)
 
 

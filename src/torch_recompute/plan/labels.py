@@ -1,14 +1,10 @@
-"""Megatron's labels as placements: which regions and saved calls a word such as `core_attn` asks for in this model.
+"""Megatron's labels as regions and saved calls: what a word such as `core_attn` asks for in a model.
 
-Problem. In Megatron a label is an `if` inside the layer that it recomputes. It exists for Megatron's layers only, and
-where that `if` is not reached it does nothing and says nothing.
+Each label is a function from the units of a model to choices. Two shapes are enough: a region around each unit of a
+role, with the calls in it that are saved; and, for what has no module of its own (the norms and residual adds of a
+layer), a region around the layer in which everything else is a saved call.
 
-Idea. Each label is a function from the units of a model to choices. Two shapes are enough: a region around each unit of
-a role, with the calls in it that are saved; and, for what has no module of its own (the norms and residual adds of a
-layer, an MLP that its layer calls itself), a region around the layer in which everything else is a saved call.
-
-    core_attn        region around each attention, products saved: what lies between the projections is recomputed, and
-                     so is its result, which the output projection would keep alive (in Megatron it does)
+    core_attn        region around each attention, products saved: what lies between the projections is recomputed
     mlp              region around each dense MLP
     moe              region around each mixture of experts, router included, its decisions carried
     moe_act          region around the experts, products saved
@@ -17,16 +13,12 @@ layer, an MLP that its layer calls itself), a region around the layer in which e
     mla_up_proj      region around each MLA attention, down-projections, output projection and attention call saved
 
 Anything else is a path of a module, or a glob over paths: a region around each match, the outermost where they nest;
-or, if there is no such module, a name that the model's author gave to calls (`wrappers.py`): a region around each call.
+or a name that the model's author gave to calls (`wrappers.py`): a region around each call.
 
-`merge` settles what happens when labels meet. In one region a call is saved only if every label that asked for the
-region saves it. Of two regions, one in the other: if the inner one lies in a call that the outer one saves, both stay,
-since nothing of the inner one is replayed twice; else the outer one replays it anyway, so the two become one.
-
-Rejected: a set of saved calls per label, united. `core_attn` saves the products of `mla_up_proj`'s projections and
-would switch it off; asking for more must never free less.
-
-Invariant: what routes tokens is never decided twice. A region with a router in it carries the decisions.
+`merge` settles what happens when labels meet: asking for more must never free less. In one region a call is saved only
+if every label that asked for the region saves it. Of two nested regions both stay if the inner one is in a call that
+the outer one saves; else the outer one replays it anyway, so the two become one. A region with a router in it carries
+the decisions, so that tokens are never routed twice.
 """
 
 from __future__ import annotations
@@ -46,7 +38,7 @@ PARTS = (*WEIGHTY, "mlp", "norm", "inner_norm")
 
 
 def routed(units: Units, path: str) -> bool:
-    """Whether tokens are routed in this module, so that a region around it must carry the decisions."""
+    """Whether tokens are routed in this module, so that a region around it carries the decisions."""
     return bool(units.by_role("router", within=path)) or any(
         inside(part, path) for unit in units.by_role("moe") for part in (unit.parts or (unit.path,))
     )
@@ -123,29 +115,21 @@ LABELS: dict[str, Callable[[Units], list[Choice]]] = {
 
 
 def choices(units: Units, label: str) -> tuple[Choice, ...]:
-    """The regions that a label asks for; none where the model has nothing of the kind.
-
-    Args:
-        units: What the model is made of.
-        label: One of `LABELS`, the path of a module, or a glob over such paths (`*` also goes over dots).
-    """
+    """The regions that a label, a module's path or a glob over paths (`*` also goes over dots) asks for, if any."""
     if label in LABELS:
         return tuple(LABELS[label](units))
     matches = [path for path in units.modules if path and fnmatch.fnmatchcase(path, label)]
-    if label in matches:
-        matches = [label]
-    outermost = [path for path in matches if not any(inside(path, other) and path != other for other in matches)]
-    return tuple(_region(units, label, path) for path in outermost)
+    return tuple(_region(units, label, path) for path in ([label] if label in matches else _outermost(matches)))
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Those that are not below another."""
+    every = list(paths)
+    return [path for path in every if not any(inside(path, other) and path != other for other in every)]
 
 
 def named(units: Units, label: str, paths: Iterable[str]) -> tuple[Choice, ...]:
-    """The regions around calls with this name.
-
-    Args:
-        units: What the model is made of.
-        label: The name.
-        paths: The modules that make such calls.
-    """
+    """The regions around calls with this name, which the modules with these paths make."""
     return tuple(Choice((Target.of(path, label),), (), routed(units, path), (label,)) for path in paths)
 
 
@@ -156,10 +140,7 @@ def matching(units: Units) -> dict[str, int]:
 
 
 def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """The choices of several labels as those of one plan: one per path, in the model's order, none replayed twice.
-
-    Choices of several paths are taken as they are; labels do not make any.
-    """
+    """Makes one plan of the choices of several labels: one per path, in the model's order, none replayed twice."""
     order = {path: number for number, path in enumerate(units.modules)}
     merged: list[Choice] = []
 
@@ -180,17 +161,14 @@ def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
 def _replays(outer: Choice, inner: Choice) -> bool:
     """Whether the outer region runs the inner one's module again, rather than saving it."""
     (top, *more), (low, *others) = outer.paths, inner.paths
-    if (
-        more or others or Target(top).calls or Target(low).calls or not inside(low, top)
-    ):  # a named call finds out for itself
+    if more or others or Target(top).calls or Target(low).calls:  # a named call finds out for itself
         return False
-    kept = [joined(top, keep) for keep in outer.kept if not _everywhere(keep)]
-    return not any(inside(low, path) for path in kept)
+    return inside(low, top) and not any(inside(low, path) for path in _saved_paths(outer))
 
 
-def _everywhere(keep: Target) -> bool:
-    """Whether calls of a kind are kept in the whole region."""
-    return bool(keep.calls) and not keep.module
+def _saved_paths(choice: Choice) -> list[str]:
+    """What a choice saves, by paths of the model, but for kinds of calls that it saves everywhere."""
+    return [joined(choice.paths[0], keep) for keep in choice.kept if keep.module or not keep.calls]
 
 
 def _united(units: Units, outer: Choice, inner: Choice) -> Choice:
@@ -207,7 +185,7 @@ def _united(units: Units, outer: Choice, inner: Choice) -> Choice:
         words.append(KEEP_PRODUCTS)
         kept = [path for path in kept if path not in products]
     chosen = set(kept)
-    outermost = [p for p in units.modules if p in chosen and not any(inside(p, o) and p != o for o in chosen)]
+    outermost = _outermost(path for path in units.modules if path in chosen)
     calls = [call.path for call in units.by_role("core_attention", within=top)]
     loose = [call for call in calls if not any(inside(call, path) for path in outermost)]
     if loose and all(mine.calls(call) and (theirs.calls(call) or not inside(call, low)) for call in calls):
@@ -221,7 +199,7 @@ class _SavedBy:
     """What one choice saves, with paths as the model has them."""
 
     def __init__(self, units: Units, choice: Choice) -> None:
-        self.paths = [joined(choice.paths[0], keep) for keep in choice.kept if not _everywhere(keep)]
+        self.paths = _saved_paths(choice)
         self.products = KEEP_PRODUCTS in choice.keep
         self.attention = KEEP_ATTENTION in choice.keep
         self._leaves = {unit.path for unit in units.by_role(*PRODUCTS, within=choice.paths[0])}

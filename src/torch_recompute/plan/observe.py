@@ -1,15 +1,12 @@
-"""What a placed region frees and what its replays cost, taken while somebody watches.
+"""What a region of a plan frees and what its replays cost, counted while somebody watches (`Applied.watch`).
 
-The bytes are those of the tensors that autograd saves in the region's forward and that the region then drops: counted
-by storage, so a norm's output that three projections save counts once, and only if the region left a place for it
-(a parameter, an input, what a saved call stores is not freed). The cost is that of the replays: FLOPs of products, of
-the first one, and seconds of every one but the first, which warms caches and runs under the counter of FLOPs. Where
-decisions are not carried, those of one forward are compared with its replay's.
+The bytes are those of the tensors that autograd saves in the region's forward and that the region then drops, counted
+by storage. The cost is that of the replays: FLOPs of products, of the first one, and seconds of every one but the
+first, which warms caches and runs under the counter of FLOPs. Times are two events on CUDA, read when the figures are
+asked for. Where decisions are not carried, those of one forward are compared with its replay's.
 
-A step is watched if somebody asks for it (`Applied.watch`). Otherwise a region has no figures, which is all that a call
-of it looks at: no mode is entered, no time taken. A call that began while it was watched has its figures for an
-observer, so its replays are watched wherever the backward runs. Times are two events on CUDA, read when the figures are
-asked for.
+A region that nobody watches has no figures, which is all that a call of it looks at. A call that began while it was
+watched has its figures for an observer, so its replays are watched wherever the backward runs.
 """
 
 from __future__ import annotations
@@ -70,12 +67,12 @@ class Figures(Observer):
 
     @property
     def flips(self) -> int:
-        """How many of these decisions came out differently."""
+        """How many of these decisions the replay made otherwise."""
         return sum(int(count) for count in self._flips)
 
     @property
     def seconds(self) -> float | None:
-        """Mean seconds of a replay, but for the first; None before the second. Waits for a device that is at work."""
+        """Mean seconds of a replay but the first; None before the second. Waits for the device."""
         return sum(between(*times) for times in self._times) / len(self._times) if self._times else None
 
     def around(self, running: Running) -> AbstractContextManager[Any]:
@@ -141,7 +138,7 @@ class Figures(Observer):
 
 @contextmanager
 def watching(watched: Sequence[Any]) -> Generator[list[Figures]]:
-    """Watches placed regions; who watches one that is watched already shares its figures."""
+    """Watches regions of a plan; one that is watched already keeps its figures."""
     for one in watched:
         one.figures = one.figures or Figures(one.name, compare=not one.choice.carry)
         one.figures.watchers += 1

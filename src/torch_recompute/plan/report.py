@@ -1,24 +1,23 @@
 """What the regions of a plan free and cost, as plain data and as a table.
 
-A region that frees little and costs much is marked, with the reason: less than 1 % of the bytes freed per share of the
-time spent. Regions that differ in nothing but a number in their path are one line of the table. A report of steps that
-nobody watched has no figures, and says what to write for them.
+A region that frees less than 1 % of the bytes per share of the time is marked, with the reason. Regions that differ in
+nothing but a number in their path are one line of the table. A report of steps that nobody watched has no figures, and
+says what to write for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .._text import table
 from .choice import Choice, Target
 from .observe import Figures
+from .profile import MIB, starred
 
 WORTH = 0.01
-HOW = "with handle.watch(): train_step()"
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,18 @@ class Row:
 
     @staticmethod
     def of(choice: Choice, modules: Sequence[str], figures: Sequence[Figures]) -> Row:
-        """The row of a choice.
-
-        Args:
-            choice: The choice.
-            modules: The class names of its modules.
-            figures: The figures of each.
-        """
+        """The row of a choice, from the class names of its modules and the figures of each."""
         known = [f.saved_bytes for f in figures if f.saved_bytes is not None]
-        seconds = [f.seconds for f in figures]
+        seconds = [f.seconds for f in figures if f.seconds is not None]
         return Row(
             choice,
             tuple(modules),
-            sum(known) if known else None,
-            sum(f.flops or 0 for f in figures),
-            sum(s for s in seconds if s is not None) if seconds and None not in seconds else None,
-            sum(f.replays for f in figures),
-            sum(f.flips for f in figures),
-            sum(f.decisions for f in figures),
+            saved_bytes=sum(known) if known else None,
+            flops=sum(f.flops or 0 for f in figures),
+            seconds=sum(seconds) if seconds and len(seconds) == len(figures) else None,
+            replays=sum(f.replays for f in figures),
+            flips=sum(f.flips for f in figures),
+            decisions=sum(f.decisions for f in figures),
         )
 
 
@@ -129,26 +122,22 @@ class Report:
     def __str__(self) -> str:
         lines = [("freed MiB", "replay ms", "GFLOP", "replays", "", "region")]
         for rows in _alike(self.rows):
-            first, times = rows[0], f"{len(rows)} x" if len(rows) > 1 else ""
-            name = _pattern(str(first.choice)) if len(rows) > 1 else str(first.choice)
-            remark = self.remark(first)
+            first, remark = rows[0], self.remark(rows[0])
+            name = starred(str(first.choice)) if len(rows) > 1 else str(first.choice)
             known = [row.seconds for row in rows if row.seconds is not None]
-            lines.append(
-                (
-                    "-" if first.saved_bytes is None else f"{first.saved_bytes / 2**20:.2f}",
-                    f"{1000 * sum(known) / len(known):.3f}" if known else "-",
-                    f"{first.flops / 1e9:.3g}",
-                    str(first.replays),
-                    times,
-                    name + (f"\n{'':10}{remark}" if remark else ""),
-                )
-            )
+            freed = "-" if first.saved_bytes is None else f"{first.saved_bytes / MIB:.2f}"
+            seconds = f"{1000 * sum(known) / len(known):.3f}" if known else "-"
+            times = f"{len(rows)} x" if len(rows) > 1 else ""
+            which = name + (f"\n{'':10}{remark}" if remark else "")
+            lines.append((freed, seconds, f"{first.flops / 1e9:.3g}", str(first.replays), times, which))
         replayed = f"{1000 * self.seconds:.3f} ms replayed per step and call"
         if not any(row.seconds is not None for row in self.rows) and any(row.replays for row in self.rows):
             replayed = "no seconds: watch two steps, a replay is timed from the second on"
-        total = f"{self.saved_bytes / 2**20:.2f} MiB freed, {replayed}"
+        total = f"{self.saved_bytes / MIB:.2f} MiB freed, {replayed}"
         if not self.watched:
-            total = f"not watched, so there are no figures. Write, for one step or more:  {HOW}"
+            total = (
+                "not watched, so there are no figures. Write, for one step or more:  with handle.watch(): train_step()"
+            )
         return "\n".join([total, *table(lines, right=5)])
 
     def to_json(self) -> str:
@@ -158,13 +147,9 @@ class Report:
         return json.dumps({**totals, "rows": rows}, indent=1)
 
 
-def _pattern(text: str) -> str:
-    return re.sub(r"\d+", "*", text)
-
-
 def _alike(rows: Iterable[Row]) -> list[list[Row]]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        key = (_pattern(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays, row.flips)
+        key = (starred(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays, row.flips)
         groups.setdefault(key, []).append(row)
     return list(groups.values())

@@ -1,9 +1,7 @@
 """The roles of a model's parts, as plain data: units with a path and a role.
 
-`units.py` looks at a model and writes this; labels, plans and reports read it and never see the model. So the words of
-a configuration can be tested without torch, and the units of a stage can be sent to another rank.
-
-A role says what a part does in a transformer, whatever its class is called:
+`units.py` looks at a model and writes this; labels, plans and reports read it and never see the model. A role says what
+a part does in a transformer, whatever its class is called:
 
     layer             one step of the residual stream, repeated; its container is a stack
     attention         the projections and what lies between them, self or cross
@@ -22,7 +20,7 @@ A role says what a part does in a transformer, whatever its class is called:
     activation        an activation that is a module
     embedding, head   before the first and after the last stack
 
-One path may have several roles: in most models `attention` is also where the call of `core_attention` lies.
+One path may have several roles.
 """
 
 from __future__ import annotations
@@ -57,11 +55,10 @@ class Unit:
         path: The module, as `named_modules()` names it.
         role: One of `ROLES`.
         cls: The name of the module's class.
-        layer: The number of the layer it is or lies in, counted in its stack; None outside of layers.
+        layer: The number of the layer it is or is in, counted in its stack; None outside of layers.
         stack: The path of the container of that layer.
-        parts: Empty where the unit is the module. Else the unit is not a module of its own but some of what `path`
-            does: the modules with these paths (the two linear layers of an MLP that a layer calls itself), or a call
-            (`@attention`).
+        parts: Empty if the unit is the module; else the parts of `path` that it is: the paths of modules (the two
+            linear layers of an MLP that a layer calls itself), or a call (`@attention`).
     """
 
     path: str
@@ -109,15 +106,12 @@ class Units:
     @cached_property
     def _below(self) -> dict[str, list[str]]:
         """Of each module the modules that it calls, or could: containers that cannot be called are passed through."""
-        known = set(self.modules)
-        below: dict[str, list[str]] = {path: [] for path in self.modules}
-        for path in self.modules:
-            if not path:
-                continue
+        below: dict[str, list[str]] = {path: [] for path in ("", *self.modules)}
+        for path in filter(None, self.modules):
             above = path.rpartition(".")[0]
-            while above and above not in known:
+            while above not in below:
                 above = above.rpartition(".")[0]
-            below.setdefault(above, []).append(path)
+            below[above].append(path)
         return below
 
     def maximal(self, around: str, holding: set[str], without: set[str]) -> tuple[str, ...]:
@@ -144,27 +138,25 @@ class Units:
         """The rows of the tree."""
         lines: list[TreeRow] = []
         for path, unit, times in self._shown():
-            here = [other for other in self.units if other.path == path]
-            above = _depth_below([line.path for line in lines], path)
-            name = relative(path, above) if above is not None else path
-            roles = tuple(_said(other) for other in here)
-            depth = 0 if above is None else next(line.depth for line in lines if line.path == above) + 1
+            around = [line for line in lines if inside(path, line.path)]
+            above = max(around, key=lambda line: len(line.path), default=None)
+            name = path if above is None else relative(path, above.path)
+            depth = 0 if above is None else above.depth + 1
+            roles = tuple(_said(other) for other in self.units if other.path == path)
             lines.append(TreeRow(path, name or "(model)", depth, times, roles, unit.cls, notes.get(path, "")))
         return lines
 
     def _shown(self) -> Iterator[tuple[str, Unit, int]]:
         """Each path that is shown, with its first unit, and how many layers it stands for."""
-        shapes: dict[str, tuple[tuple[str, str, str], ...]] = {
-            layer.path: tuple(
-                (relative(u.path, layer.path), u.role, u.cls) for u in self.by_role(*ROLES, within=layer.path)
-            )
-            for layer in self.layers
-        }
+        shapes: dict[str, list[tuple[str, str, str]]] = {}
+        for layer in self.layers:
+            below = self.by_role(*ROLES, within=layer.path)
+            shapes[layer.path] = [(relative(unit.path, layer.path), unit.role, unit.cls) for unit in below]
         times: dict[str, int] = {}
         first: Unit | None = None
         for layer in self.layers:
-            alike = first is not None and first.stack == layer.stack and shapes[first.path] == shapes[layer.path]
-            first = first if alike and first is not None else layer
+            if first is None or first.stack != layer.stack or shapes[first.path] != shapes[layer.path]:
+                first = layer
             times[first.path] = times.get(first.path, 0) + 1
         hidden = [layer.path for layer in self.layers if layer.path not in times]
         experts = [unit.path for unit in self.by_role("experts")]
@@ -203,9 +195,3 @@ def _said(unit: Unit) -> str:
     if Target(unit.parts[0]).calls:
         return f"{role} as a call"
     return f"{role} of {' and '.join(relative(part, unit.path) for part in unit.parts)}"
-
-
-def _depth_below(shown: list[str], path: str) -> str | None:
-    """The nearest path already shown that lies around this one."""
-    around = [other for other in shown if inside(path, other)]
-    return max(around, key=len) if around else None

@@ -1,15 +1,10 @@
 """Megatron's settings out of files, nested keys and command lines, as fields of `RecomputeConfig`.
 
-A training configuration is one file with everything in it, and the fields of recomputation are at its top, or in a
-section (`model:`, `recompute:`), or two sections deep. They are looked for everywhere, because a place that is not
-looked at is a setting that is silently ignored; for the same reason a key that can only be meant for us and is no field
-is an error, and so are two values for one field. Command lines follow the same rule: flags of others are left alone, a
-misspelled one of ours is not.
-
-Values are not converted where a wrong one could be meant: what is not a number goes to the rules of `config.py` as it
-is, so that the complaint is the same for files and flags.
-
-Rejected: requiring a section of a certain name. Each system has another one.
+A training configuration is one file with everything in it. The fields of recomputation are looked for at any depth,
+because a place that is not looked at is a setting that is silently ignored; for the same reason a key that can only be
+meant for us and is no field is an error, and so are two values for one field. Command lines follow the same rule: flags
+of others are left alone, a misspelled one of ours is not. Values are not converted where a wrong one could be meant:
+the rules of `config.py` refuse it.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -56,46 +51,42 @@ INSIDE: dict[str, tuple[object, str]] = {
 
 # A key with one of these in its name is about recomputation, whoever wrote it.
 OURS = ("recompute", "activations_checkpoint", "checkpoint_activations")
-# What they are called elsewhere, where names are not alike.
+# Other systems' names that are not alike.
 ELSEWHERE = dict.fromkeys(("recompute", "recompute_activations", "checkpoint_activations"), "recompute_granularity")
-# Nobody else's key is so near to one of ours.
-CLOSE = 0.9
+CLOSE = 0.9  # nobody else's key is so near to one of ours
 
 
-def _not_a_mapping(what: str, value: object) -> str:
-    """Text for a configuration that is not made of keys and values."""
-    return (
-        f"{what} is {errors.say(value)}, where keys and values are expected.\n"
-        '  Write {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, with any '
-        "other keys beside, or inside of a section."
-    )
-
-
-def _bad_file(path: str, why: str) -> str:
-    """Text for a file that cannot be read as a configuration."""
-    return (
-        f"{path} is not a configuration: {why}.\n"
-        "  from_file reads JSON from *.json and YAML from *.yaml and *.yml; pass what you read from another file to "
-        "RecomputeConfig.from_dict(data)."
-    )
+def _checked_mapping(what: str, value: object) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise errors.ArgumentError(
+            f"{what} is {errors.say(value)}, where keys and values are expected.\n"
+            '  Write {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, with '
+            "any other keys beside, or inside of a section."
+        )
+    return cast("Mapping[Any, Any]", value)
 
 
 def content_of(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """The content of a JSON or YAML file."""
     file, name = Path(path), os.fspath(path)
     suffix = file.suffix.lower()
+
+    def refuse(why: str) -> NoReturn:
+        raise errors.ArgumentError(
+            f"{name} is not a configuration: {why}.\n"
+            "  from_file reads JSON from *.json and YAML from *.yaml and *.yml; pass what you read from another file "
+            "to RecomputeConfig.from_dict(data)."
+        ) from None
+
     if suffix not in (".json", ".yaml", ".yml"):
-        ending = f"its name ends in {suffix!r}" if suffix else "its name has no ending"
-        raise errors.ArgumentError(_bad_file(name, ending))
+        refuse(f"its name ends in {suffix!r}" if suffix else "its name has no ending")
+    load: Callable[[str], Any]
     kind, load, wrong = ("JSON", json.loads, ValueError) if suffix == ".json" else ("YAML", *_yaml(name))
     try:
         content = load(file.read_text(encoding="utf-8"))
     except (ValueError, wrong) as error:
-        reason = " ".join(str(error).split())
-        raise errors.ArgumentError(_bad_file(name, f"no {kind} ({reason})")) from None
-    if not isinstance(content, Mapping):
-        raise errors.ArgumentError(_not_a_mapping(f"the content of {name}", content))
-    return cast("Mapping[str, Any]", content)
+        refuse(f"no {kind} ({' '.join(str(error).split())})")
+    return _checked_mapping(f"the content of {name}", content)
 
 
 def _yaml(name: str) -> tuple[Any, Any]:
@@ -116,10 +107,8 @@ def fields_in(data: object, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         ArgumentError: A key can only be meant for us and is no field, or a field has two values.
     """
-    if not isinstance(data, Mapping):
-        raise errors.ArgumentError(_not_a_mapping("the configuration", data))
     found: dict[str, tuple[Any, str]] = {}
-    for where, key, value in _leaves(cast("Mapping[object, object]", data), "", names):
+    for where, key, value in _leaves(_checked_mapping("the configuration", data), "", names):
         if key not in names:
             _check_foreign(where, key, value, names)
         elif value is not None:
@@ -139,23 +128,21 @@ def fields_in(data: object, names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def _leaves(data: Mapping[object, object], where: str, names: Sequence[str]) -> Iterator[tuple[str, str, object]]:
+def _leaves(data: Mapping[Any, Any], where: str, names: Sequence[str]) -> Iterator[tuple[str, str, object]]:
     """Section, key and value of everything that is not itself a section."""
     for raw, value in data.items():
         key = str(raw)
         below = f"{where}.{key}" if where else key
         if isinstance(value, Mapping) and key not in names:
-            yield from _leaves(cast("Mapping[object, object]", value), below, names)
+            yield from _leaves(cast("Mapping[Any, Any]", value), below, names)
             continue
         if isinstance(value, (list, tuple)) and key not in names:
-            for i, item in enumerate(cast("Sequence[object]", value)):
-                if isinstance(item, Mapping):
-                    yield from _leaves(cast("Mapping[object, object]", item), f"{below}[{i}]", names)
+            for i, item in enumerate(cast("Sequence[Any]", value)):
+                yield from _leaves(item if isinstance(item, Mapping) else {}, f"{below}[{i}]", names)
         yield where, key, value
 
 
 def _unknown_field(name: str, nearest: str, where: str) -> str:
-    """Text for a key or flag that can only be meant for us and is not known."""
     place = f" in {where}" if where else ""
     return (
         f"{name!r}{place} is not a field of RecomputeConfig, so it would have no effect; the nearest is {nearest!r}.\n"
@@ -165,7 +152,7 @@ def _unknown_field(name: str, nearest: str, where: str) -> str:
 
 
 def _check_foreign(where: str, key: str, value: object, names: Sequence[str]) -> None:
-    """Complain of a key that is no field and can only be meant for us."""
+    """Raises for a key that is no field and can only be meant for us."""
     if key in INSIDE:
         default, why = INSIDE[key]
         if value is not None and value != default:
@@ -238,20 +225,15 @@ _FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _bad_flags(why: str) -> str:
-    """Text for a command line that cannot be."""
-    return (
-        f"these flags cannot be used: {why}.\n"
-        "  For example: --recompute_granularity selective --recompute_modules core_attn layernorm\n"
-        "           or: --recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
-    )
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are ours."""
 
     def error(self, message: str) -> NoReturn:
-        raise errors.ArgumentError(_bad_flags(message))
+        raise errors.ArgumentError(
+            f"these flags cannot be used: {message}.\n"
+            "  For example: --recompute_granularity selective --recompute_modules core_attn layernorm\n"
+            "           or: --recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+        )
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -298,10 +280,9 @@ def fields_in_args(args: Sequence[str] | argparse.Namespace | None, names: Seque
 
 
 def _parsed(words: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    if isinstance(words, str):
-        why = f"they are one string, {words!r}; pass a list of words, as shlex.split makes it"
-        raise errors.ArgumentError(_bad_flags(why))
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    if isinstance(words, str):
+        parser.error(f"they are one string, {words!r}; pass a list of words, as shlex.split makes it")
     add_to(parser)
     add_others_to(parser, names)
     known, others = parser.parse_known_args(list(words))
@@ -316,6 +297,5 @@ def _imply(fields: dict[str, Any], flag: str, implied: Mapping[str, object]) -> 
     for field, value in implied.items():
         other = fields.get(field)
         if other is not None and other != value:
-            why = f"{flag} means {field}={value!r}, but {field} is given as {other!r}"
-            raise errors.ArgumentError(_bad_flags(why))
+            _Parser().error(f"{flag} means {field}={value!r}, but {field} is given as {other!r}")
         fields[field] = value

@@ -1,21 +1,13 @@
-"""Which of a plan's sets of choices a call of the model goes by: the one for the smallest size that the call fits into.
+"""A plan's choices by the size of a call: the set for the smallest size that the call fits into.
 
-Problem. Batches differ in length. A plan that is safe for the longest makes every short one pay for replays that it
-does not need, and a plan for the usual one runs out of memory when a long one comes.
+The size of a call is the shape of the first tensor it is given. A set of choices was made for one shape, and holds for
+every call that is no larger in any dimension: less of everything is saved. A call takes the first set that holds for
+it; one that is larger than all takes the plan's own choices, and a warning says once that no promise holds for it.
 
-Idea. The size of a call is the shape of the first tensor it is given. A set of choices was made for one shape, and
-holds for every call that is no larger in any dimension: less of everything is saved, so what fits goes on to fit. A
-call takes the first set that holds for it; one that is larger than all takes the plan's own choices, those of the
-largest size in a plan made for a budget, and if a promise was made a warning says once that it does not hold for this.
-
-`BySize` is on the model, outermost, and notes the set on the thread, among its overrides, while the model runs. What
-the plan has placed in the model asks whether the set is one of its own (`ForwardWrapper.when`). A region takes the note
-along, and its replay finds what its forward found, whatever other calls of the model came in between, on this thread or
-another. A part of the model that is called by itself goes by the plan's own choices.
-
-Rejected: the number of elements as the size. Eight rows of 512 and one of 4096 are the same number, and scores that are
-written out are eight times as large in the second. Choosing by the length of the call at each region: its inputs need
-not show it.
+`BySize` is on the model, outermost, and notes the set among the thread's overrides while the model runs. Each wrapper
+of the plan asks whether the set is one of its own (`ForwardWrapper.when`). A replay finds the overrides of its forward,
+whatever other calls of the model came in between. A part of the model that is called by itself goes by the plan's own
+choices. (The number of elements is no size: attention scores of one row of 4096 are eight times those of 8 x 512.)
 """
 
 from __future__ import annotations
@@ -43,13 +35,7 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def size_of(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
-    """The shape of the first tensor that a call is given, in the order of the model's arguments; None without one.
-
-    Args:
-        names: The names of the model's arguments.
-        args: Positional arguments of the call.
-        kwargs: Its keyword arguments, in any order; those that have no name in `names` come last.
-    """
+    """The shape of the first tensor of a call, in the order of the model's arguments `names`; None without one."""
     in_order = [kwargs[name] for name in names if name in kwargs]
     rest = [value for name, value in kwargs.items() if name not in names]
     leaves = _torch.tree_leaves([*args, *in_order, *rest])
@@ -62,8 +48,7 @@ class Sizes:
 
     Attributes:
         shapes: The sizes.
-        silent: Whether a call that is larger than all of them is nothing to warn about: no promise is broken, or it
-            has been said.
+        silent: Whether a call that is larger than all of them gives no warning: it was given, or nothing was promised.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -87,7 +72,7 @@ class Sizes:
 
 
 class When:
-    """Whether the present call of the model goes by one of some sets of choices."""
+    """Returns whether the present call of the model goes by one of some sets of choices."""
 
     def __init__(self, sizes: Sizes, numbers: frozenset[int]) -> None:
         self._sizes = sizes
@@ -95,24 +80,21 @@ class When:
 
     def __call__(self) -> bool:
         """Looks at this thread."""
-        at, number = thread.overrides, len(self._sizes.shapes)
-        while at is not None:
-            if isinstance(at, _Set) and at.sizes is self._sizes:
-                number = at.number
-                break
+        at = thread.overrides
+        while at is not None and not (isinstance(at, _Set) and at.sizes is self._sizes):
             at = at.around
-        return number in self._numbers
+        return (len(self._sizes.shapes) if at is None else at.number) in self._numbers
 
 
 class _Set(NamedTuple):
-    """The set of choices that a call of the model goes by. It leaves named calls to who decided about them before."""
+    """The set of choices that a call of the model goes by. It leaves named calls to the overrides around."""
 
     sizes: Sizes
     number: int
     around: Overrides | None
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
-        """What is called in the place of a saved call."""
+        """Passes it on."""
         return None if self.around is None else self.around.saved_call(name, fn)
 
     def region(self, name: str) -> None:
@@ -122,13 +104,7 @@ class _Set(NamedTuple):
 
 
 class BySize(ForwardWrapper):
-    """What stands as `forward` on a whole model: it says which set of choices the call goes by.
-
-    Args:
-        module: The model.
-        path: Its path.
-        sizes: The sets.
-    """
+    """The `forward` of a whole model, which notes the set of choices that the call goes by."""
 
     def __init__(self, module: nn.Module, path: str, sizes: Sizes) -> None:
         super().__init__(module, path)

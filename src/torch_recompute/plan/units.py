@@ -1,33 +1,25 @@
-"""What a model is made of: `find_units(model)` names the layers, attentions, norms, MLPs, experts ... of any model.
+"""The parts of a model: `find_units(model)` names the layers, attentions, norms, MLPs, experts ... of any model.
 
-Problem. "Recompute the core attention of this model" needs to know where attention is. Libraries answer with a list of
-class names per model, which grows by one with every model and breaks with every rename.
-
-Idea. Two halves. `_fact` looks at each module by itself: is it a product with a matrix, a norm, a list, and how wide.
-`RoleFinder` sees only these facts and finds roles (`roles.py`) by how they are nested, each step by what the earlier
-ones left over:
+`_fact` looks at each module by itself: is it a product with a matrix, a norm, a list, and how wide. `RoleFinder` sees
+only these facts and finds roles (`roles.py`) by how they are nested, each step from what the earlier ones left over:
 
     experts     weights stacked by expert, or a list of alike MLPs, next to a router: a product with an output for each
-    attention   the innermost module that holds the products for queries, keys and values, apart or fused; where it has
-                no output projection, the module around it that has one
+    attention   the innermost module that holds the products for queries, keys and values, apart or fused; if it has no
+                output projection, the module around it that has one
     stack       the container of alike modules with at least two products; if these hold a stack themselves and little
                 else, they are stages, and the stack is the inner one
     mlp         of what is left in a layer, the smallest module that holds two or three products, one of which ends in
                 the width that another begins with; a layer may hold them itself (`nn.TransformerEncoderLayer`)
     norm        of the residual stream, if it is inside none of the above
 
-Names are looked at only where shape does not tell: queries from keys, a router from another small product. They are
-words of the field (`q_proj`, `wq`, `query`), parts of names, never the name of a model. What structure cannot show, a
-user registers in three lines, and it comes before everything else:
+Names are looked at only where shape does not tell (queries from keys): words of the field, never the name of a model.
+What structure cannot show, a user registers, and it comes before everything else:
 
     from torch_recompute.plan.units import register
     register("attention", MyAttention)
     register("norm", "MyScale*")
 
-Rejected: tracing a forward pass to see what feeds what. It needs an input and time, and says nothing about names that a
-user could write into a configuration; structure is known on the meta device before there are weights.
-
-Invariants: nothing runs, nothing is changed, no value of a parameter is read. A weight that is computed when it is
+Invariants: nothing runs, nothing is changed, no value of a parameter is read, and a weight that is computed when it is
 asked for (a parametrization, a property) is not asked for. What is not understood is left out, never guessed.
 """
 
@@ -50,7 +42,7 @@ __all__ = ["Unit", "Units", "find_units", "register"]
 Match = type[nn.Module] | str | Callable[[nn.Module], bool]
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# What a user may register. The other roles follow from these.
+# The other roles follow from these.
 REGISTRABLE = ("layer", "attention", "mlp", "router", "experts", "norm", "product", "activation", "embedding")
 
 
@@ -73,14 +65,12 @@ def _class_names(module: nn.Module) -> list[str]:
 
 def _is_norm(module: nn.Module) -> bool:
     named = any("norm" in name.lower() for name in _class_names(module))
-    vectors = all(parameter.ndim <= 1 for parameter in module.parameters())
-    return named and vectors and not any(True for _ in module.children())
+    return named and not [*module.children()] and all(parameter.ndim <= 1 for parameter in module.parameters())
 
 
 def _is_activation(module: nn.Module) -> bool:
-    bare = not any(True for _ in module.children()) and not any(True for _ in module.parameters())
-    names = ("gelu", "relu", "silu", "swish", "activation", "mish", "sigmoid", "tanh", "softplus")
-    return bare and any(name in type(module).__name__.lower() for name in names)
+    named = re.search("gelu|relu|silu|swish|activation|mish|sigmoid|tanh|softplus", type(module).__name__.lower())
+    return named is not None and not [*module.children()] and not [*module.parameters()]
 
 
 _BUILT_IN = (
@@ -130,7 +120,7 @@ def register(role: str, match: Match) -> Callable[[], None]:
 
 
 def find_units(model: nn.Module) -> Units:
-    """What the model is made of.
+    """Finds what the model is made of.
 
     Args:
         model: Any module, on any device, the meta device included.
@@ -231,18 +221,18 @@ class Product(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """What is known of one module by itself.
+    """One module by itself.
 
     Attributes:
         cls: The name of its class.
-        role: What a register says it is.
-        product: If it is a product.
+        role: The role that it is registered for.
+        product: The product that it is, if any.
         container: Whether it is a list, a dict or a sequence of modules.
         listed: Whether it is a list or a dict, which does not call what is in it by itself.
         called: Whether it can be called.
         opaque: Whether it uses the modules inside it without calling them.
         heavy: Whether there are parameters in it.
-        stacked: Of its own parameters with three dimensions, the first.
+        stacked: The first dimension of each of its own parameters that has three.
         matrices: How many of its own parameters have two dimensions or more.
     """
 
@@ -265,20 +255,13 @@ def _up(path: str) -> str:
 def _is_mlp(products: Iterable[Product]) -> bool:
     """Two or three products that go out of a width and come back to it; a fused gate doubles the width between."""
     several = list(products)
-    return (
-        2 <= len(several) <= 3
-        and all(product.pointwise for product in several)
-        and any(
-            up.takes == down.gives and up.gives in (down.takes, 2 * down.takes)
-            for up in several
-            for down in several
-            if up is not down
-        )
-    )
+    pairs = [(up, down) for up in several for down in several if up is not down]
+    back = any(up.takes == down.gives and up.gives in (down.takes, 2 * down.takes) for up, down in pairs)
+    return 2 <= len(several) <= 3 and all(product.pointwise for product in several) and back
 
 
 class RoleFinder:
-    """One search; each step fills a dict with the paths that it found."""
+    """Finds the roles of modules from facts about them; each step fills a dict with the paths that it found."""
 
     def __init__(self, facts: dict[str, Fact]) -> None:
         self.facts = facts
@@ -313,12 +296,13 @@ class RoleFinder:
         return [other for other in self.order[self.position[path] : self.end[path]] if other in others]
 
     def units(self, model: str) -> Units:
-        """Runs the steps, and puts what they found in order."""
+        """Finds the units, in the model's order."""
         self._find_experts()
         self._find_attentions()
         self._find_stacks("", self.stacks)
+        known = {layer for layers in self.stacks.values() for layer, _ in layers}
         for path in sorted(self.registered, key=self.position.__getitem__):
-            if not any(path == layer for layers in self.stacks.values() for layer, _ in layers):
+            if path not in known:
                 layers = self.stacks.setdefault(_up(path), [])
                 layers.append((path, len(layers)))
         layers = [(path, number, stack) for stack, paths in self.stacks.items() for path, number in paths]
@@ -332,7 +316,7 @@ class RoleFinder:
         callable_ = tuple(path for path, fact in self.facts.items() if fact.called)
         return Units(model, tuple(found), tuple(self.stacks), callable_)
 
-    # --- experts --------------------------------------------------------------------------------------------------
+    # --- experts ---
 
     def _find_experts(self) -> None:
         for path in self.order[1:]:
@@ -362,8 +346,7 @@ class RoleFinder:
             return max(*fact.stacked, len(below), 1, 1)
         if fact.listed:
             alike = len(below) >= 2 and len({self.facts[child].cls for child in below}) == 1
-            mlps = alike and all(self._looks_like_mlp(child) for child in below)
-            return len(below) if mlps else 0
+            return len(below) if alike and all(map(self._looks_like_mlp, below)) else 0
         alike = len(set(fact.stacked)) == 1 or (fact.stacked and self._says_experts(path))
         return max(fact.stacked) if alike and fact.product is None else 0
 
@@ -375,9 +358,8 @@ class RoleFinder:
         block = experts
         while block:
             block = _up(block)
-            beside = [
-                p for p in self.within(block, self.products) if not self.under(p, {experts}) and "shared" not in p
-            ]
+            products = self.within(block, self.products)
+            beside = [p for p in products if not self.under(p, {experts}) and "shared" not in p]
             named = [p for p in beside if says_router(p[len(block) :])]
             sized = [p for p in beside if self.products[p].gives == count]
             registered = [p for p in self.within(block, self.facts) if self.facts[p].role == "router"]
@@ -392,7 +374,7 @@ class RoleFinder:
                 return None  # that was a layer
         return None
 
-    # --- attention ------------------------------------------------------------------------------------------------
+    # --- attention ---
 
     def _find_attentions(self) -> None:
         taken = {path for pair in self.moes.values() for path in pair} | self.lone
@@ -421,13 +403,12 @@ class RoleFinder:
                 attention = above
         self.attentions[attention] = path
 
-    # --- stacks ---------------------------------------------------------------------------------------------------
+    # --- stacks ---
 
     def _weight(self, path: str) -> int:
         """How many products there are in a module; experts count as two, and so does an opaque module."""
-        return len(self.within(path, self.products)) + 2 * len(
-            self.within(path, self.opaque | {experts for experts, _ in self.moes.values()})
-        )
+        twice = self.opaque | {experts for experts, _ in self.moes.values()}
+        return len(self.within(path, self.products)) + 2 * len(self.within(path, twice))
 
     def _is_layer(self, path: str) -> bool:
         fact = self.facts[path]
@@ -459,7 +440,7 @@ class RoleFinder:
         apart = [attention for attention in found if not self.under(_up(attention), mine) or _up(attention) in mine]
         return bool(mine) and not apart and 2 * sum(map(self._weight, mine)) >= self._weight(path)
 
-    # --- what is in a layer ---------------------------------------------------------------------------------------
+    # --- what is in a layer ---
 
     def _read_layer(self, path: str, number: int, stack: str | None) -> None:
         start = len(self.found)
@@ -515,23 +496,17 @@ class RoleFinder:
             inner = self.attentions[attention]
             zones.add(inner)
             self._add(attention, "attention")
-            cores = [
-                p
-                for p in self.within(inner, self.facts)
-                if p != inner and not self.facts[p].heavy and re.search("Attention|Attn|SDPA", self.facts[p].cls)
-            ]
-            self._add(cores[0], "core_attention") if cores else self._add(
-                inner, "core_attention", (Target.of("", ATTENTION),)
-            )
+            bare = [p for p in self.within(inner, self.facts) if p != inner and not self.facts[p].heavy]
+            cores = [p for p in bare if re.search("Attention|Attn|SDPA", self.facts[p].cls)]
+            self._add(cores[0] if cores else inner, "core_attention", () if cores else (Target.of("", ATTENTION),))
             names = {p: _words(p.rpartition(".")[2]) for p in self.within(attention, self.products)}
             down = {p for p, name in names.items() if name & {"a", "down"} and name & {"q", "kv", "qkv"}}
             up = {p for p, name in names.items() if name & {"b", "up"} and name & {"q", "kv"}}
             if down and up:
                 up |= {p for p, name in names.items() if "q" in name and p not in down}
-            latent = bool(down and up)
             for product in names:
                 role = "down_projection" if product in down else "up_projection" if product in up else "product"
-                self._add(product, role if latent else "product")
+                self._add(product, role if down and up else "product")
         return zones
 
     def _read_moes(self, path: str) -> set[str]:
@@ -555,7 +530,7 @@ class RoleFinder:
                 self._add(product, "product")
         return zones
 
-    # --- what is outside ------------------------------------------------------------------------------------------
+    # --- what is outside ---
 
     def _read_rest(self, layers: set[str]) -> None:
         rest = [path for path in self.order if path not in layers and not self.under(path, layers)]

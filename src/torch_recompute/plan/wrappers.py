@@ -1,23 +1,17 @@
-"""What a plan puts in the place of a module's `forward`: regions, saved modules, and calls kept within a module.
+"""A plan's ways to call a module: regions, saved modules, and calls kept within a module.
 
-Everything that a plan does to a model goes through `ForwardWrapper`: an object in the instance dictionary of a module,
-which can be pickled and deep-copied with it and which knows the forward that was there before. Several may be on one
-module, one around the other; they are taken out in the opposite order.
+A `ForwardWrapper` is an object in the instance dictionary of a module, in the place of its `forward`. It can be pickled
+and deep-copied with the module, and knows the forward that was there before. Several may be on one module, one around
+the other; they are taken out in the opposite order. `nn.DataParallel` copies that dictionary, so it is given a
+`_replicate_for_data_parallel` that makes wrappers for the replica.
 
-`nn.DataParallel` makes a replica of a module by copying its dictionary, and gives the replica weights of its own. A
-wrapper knows its module, so each replica gets a copy that knows the replica: `DataParallel` asks each module for
-`_replicate_for_data_parallel`, which is placed beside `forward`.
+A region over several modules that the model calls one after the other is a chain: each is a region of its own, and
+passes its result on to the next, which then keeps no input but rebuilds it (`discard.py`). The model's own loop stays
+as it is; only the first one's input is kept, and no layer runs more than once in forward and once in backward.
 
-A region over several modules that the model calls one after the other (`uniform` with more than one layer) is a chain:
-each is a region of its own, and passes its result on to the next, which then holds no input but rebuilds it
-(`discard.py`). The model's own loop is left as it is, whatever it passes to each of them; only the first one's input
-is kept, and no layer runs more than once in forward and once in backward.
-
-Named calls are parts of a `forward` that are no modules: the author marks them with a saved call that has a name, which
-as written is the plain call outside of a region and is not repeated inside of one. A plan that lists the name turns it
-round: while the module runs, `thread.overrides` makes the call a region of its own, or a part of the region it is in; a
-replay finds there what decided in its forward. Nothing is written into the call, and other modules and threads do not
-see it. A region that the author named is a region without any plan, so there is nothing to decide about it.
+A named call is a saved call that the model's author gave a name. If a plan lists the name, `thread.overrides` makes
+such calls regions, or parts of the region that they are in, while the module runs; a replay finds the overrides of its
+forward.
 """
 
 from __future__ import annotations
@@ -44,12 +38,11 @@ from ..observer import observing
 from ..region import no_recompute, recompute
 from ..stores import Store
 from ..values import Overrides, thread
-from .calls import Carry, enter_keeping
+from .calls import enter_keeping
 from .choice import Choice, Target
 from .observe import Figures
 from .plan import Plan
 
-_FREED = ("FULL_SHARD", "HYBRID_SHARD")
 REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -61,7 +54,7 @@ def described(module: nn.Module) -> str:
 
 
 def wrappers_on(module: nn.Module) -> list[ForwardWrapper]:
-    """What a plan has put on a module, outermost first."""
+    """The wrappers that a plan has put on a module, outermost first."""
     found: list[ForwardWrapper] = []
     forward = module.__dict__.get("forward")
     while isinstance(forward, ForwardWrapper):
@@ -71,24 +64,19 @@ def wrappers_on(module: nn.Module) -> list[ForwardWrapper]:
 
 
 class Promised:
-    """Compares the autocast that a plan was made under with that of the first training step, once.
-
-    Args:
-        plan: The plan; one that promises nothing is not compared.
-    """
+    """Compares the autocast that a plan was made under with that of the first training step, once."""
 
     def __init__(self, plan: Plan) -> None:
         loop = None if plan.prediction is None else plan.prediction.loop
         self._autocast = None if loop is None else loop.autocast
 
     def compare(self, module: nn.Module) -> None:
-        """Warns if the autocast that a region's module finds is another one."""
+        """Warns if the autocast around a region's module is another one."""
         planned, self._autocast = self._autocast, None
         found = _torch.autocast_dtype(next((p.device.type for p in module.parameters()), "cpu"))
         if planned is not None and found != planned:
-            made, trained = (
-                f"inside torch.autocast ({x})" if x else "outside torch.autocast" for x in (planned, found)
-            )
+            inside = (f"inside torch.autocast ({x})" if x else "outside torch.autocast" for x in (planned, found))
+            made, trained = inside
             warnings.warn(
                 f"The plan was made {made}, and the model is trained {trained}: what layers keep, and so the peak and "
                 "the seconds that the plan promises, are of another dtype. Make the plan where the model is trained: "
@@ -99,13 +87,13 @@ class Promised:
 
 
 class ForwardWrapper:
-    """What stands as `forward` on a module: the module's own forward, called in some way.
+    """The `forward` of a module under a plan: the module's own, called in some way.
 
     Attributes:
         module: The module.
         path: Its path in the model that the plan was applied to.
         out: Whether it has been taken out again.
-        when: Whether it is to act in the present call of the model; None for in every one.
+        when: Returns whether it acts in the present call of the model; None for in every one.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
@@ -132,20 +120,17 @@ class ForwardWrapper:
         here.setdefault(REPLICATE, self.replica)
 
     def take_out(self) -> None:
-        """Gives the module its forward back; one that somebody has put on top stays, and calls the plain one."""
+        """Gives the module its forward back; a wrapper that somebody has put on top stays, and calls the plain one."""
         self.out = True
         here = self.module.__dict__
         if here.get(REPLICATE) == self.replica:
             del here[REPLICATE]
-        if here.get("forward") is not self:
-            return
-        if self._before is None:
+        if here.get("forward") is self:
             del here["forward"]
-        else:
-            here["forward"] = self._before
+            here.update({} if self._before is None else {"forward": self._before})
 
     def replica(self) -> nn.Module:
-        """A replica of the module for `nn.DataParallel`, recomputed as the module is."""
+        """Makes a replica of the module for `nn.DataParallel`, recomputed as the module is."""
         made: nn.Module = getattr(type(self.module), REPLICATE)(self.module)
         here = made.__dict__
         if isinstance(here["forward"], ForwardWrapper):
@@ -154,15 +139,14 @@ class ForwardWrapper:
         return made
 
     def _on(self, module: nn.Module) -> ForwardWrapper:
-        """The same on a replica, and what lies below it."""
+        """The same on a replica, with the wrappers below it."""
         made: Any = copy.copy(self)
-        before = self._before
         made.module = module
-        made._before = before._on(module) if isinstance(before, ForwardWrapper) else before
+        made._before = self._before._on(module) if isinstance(self._before, ForwardWrapper) else self._before
         return made
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
+        """Calls the forward that was there before."""
         if self._before is not None:
             return self._before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -173,11 +157,11 @@ class Region(ForwardWrapper):
 
     Attributes:
         choice: The choice that asks for it.
-        name: What the region is called.
-        store: Where its inputs lie; None for where they are.
-        disabled: Whether it is a plain call for now, because the model's own checkpointing switch was turned off.
+        name: The region's name.
+        store: Where its inputs are kept; None for where they are.
+        disabled: Whether it is a plain call, because the model's own checkpointing switch was turned off.
         figures: What it frees and costs, while somebody watches; else None.
-        promised: What the first call of a training step is compared with; None when that is over.
+        promised: Compared with the first call of a training step, then None.
     """
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
@@ -203,9 +187,9 @@ class Region(ForwardWrapper):
 
     def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """A region whose calls are shown to the figures, if there are any now."""
-        if self.figures is None or torch.compiler.is_compiling():
-            return region
         figures = self.figures
+        if figures is None or torch.compiler.is_compiling():
+            return region
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with observing(figures):
@@ -214,27 +198,21 @@ class Region(ForwardWrapper):
         return call
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is run in forward and again in a replay."""
+        """Runs in forward, and again in a replay."""
         return self.run(self.plain, args, kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as the region does, in forward and in a replay."""
-        if not self._kinds and not self._carry:
-            return fn(*args, **kwargs)
-        if thread.run is None and not torch.compiler.is_compiling():  # without gradients there is no region
+        plain = thread.run is None and not torch.compiler.is_compiling()  # without gradients there is no region
+        if plain or not (self._kinds or self._carry):
             return fn(*args, **kwargs)
         with ExitStack() as stack:
-            enter_keeping(stack, self._kinds)
-            if self._carry:
-                stack.enter_context(Carry())
+            enter_keeping(stack, self._kinds, self._carry)
             return fn(*args, **kwargs)
 
 
 class NamedCalls(Region):
-    """Calls of one name, made while a module runs, that are recomputed.
-
-    Each is a region of its own, or a part of the region that it is made in, which runs it again anyway.
-    """
+    """A module in which calls of one name are recomputed, or run again with the region that they are in."""
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
         super().__init__(module, path, choice, store)
@@ -252,7 +230,7 @@ class NamedCalls(Region):
             thread.overrides = around
 
     def region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in the place of a call with the name."""
+        """Replaces a call with the name."""
         if thread.run is not None:
             return fn
 
@@ -263,27 +241,26 @@ class NamedCalls(Region):
 
 
 class Listed(NamedTuple):
-    """One name that a plan lists, and who decided about the others before."""
+    """One name that a plan lists, and the overrides around."""
 
     name: str
     place: Callable[[Callable[..., Any]], Callable[..., Any]]
     around: Overrides | None
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
-        """What is called in the place of a saved call."""
+        """Replaces a saved call that has the name."""
         if name == self.name:
             return self.place(fn)
         return None if self.around is None else self.around.saved_call(name, fn)
 
     def region(self, name: str) -> None:
-        """A region stays as it is written."""
+        """Leaves a region as it is written."""
 
 
 class SavedModule(ForwardWrapper):
     """A module whose call is not repeated when a region around it is.
 
-    The model gets a copy of the result, because models change results in place (`mlp_output += attention_output`), and
-    what is handed out again by the replay must be what was returned.
+    The model gets a copy of the result: it may change results in place, and the replay returns what the call returned.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +297,7 @@ class ChainedRegion(Region):
         self._chain = chain
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is run in forward and again in a replay; where members are nested, one with a region in it."""
+        """Runs in forward, and again in a replay; of nested members, as a region in that replay."""
         if not self.choice.nested or thread.run is None or torch.compiler.is_compiling():
             return super().body(*args, **kwargs)
         return recompute(super().body, name=self.path)(*args, **kwargs)
@@ -345,10 +322,10 @@ class ChainedRegion(Region):
 
 
 class Chain:
-    """Modules recomputed together, and the calls of them that run on this thread.
+    """Modules recomputed together, in the order of their calls.
 
     Attributes:
-        modules: The modules, in the order of their calls.
+        modules: The modules.
     """
 
     def __init__(self, modules: Sequence[nn.Module], model: nn.Module | None = None) -> None:
@@ -363,11 +340,19 @@ class Chain:
     def __setstate__(self, modules: list[nn.Module]) -> None:
         self.__init__(modules)
 
+    @property
+    def waiting(self) -> Discard | None:
+        """The call on this thread whose result the next member is about to take."""
+        return getattr(self._local, "call", None)
+
+    @waiting.setter
+    def waiting(self, call: Discard | None) -> None:
+        self._local.call = call
+
     def check(self) -> None:
         """Raises if the modules are sharded apart: one is replayed in the other's backward, without its parameters."""
         asked = (getattr(module, "_get_fsdp_state", None) for module in self.modules)
-        states: list[Any] = [ask() for ask in asked if ask is not None]
-        if any(state is not states[0] for state in states):
+        if len({id(ask()) for ask in asked if ask is not None}) > 1:
             raise errors.ArgumentError(
                 f"the plan recomputes {len(self.modules)} layers together, but each of them was sharded on its own: in "
                 "backward the earlier ones are replayed while only the last one's parameters are gathered.\n"
@@ -375,41 +360,26 @@ class Chain:
                 "  or recompute them one by one:  recompute_num_layers=1"
             )
         model = None if self._model is None else self._model()
-        if model is not None:
-            around = [_wrapper_around(model, module) for module in self.modules]
-            if any(wrapper is not around[0] for wrapper in around):
-                raise errors.ArgumentError(
-                    f"the plan recomputes {len(self.modules)} layers together, but FullyShardedDataParallel was put "
-                    "around each of them alone: in backward the earlier ones are replayed while only the last one's "
-                    "parameters are sure to be there.\n"
-                    "  Wrap a module that holds all of them, or keep parameters after forward "
-                    "(ShardingStrategy.SHARD_GRAD_OP),\n"
-                    "  or recompute them one by one:  recompute_num_layers=1"
-                )
-            self._model = None  # a wrapper is found by looking for it, and stays: once is enough
-
-    @property
-    def waiting(self) -> Discard | None:
-        """The call whose result the next member is about to take."""
-        return getattr(self._local, "call", None)
-
-    @waiting.setter
-    def waiting(self, call: Discard | None) -> None:
-        self._local.call = call
+        if model is not None and len({id(_fsdp_around(model, module)) for module in self.modules}) > 1:
+            raise errors.ArgumentError(
+                f"the plan recomputes {len(self.modules)} layers together, but FullyShardedDataParallel was put "
+                "around each of them alone: in backward the earlier ones are replayed while only the last one's "
+                "parameters are sure to be there.\n"
+                "  Wrap a module that holds all of them, or keep parameters after forward "
+                "(ShardingStrategy.SHARD_GRAD_OP),\n"
+                "  or recompute them one by one:  recompute_num_layers=1"
+            )
+        self._model = None  # a wrapper is found by looking for it, and stays: once is enough
 
 
-def _wrapper_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The innermost FullyShardedDataParallel around a module that frees its parameters between forward and backward.
-
-    That of the first generation is a module of its own, and the module inside knows nothing of it.
-    """
+def _fsdp_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
+    """The innermost FullyShardedDataParallel around a module that frees its parameters between forward and backward."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return None
     found: nn.Module | None = None
-    for outer in model.modules():
-        strategy: Any = outer.sharding_strategy if isinstance(outer, fsdp.FullyShardedDataParallel) else None
-        if strategy is not None and strategy.name in _FREED:
-            inside = outer is not module and any(inner is module for inner in outer.modules())
-            found = outer if inside else found  # `modules()` names the outer ones first
+    if fsdp is not None:
+        for outer in model.modules():  # the outer ones first
+            strategy: Any = outer.sharding_strategy if isinstance(outer, fsdp.FullyShardedDataParallel) else None
+            frees = strategy is not None and strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
+            if frees and outer is not module and any(inner is module for inner in outer.modules()):
+                found = outer
     return found
