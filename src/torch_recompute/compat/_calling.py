@@ -1,7 +1,8 @@
-"""What the faces have in common: one call of a function as a region, and checks of what they are given."""
+"""A call of a function as a region, checks of arguments, and random streams, for the signatures of other systems."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,15 +43,51 @@ def as_region(
     """Calls `function(*args, **kwargs)` as a region, now.
 
     Args:
-        function: What to call, and to call again in backward.
+        function: Called, and called again in backward.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        inputs: Where its inputs wait.
-        state: Returns what a replay must find as the forward did.
-        rng: Whether that holds for PyTorch's random generators.
+        inputs: The store of its inputs.
+        state: Returns what a replay restores besides the random generators.
+        rng: Whether it restores PyTorch's random generators.
     """
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, preserve_rng_state=rng, **kwargs)
     if rng or not torch.is_grad_enabled():
         return recompute(function, inputs=inputs, state=state())(*args, **kwargs)
     return call(Options(name_of(function), inputs, tuple(state()), rng=False), function, args, kwargs)
+
+
+class TrackerRng:
+    """The named random streams of Megatron-Core or DeepSpeed, for `recompute(fn, state=[TrackerRng(tracker)])`.
+
+    Under tensor parallelism some dropout masks differ between ranks and others agree. Both systems keep a dict of
+    generator states by name, one of which `fork(name)` puts into the device's generator for a while. The state is a
+    tensor, which a fork replaces and never writes to, or a generator (for CUDA graphs), which it advances.
+
+    Args:
+        tracker: An object with Megatron-Core's `get_states()` and `set_states(states)`.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+
+    def capture(self) -> dict[str, tuple[Any, torch.Tensor | None]]:
+        """Each stream by its name: what the tracker holds for it, and the state of that if it is a generator."""
+        return {
+            name: (stream, stream.get_state() if isinstance(stream, torch.Generator) else None)
+            for name, stream in self.tracker.get_states().items()
+        }
+
+    def restore(self, value: dict[str, tuple[Any, torch.Tensor | None]]) -> None:
+        """Gives the tracker its streams back. One that had none is left alone: it may not be in use."""
+        for stream, state in value.values():
+            if state is not None:
+                stream.set_state(state)
+        if value:
+            self.tracker.set_states({name: stream for name, (stream, _) in value.items()})
+
+
+def tracked(module: str) -> tuple[Ambient, ...]:
+    """The streams of the tracker of `module`; none if the module has not been imported."""
+    loaded = sys.modules.get(module)
+    return () if loaded is None else (TrackerRng(loaded.get_cuda_rng_tracker()),)

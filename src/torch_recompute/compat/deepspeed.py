@@ -5,14 +5,12 @@
     checkpointing.configure(None, checkpoint_in_cpu=True)
     y = checkpointing.checkpoint(layer, x)
 
-DeepSpeed sets its options once for the process, so this file does too, and nothing else in the library does: the
-setting is read when a region is called, and what that call decided is its own from then on.
+DeepSpeed sets its options once for the process, and so does this file; the setting is read when a region is called. The
+options have one set of names in Python and another in JSON; a name of the wrong set, which DeepSpeed passes over, is an
+error here, and so is an option that would do nothing.
 
-The options have one set of names in Python and another in JSON, and DeepSpeed passes over a name that it does not
-know. Here a name of the wrong set is an error that says the right one, and so is an option that would do nothing.
-
-Where DeepSpeed has been imported, its random streams (`get_cuda_rng_tracker()`) are put back for the replay, as its
-own functions do. `deepspeed.initialize` configures DeepSpeed's own module: pass the same configuration to `configure`.
+If DeepSpeed has been imported, its random streams (`get_cuda_rng_tracker()`) are restored for the replay, as its own
+functions do. `deepspeed.initialize` configures DeepSpeed's own module: pass the same configuration to `configure`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from typing import Any
 from .. import errors
 from ..state import Ambient
 from ..stores import OnHost, Store
-from ._calling import as_region, check_callable, check_switch
-from ._trackers import tracked
+from ._calling import as_region, check_callable, check_switch, tracked
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 
@@ -63,13 +60,10 @@ _NOT_DONE = {
 
 
 class _Settings:
-    """What `configure` was told last."""
+    """The arguments of the last `configure`, for the whole process."""
 
     configured = False
     inputs: Store | None = None
-
-
-_settings = _Settings()
 
 
 def configure(
@@ -113,49 +107,39 @@ def configure(
     options.update({name: (name, value) for name, value in given.items() if value is not None})
     for argument, (name, value) in options.items():
         _check(argument, name, value)
-    _settings.inputs = OnHost() if options.get("checkpoint_in_cpu", ("", False))[1] else None
-    _settings.configured = True
-
-
-def _not_a_deepspeed_config(value: object, within: bool) -> str:
-    """Text for a DeepSpeed configuration, or the section of one, that is no dict."""
-    what = "the section activation_checkpointing" if within else "deepspeed_config"
-    return (
-        f"configure: {what} is {errors.say(value)}, where keys and values are expected.\n"
-        '  Write {"activation_checkpointing": {"cpu_checkpointing": True}}, with any other sections beside.'
-    )
-
-
-def _unknown_deepspeed_key(key: object, right: str | None, known: Sequence[str]) -> str:
-    """Text for a key that DeepSpeed would pass over."""
-    if right is not None:
-        write = f"It is the argument of configure; the key in a configuration is {right}."
-    else:
-        write = f"The keys are {', '.join(known)}."
-    return f"{key!r} is not a key of activation_checkpointing, so it would have no effect.\n  {write}"
+    _Settings.inputs = OnHost() if options.get("checkpoint_in_cpu", ("", False))[1] else None
+    _Settings.configured = True
 
 
 def _section(config: Any) -> Mapping[str, Any]:
-    """The section of a configuration that is meant, empty if there is none."""
+    """The section of a configuration, empty if there is none."""
     if isinstance(config, (str, os.PathLike)):
         path = os.fspath(config)
         try:
             with open(path, encoding="utf-8") as file:
                 config = json.load(file)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            why = reason or ""
+            why = (error.strerror if isinstance(error, OSError) else str(error)) or ""
             raise errors.ArgumentError(
                 f"{path} cannot be read as a DeepSpeed configuration: {why}.\n"
                 "  Pass the path of a JSON file, or the dict that it holds."
             ) from None
     section = config.get(SECTION, {}) if isinstance(config, Mapping) else config
     if not isinstance(section, Mapping):
-        raise errors.ArgumentError(_not_a_deepspeed_config(section, within=section is not config))
+        what = "deepspeed_config" if section is config else "the section activation_checkpointing"
+        raise errors.ArgumentError(
+            f"configure: {what} is {errors.say(section)}, where keys and values are expected.\n"
+            '  Write {"activation_checkpointing": {"cpu_checkpointing": True}}, with any other sections beside.'
+        )
     for key in section:
         if key not in KEYS:
-            right = {argument: known for known, argument in KEYS.items()}.get(key)
-            raise errors.ArgumentError(_unknown_deepspeed_key(key, right, tuple(KEYS)))
+            write = f"The keys are {', '.join(KEYS)}."
+            if key in KEYS.values():
+                right = next(known for known, argument in KEYS.items() if argument == key)
+                write = f"It is the argument of configure; the key in a configuration is {right}."
+            raise errors.ArgumentError(
+                f"{key!r} is not a key of activation_checkpointing, so it would have no effect.\n  {write}"
+            )
     return section
 
 
@@ -174,7 +158,7 @@ def _check(argument: str, name: str, value: Any) -> None:
 
 def is_configured() -> bool:
     """Whether `configure` has been called. It need not be."""
-    return _settings.configured
+    return _Settings.configured
 
 
 def reset() -> None:
@@ -196,7 +180,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ArgumentError: `function` is not callable.
     """
     check_callable("checkpoint", function)
-    result = as_region(function, args, kwargs, inputs=_settings.inputs, state=_streams)
+    result = as_region(function, args, kwargs, inputs=_Settings.inputs, state=_streams)
     if isinstance(result, (tuple, list)) and len(result) == 1:
         return result[0]
     return tuple(result) if isinstance(result, list) else result

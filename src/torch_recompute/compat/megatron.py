@@ -2,11 +2,9 @@
 
     from torch_recompute.compat.megatron import CheckpointWithoutOutput, checkpoint
 
-Where Megatron-Core has been imported, its random streams (`get_cuda_rng_tracker()`) are put back for the replay, as
-its own functions do. What its configuration says about whole models is `torch_recompute.RecomputeConfig`.
-
-One thing to know: Megatron's first pass runs without grad and its replay with, and code that is to act once only asks
-`torch.is_grad_enabled()`. Here both passes run with grad; such code asks `torch_recompute.doing_recompute()`.
+If Megatron-Core has been imported, its random streams (`get_cuda_rng_tracker()`) are restored for the replay, as its
+own functions do. Megatron's first pass runs without grad, and code that is to act once only asks
+`torch.is_grad_enabled()`; here both passes run with grad, so such code asks `torch_recompute.doing_recompute()`.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Any
 
 from .. import errors
 from ..state import Ambient
-from ._calling import as_region, check_callable, check_switch
-from ._trackers import TrackerRng, tracked
+from ._calling import TrackerRng, as_region, check_callable, check_switch, tracked
 from .olmo import OutputDiscardCheckpoint
 
 __all__ = ["CheckpointWithoutOutput", "TrackerRng", "checkpoint"]

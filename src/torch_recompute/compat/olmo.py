@@ -1,8 +1,4 @@
-"""OLMo-core's `OutputDiscardCheckpoint` on this engine: a region whose output is dropped, said in two calls.
-
-The mechanism is in `discard.py`; this is the shape of the calls, the plain call without grad, torch's own checkpoint
-inside `torch.compile`, and the order in which the two may be called.
-"""
+"""OLMo-core's `OutputDiscardCheckpoint` on this engine (`discard.py`): a region whose output is dropped."""
 
 from __future__ import annotations
 
@@ -27,15 +23,15 @@ class OutputDiscardCheckpoint:
         y = self.attention(h)
         norm.discard_output_and_register_recompute(y)
 
-    OLMo-core's class of this name, and Megatron-Core's `CheckpointWithoutOutput`, on this engine. Change the import and
-    nothing else; what breaks in those is right here: dropout, autocast, inputs that need no grad, a second consumer,
-    chains in any order, `retain_graph`, `autograd.grad`, DDP. Chains need no manager.
+    OLMo-core's class of this name, and Megatron-Core's `CheckpointWithoutOutput`, on this engine. Dropout, autocast,
+    inputs that need no grad, a second consumer, chains in any order, `retain_graph`, `autograd.grad` and DDP are right;
+    chains need no manager.
 
     The output is freed when nothing but backward needs it any more: it is taken out of what the operations between it
     and the tensor named have saved. A variable that the caller keeps, and what a custom Function has put on `ctx`, stay
-    as they are, and right. An object may be used again after the discard, for one call at a time.
+    as they are. An object may be used again after the discard, for one call at a time.
 
-    The same in one call, where the code can be written so: `recompute(lambda x: no_recompute(attention)(norm(x)))(x)`.
+    The same in one call: `recompute(lambda x: no_recompute(attention)(norm(x)))(x)`.
 
     Args:
         fp8: Megatron's switch for Transformer Engine's own recompute contexts; refused unless None or False.

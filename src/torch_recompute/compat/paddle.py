@@ -4,11 +4,10 @@
 
 The calls are those of Paddle's functions, for PyTorch tensors and modules: `recompute(function, *args)` runs the
 function at once, where `torch_recompute.recompute(function)` wraps it. Paddle's default engine (`use_reentrant=True`)
-calls backward inside backward and is refused when it is asked for; left out, the option means False.
+calls backward inside backward and is refused; left out, the option means False.
 
-Paddle offloads by position and the engine stores all inputs of a region in one place, so `offload_indices` is a store
-that asks of each tensor whether it was named. Rejected: to copy the tensors before the call and back inside of the
-region; the copies would be what autograd sees, and the caller's own tensors would stay where they are.
+Paddle offloads by position, so `offload_indices` is a store that asks of each tensor whether it was named. (Copies made
+before the call and back inside the region would be what autograd sees, and the caller's tensors would stay.)
 """
 
 from __future__ import annotations
@@ -59,14 +58,9 @@ def recompute(
             tensor in it.
     """
     check_callable("recompute", function)
-    check_switch(
-        "recompute", "preserve_rng_state", preserve_rng_state, "Write preserve_rng_state=False, or leave it out."
-    )
-    for option, value in (
-        ("preserve_external_rng_state", preserve_external_rng_state),
-        ("use_reentrant", use_reentrant),
-    ):
-        if value is not None:
+    may_be_none = {"preserve_external_rng_state": preserve_external_rng_state, "use_reentrant": use_reentrant}
+    for option, value in {"preserve_rng_state": preserve_rng_state, **may_be_none}.items():
+        if value is not None or option not in may_be_none:
             check_switch("recompute", option, value, f"Write {option}=False, or leave it out.")
     _refuse_reentrant(use_reentrant)
     if isinstance(offload_indices, str) or not isinstance(offload_indices, Sequence):
@@ -75,8 +69,7 @@ def recompute(
             "  Write offload_indices=[0] for the first positional argument."
         )
     external = preserve_rng_state if preserve_external_rng_state is None else preserve_external_rng_state
-    state = _external if external else tuple
-    store = None
+    state, store = _external if external else tuple, None
     if offload_indices and not torch.compiler.is_compiling():
         store = _store(name_of(function), args, kwargs, offload_indices)
     return as_region(function, args, kwargs, inputs=store, state=state, rng=preserve_rng_state)
@@ -89,18 +82,6 @@ def _refuse_reentrant(use_reentrant: bool | None) -> None:
 
 def _external() -> Sequence[Ambient]:
     return (PythonRng(), NumpyRng()) if "numpy" in sys.modules else (PythonRng(),)
-
-
-def _not_one_input(count: int, keywords: Sequence[str]) -> str:
-    """Text for what a sequence of functions cannot be given."""
-    if keywords:
-        wrong = f"the functions are not called with keywords, but got {', '.join(keywords)}"
-    else:
-        wrong = f"the functions are called with one argument, but got {count}"
-    return (
-        f"recompute_sequential(ctx, functions, *args): {wrong}.\n"
-        "  Put several values into a tuple that the functions take and return."
-    )
 
 
 def recompute_sequential(
@@ -128,7 +109,13 @@ def recompute_sequential(
         )
     others = sorted(kwargs.keys() - {"preserve_external_rng_state", "use_reentrant", "offload_indices"})
     if len(args) != 1 or others:
-        raise errors.ArgumentError(_not_one_input(len(args), others))
+        wrong = f"the functions are called with one argument, but got {len(args)}"
+        if others:
+            wrong = f"the functions are not called with keywords, but got {', '.join(others)}"
+        raise errors.ArgumentError(
+            f"recompute_sequential(ctx, functions, *args): {wrong}.\n"
+            "  Put several values into a tuple that the functions take and return."
+        )
     segments, offloaded = ctx.get("segments", 1), kwargs.get("offload_indices")
     _refuse_reentrant(kwargs.get("use_reentrant"))
     if segments == 1 and offloaded:
@@ -139,24 +126,20 @@ def recompute_sequential(
     return in_segments("recompute_sequential", functions, segments, args[0], region)
 
 
-def _bad_offload_index(region: str, index: object, positional: int, keywords: Sequence[str]) -> str:
-    """Text for an element of `offload_indices` that names no positional argument."""
-    if not positional:
-        has = f"{region} was called without positional arguments"
-    elif positional == 1:
-        has = f"the one positional argument of {region} has number 0"
-    else:
-        has = f"the positional arguments of {region} have numbers 0 to {positional - 1}"
-    write = "Pass the tensor by position" if keywords else "Write numbers of positional arguments"
-    return f"offload_indices holds {index!r}, but {has}.\n  {write}, or leave offload_indices out."
-
-
 def _store(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], indices: Sequence[int]) -> _Chosen:
     """The store that `offload_indices` asks for."""
     ids: set[int] = set()
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(args):
-            raise errors.ArgumentError(_bad_offload_index(name, index, len(args), tuple(kwargs)))
+            has = f"the positional arguments of {name} have numbers 0 to {len(args) - 1}"
+            if len(args) < 2:
+                has = f"the one positional argument of {name} has number 0"
+            if not args:
+                has = f"{name} was called without positional arguments"
+            write = "Pass the tensor by position" if kwargs else "Write numbers of positional arguments"
+            raise errors.ArgumentError(
+                f"offload_indices holds {index!r}, but {has}.\n  {write}, or leave offload_indices out."
+            )
         tensors = [tensor for tensor in _tensors(args[index]) if not _torch.is_parameter(tensor)]
         if not tensors:
             raise errors.ArgumentError(
@@ -175,7 +158,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class _Chosen:
-    """A store of one call: host memory for the tensors named; the others stay, and are watched as without a store."""
+    """A store of one call: host memory for some tensors; the others stay, and are watched as without a store."""
 
     def __init__(self, region: str, ids: set[int], labels: dict[int, str]) -> None:
         self._region, self._ids, self._labels = region, ids, labels

@@ -1,16 +1,15 @@
 """`torch.utils.checkpoint`'s `checkpoint` and `checkpoint_sequential` on this engine.
 
-Change the import and nothing else. The options keep torch's meanings, `set_checkpoint_early_stop` and
-`set_checkpoint_debug_enabled` are obeyed, and errors are also `torch.utils.checkpoint.CheckpointError` with the phrases
-that code may match. Two things differ on purpose: `use_reentrant=True` is refused, and leaving the option out means
-False. What else PyTorch's own tests see differently is listed in `docs/compatibility.md`.
+The options keep torch's meanings, `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` are obeyed, and errors
+are also `torch.utils.checkpoint.CheckpointError` with the phrases that code may match. `use_reentrant=True` is refused,
+and leaving the option out means False. What else PyTorch's own tests see differently is in `docs/compatibility.md`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
@@ -26,13 +25,8 @@ from ..values import name_of
 _CHECKS = {"default": "metadata", "none": "none"}
 
 
-class _Settings(NamedTuple):
-    context_fn: Contexts
-    determinism_check: str
-    debug: bool
-    early_stop: bool
-    preserve_rng_state: bool
-    respect_hooks: bool | None
+# context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
+_Settings = tuple[Contexts, str, bool, bool, bool, bool | None]
 
 
 def checkpoint(
@@ -75,9 +69,7 @@ def checkpoint(
             arguments of a function that is not there, or hooks that this torch cannot respect.
     """
     _refuse_reentrant(use_reentrant)
-    settings = _Settings(
-        context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
-    )
+    settings = context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
     if function is not None or args:
         return _call(function, args, kwargs, settings)
     if kwargs:
@@ -114,8 +106,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
         )
     if check not in _CHECKS:
         raise errors.ArgumentError(
-            f"determinism_check={check!r} is not known; write one of {', '.join(map(repr, tuple(_CHECKS)))}. To "
-            "compare the "
+            f"determinism_check={check!r} is not known; write one of {', '.join(map(repr, _CHECKS))}. To compare the "
             'contents of saved tensors as well: recompute(fn, check="values").'
         )
     contexts = None if context_fn is noop_context_fn else context_fn
@@ -192,29 +183,26 @@ def checkpoint_sequential(
     return in_segments("checkpoint_sequential", functions, segments, input, region)
 
 
-def _bad_segments(face: str, segments: object, functions: int) -> str:
-    """Text for a number of segments that cannot be made."""
-    if not functions:
-        return f"{face}: there are no functions to run."
-    return f"{face}: segments={segments!r}, but {functions} functions make 1 to {functions} segments."
-
-
 def in_segments(face: str, functions: Any, segments: Any, value: Any, region: Callable[..., Any]) -> Any:
-    """Runs `functions` one after the other, in `segments` parts: `region(part, value)`, but the last as it is.
+    """Runs functions in `segments` parts: `region(part, value)`, but the last, which holds the remainder, as it is.
 
     Args:
         face: The function that was called, for the error.
         functions: Functions of one argument, by number.
-        segments: How many parts to make; the last holds the remainder too.
+        segments: How many parts to make.
         value: The argument of the first function.
-        region: What calls a part with its argument.
+        region: Calls a part with its argument.
 
     Raises:
         ArgumentError: `segments` is not between 1 and the number of functions.
     """
     parts = cast("list[Callable[[Any], Any]]", [functions[i] for i in range(len(functions))])
     if not isinstance(segments, int) or not 1 <= segments <= len(parts):
-        raise errors.ArgumentError(_bad_segments(face, segments, len(parts)))
+        raise errors.ArgumentError(
+            f"{face}: segments={segments!r}, but {len(parts)} functions make 1 to {len(parts)} segments."
+            if parts
+            else f"{face}: there are no functions to run."
+        )
     size = len(parts) // segments
     for start in range(0, size * (segments - 1), size):
         value = region(_sequence(parts[start : start + size]), value)

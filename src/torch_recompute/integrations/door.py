@@ -47,8 +47,7 @@ class StepFigures:
     """Figures of a plan for a log, from two steps that are watched now and then; all other steps are left alone.
 
     Args:
-        every: How many steps there are from the beginning of one watching to that of the next; None for one watching,
-            of the first two steps.
+        every: The number of steps from one watching to the next; None to watch the first two steps only.
 
     Raises:
         ArgumentError: `every` is not a number of at least 3.
@@ -96,7 +95,7 @@ class StepFigures:
         self._watch.close()
 
     def taken(self) -> dict[str, float]:
-        """The figures of steps that were watched since the last call of this; empty if there are none."""
+        """The figures of steps that were watched since the last call, if any."""
         if self._handle is None or self._times is None:
             return {}
         report, times, self._times = self._handle.report(), self._times, None

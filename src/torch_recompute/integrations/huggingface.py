@@ -6,16 +6,14 @@
     make_plan(..., **training_loop(args))                           # a plan for the loop of the Trainer
 
 Applied before the Trainer, the plan also answers when the Trainer asks the model whether it is checkpointing, and DDP
-is set up for it; applied by the callback, it comes after that. The policy can be a string, so it can stand among the
-training arguments, which are written to JSON: `activation_checkpointing_kwargs={"policy": "full:2"}` and
-`RecomputeCallback()`.
-
-transformers is needed by the callback only; without it `RecomputeCallback` is a class that no Trainer knows.
+is set up for it. The policy can be among the training arguments: `activation_checkpointing_kwargs={"policy": "full:2"}`
+and `RecomputeCallback()`. Without transformers `RecomputeCallback` is a class that no Trainer knows.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,13 +40,12 @@ logger = logging.getLogger(__name__)
 class RecomputeCallback(TrainerCallback):
     """Applies a plan when training begins, and reports what it frees and costs whenever the Trainer logs.
 
-    Figures are taken of two steps that are watched, the first two and with `every` two more now and then; no other step
-    is touched. The log after such steps gains `recompute_saved_bytes` (freed by the regions in one forward) and
-    `recompute_replay_share` (replays, as a part of the time of the second of them, both by the device's clock). Where
-    tokens are routed in a region, `recompute_routing_flips` (decisions that the replay of one call made otherwise than
-    its forward; those that are carried cannot flip) and `recompute_regions_carrying` (how many regions carry theirs)
-    are added. `recompute_peak_bytes` is in every log on CUDA, the allocator's; on the CPU once, what the third step was
-    measured to need, without what the optimizer keeps from earlier ones.
+    Figures are taken of two steps that are watched, the first two and with `every` two more now and then. The log after
+    such steps gains `recompute_saved_bytes` (freed by the regions in one forward) and `recompute_replay_share`
+    (replays, as a part of the time of the second of them). Where tokens are routed in a region, `recompute_routing_flips`
+    (decisions that the replay of one call made otherwise than its forward) and `recompute_regions_carrying` (how many
+    regions carry theirs) are added. `recompute_peak_bytes` is in every log on CUDA, the allocator's; on the CPU once,
+    what the third step was measured to need, without what the optimizer keeps from earlier ones.
 
     Attributes:
         handle: The plan in the model, once training has begun.
@@ -79,7 +76,7 @@ class RecomputeCallback(TrainerCallback):
         self._remove = remove
         self._peak = peak
         self._measured: memory.Measurement | None = None
-        self._measuring = False
+        self._open = ExitStack()
         self._every = every
         self._taking = StepFigures(every)
 
@@ -110,14 +107,12 @@ class RecomputeCallback(TrainerCallback):
         if self._peak and self._measured is None and not self._taking.watching and isinstance(model, nn.Module):
             if torch.cuda.is_available():
                 return
-            self._measured = memory.measure(model)
-            self._measured.__enter__()
-            self._measuring = True
+            self._measured = self._open.enter_context(memory.measure(model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends what the step began."""
         self._taking.end()
-        self._stop_measuring()
+        self._open.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Adds the figures to the log."""
@@ -144,12 +139,7 @@ class RecomputeCallback(TrainerCallback):
 
     def _close(self) -> None:
         self._taking.close()
-        self._stop_measuring()
-
-    def _stop_measuring(self) -> None:
-        if self._measured is not None and self._measuring:
-            self._measured.__exit__(None, None, None)
-        self._measuring = False
+        self._open.close()
 
 
 def training_loop(args: Any) -> dict[str, Any]:

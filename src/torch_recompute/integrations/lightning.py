@@ -2,13 +2,11 @@
 
     Trainer(callbacks=[Recompute("full")])
 
-Lightning offers checkpointing for its FSDP strategies only; this works on one device and with DDP as well. `setup` is
-the hook that runs before the strategy takes the model. Layers that are made in `configure_model`, as strategies for
-FSDP2 ask for, are not there yet at that time: call `apply(self.model, "full")` in that method, before `fully_shard`.
-With Fabric, call `apply(model, "full")` before `fabric.setup(model)`.
+It works with every strategy. `setup` is the hook that runs before the strategy takes the model. Layers that are made in
+`configure_model`, as for FSDP2, are not there yet at that time: call `apply(self.model, "full")` in that method, before
+`fully_shard`. With Fabric, call `apply(model, "full")` before `fabric.setup(model)`.
 
-Lightning is needed only to be accepted by its Trainer as a callback, so either of its packages will do; without them
-`Recompute` is a plain class with the same methods.
+Without Lightning, which may be either of its packages, `Recompute` is a plain class with the same methods.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ def training_loop(trainer: Any) -> dict[str, Any]:
 
         plan = make_plan(model, (batch,), loss=..., budget="24GiB", **training_loop(trainer))
 
-    `training_step` has returned when backward begins, so the output is gone. Gradients go between forward and backward
-    (`zero_grad` is called there), so they are alive in forward; they are counted in backward, too, which is no less.
+    `training_step` has returned when backward begins, so the output is gone. `zero_grad` is called between forward and
+    backward, so gradients are alive in forward.
 
     Args:
         trainer: The Trainer.
@@ -54,9 +52,8 @@ def training_loop(trainer: Any) -> dict[str, Any]:
 class Recompute(Callback):
     """Applies a plan when fitting begins, and logs what it frees and costs.
 
-    Figures are taken of two batches that are watched, the first two and with `every` two more now and then; no other is
-    touched. After them `recompute_saved_bytes` and `recompute_replay_share` are logged, as by the callback for Hugging
-    Face's Trainer.
+    After two batches that are watched, the first two and with `every` two more now and then, `recompute_saved_bytes`
+    and `recompute_replay_share` are logged, as by the callback for Hugging Face's Trainer.
 
     Attributes:
         handle: The plan in the model, once it is there.

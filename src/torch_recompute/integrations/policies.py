@@ -1,7 +1,5 @@
 """A plan from what fits into a configuration file: a string, or a mapping of Megatron's fields.
 
-Trainers write their arguments to JSON and read them from a command line, so what they carry must be words:
-
     "none"                   nothing
     "full", "full:2"         every layer; two layers as one region
     "block:3"                the first three layers
@@ -9,8 +7,7 @@ Trainers write their arguments to JSON and read them from a command line, so wha
     "plan.json"              a file: a plan that was saved, or Megatron's fields in JSON or YAML
     "--recompute_granularity full ..."    Megatron's flags
 
-All but the saved plan are a `RecomputeConfig`, and its checks are the only checks. Rejected: words of our own for what
-Megatron has a word for.
+All but the saved plan are a `RecomputeConfig`, and its checks are the only checks.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -27,12 +24,10 @@ from ..plan import Plan
 from ..plan.config import RecomputeConfig
 
 Policy = Plan | RecomputeConfig | str | Mapping[str, Any]
-SUFFIXES = (".json", ".yaml", ".yml")
 
 
-def _not_a_policy(policy: object) -> str:
-    """Text for something that no plan can be made of."""
-    return (
+def _refuse(policy: object) -> NoReturn:
+    raise errors.ArgumentError(
         f"{errors.say(policy)} does not say what to recompute.\n"
         '  Write "full" (every layer), "full:2" (two layers as one region), "block:3" (the first three layers), labels '
         'such as "core_attn,mlp", the path of a .json or .yaml file, Megatron\'s flags, or "none"; or pass a Plan or a '
@@ -57,32 +52,26 @@ def plan_of(policy: Policy, model: nn.Module) -> Plan:
     if isinstance(policy, Mapping):
         return RecomputeConfig.from_dict(policy).plan(model)
     if not isinstance(policy, str):
-        raise errors.ArgumentError(_not_a_policy(policy))
-    word, _, number = policy.strip().partition(":")
+        _refuse(policy)
+    policy = policy.strip()
+    word, _, number = policy.partition(":")
     if word.startswith("--"):
         return RecomputeConfig.from_args(shlex.split(policy)).plan(model)
-    if policy.strip().endswith(SUFFIXES):
-        return _from_file(policy.strip(), model)
-    if word == "none" and not number:
+    if policy.endswith((".json", ".yaml", ".yml")):
+        text = Path(policy).read_text(encoding="utf-8") if Path(policy).is_file() else ""
+        if policy.endswith(".json") and '"choices"' in text:
+            return Plan.from_json(text)
+        return RecomputeConfig.from_file(policy).plan(model)
+    if policy == "none":
         return Plan(source="none")
+    fields: dict[str, Any] = {"recompute_granularity": "selective"}
     if word in ("full", "block"):
         if (number and not number.isdecimal()) or (word == "block" and not number):
-            raise errors.ArgumentError(_not_a_policy(policy))
+            _refuse(policy)
         method = "uniform" if word == "full" else "block"
-        settings = RecomputeConfig(
-            recompute_granularity="full", recompute_method=method, recompute_num_layers=int(number or 1)
-        )
-        return settings.plan(model)
-    labels = [label.strip() for label in policy.split(",")]
-    if not all(labels):
-        raise errors.ArgumentError(_not_a_policy(policy))
-    if labels == ["selective"]:
-        return RecomputeConfig(recompute_granularity="selective").plan(model)
-    return RecomputeConfig(recompute_granularity="selective", recompute_modules=labels).plan(model)
-
-
-def _from_file(path: str, model: nn.Module) -> Plan:
-    text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
-    if path.endswith(".json") and '"choices"' in text:
-        return Plan.from_json(text)
-    return RecomputeConfig.from_file(path).plan(model)
+        fields = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": int(number or 1)}
+    elif policy != "selective":
+        fields["recompute_modules"] = [label.strip() for label in policy.split(",")]
+        if not all(fields["recompute_modules"]):
+            _refuse(policy)
+    return RecomputeConfig(**fields).plan(model)
