@@ -42,9 +42,9 @@ class RecomputeCallback(TrainerCallback):
 
     Figures are taken of two steps that are watched, the first two and with `every` two more now and then. The log after
     such steps gains `recompute_saved_bytes` (freed by the regions in one forward) and `recompute_replay_share`
-    (replays, as a part of the time of the second of them). Where tokens are routed in a region, `recompute_routing_flips`
-    (decisions that the replay of one call made otherwise than its forward) and `recompute_regions_carrying` (how many
-    regions carry theirs) are added. `recompute_peak_bytes` is in every log on CUDA, the allocator's; on the CPU once,
+    (replays, as a part of the time of the second of them). Where tokens are routed in a region, two more are added:
+    `recompute_routing_flips` (decisions that the replay of one call made otherwise) and `recompute_regions_carrying`
+    (how many regions carry theirs). `recompute_peak_bytes` is in every log on CUDA, the allocator's; on the CPU once,
     what the third step was measured to need, without what the optimizer keeps from earlier ones.
 
     Attributes:

@@ -67,7 +67,8 @@ def bound(costs: Costs, budget: int) -> float:
         budget: The most bytes that may live at any time of the step.
     """
     check(costs)
-    room = budget - between(costs)
+    turn = (point.bytes for point in costs.points if point.after == len(costs.segments))
+    room = budget - max([costs.turn_bytes, *turn])
     if room < 0:
         return math.inf
     if costs.host is not None:
@@ -126,12 +127,6 @@ def _tightest(costs: Costs, budget: int) -> tuple[int, int]:
     }
     place = max(rooms, key=lambda i: saved[i] - rooms[i], default=0)
     return place, rooms.get(place, budget)
-
-
-def between(costs: Costs) -> int:
-    """The most that lives besides what segments saved after the last forward and before the first backward of any."""
-    last = len(costs.segments)
-    return max([costs.turn_bytes, *(point.bytes for point in costs.points if point.after == last)])
 
 
 def _cheapest(

@@ -37,23 +37,17 @@ from .units import find_units
 
 T = TypeVar("T")
 HOST = "host"
-# A switch, and the fields that are looked at only when it is on, with the values that Megatron gives them by default.
-BELONGING: dict[str, dict[str, tuple[object, ...]]] = {
-    "fine_grained_activation_offloading": {
-        "offload_modules": (None, [], ()),
-        "min_offloaded_tensor_size": (1024 * 1024,),
-        "delay_offload_until_cuda_graph": (False,),
-        "delta_offload_bytes_across_pp_ranks": (0,),
-        "activation_offload_fraction": (1.0,),
-        "fine_grained_offloading_max_inflight_offloads": (None,),
-    },
-    "cpu_offloading": {
-        "cpu_offloading_num_layers": (0,),
-        "cpu_offloading_activations": (True,),
-        "cpu_offloading_weights": (False, True),  # it was True once
-        "cpu_offloading_double_buffering": (False,),
-        "cpu_offloading_retain_pinned_cpu_buffers": (False,),
-    },
+# A switch, and the fields that are looked at only when it is on.
+BELONGING = {
+    "fine_grained_activation_offloading": (
+        *("offload_modules", "min_offloaded_tensor_size", "delay_offload_until_cuda_graph"),
+        *("delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"),
+        "fine_grained_offloading_max_inflight_offloads",
+    ),
+    "cpu_offloading": (
+        *("cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights"),
+        *("cpu_offloading_double_buffering", "cpu_offloading_retain_pinned_cpu_buffers"),
+    ),
 }
 # Fields of the parts that are options of the store.
 OPTIONS = {
@@ -255,8 +249,16 @@ class RecomputeConfig:
 # --- rules that need no model ---
 
 
-def _no_effect(field: str, value: object, why: str, write: str) -> NoReturn:
-    raise errors.ArgumentError(errors.no_effect(field, value, why, write))
+def _no_effect(config: RecomputeConfig, field: str, why: str, write: str) -> NoReturn:
+    value = getattr(config, field)
+    raise errors.ArgumentError(errors.no_effect(field, list(value) if isinstance(value, tuple) else value, why, write))
+
+
+def _is_default(config: RecomputeConfig, field: str) -> bool:
+    """Whether a field says nothing: at its default, an empty list, or what Megatron's default once was."""
+    value = getattr(config, field)
+    once = (field, value) == ("cpu_offloading_weights", True)
+    return value == getattr(RecomputeConfig, field) or value in ([], ()) or once
 
 
 def _check_count(field: str, value: object) -> None:
@@ -316,14 +318,14 @@ def _check(config: RecomputeConfig) -> None:
         if value is not None and granularity == SELECTIVE:
             why = 'recompute_granularity="selective" recomputes parts of every layer, whichever recompute_modules names'
             write = 'For a part of some layers, name it by paths: recompute_modules=["layers.0.mlp", "layers.1.mlp"]'
-            _no_effect(field, value, why, write)
+            _no_effect(config, field, why, write)
         if value is not None and granularity is None:
             write = (
                 'Write recompute_granularity="full", recompute_method="block", recompute_num_layers=N for the first N '
                 'layers (what Megatron-Bridge means by --recompute_num_layers alone), or recompute_method="uniform" '
                 "for all, N at a time"
             )
-            _no_effect(field, value, nothing, write)
+            _no_effect(config, field, nothing, write)
     missing = [name for name in ("recompute_method", "recompute_num_layers") if getattr(config, name) is None]
     if granularity == FULL and missing:
         raise errors.ArgumentError(
@@ -333,7 +335,7 @@ def _check(config: RecomputeConfig) -> None:
     if granularity != SELECTIVE and config.recompute_modules:
         why = 'recompute_granularity="full" recomputes whole layers' if granularity == FULL else nothing
         write = 'Write recompute_granularity="selective" for these parts'
-        _no_effect("recompute_modules", list(config.recompute_modules), why, write)
+        _no_effect(config, "recompute_modules", why, write)
     if config.distribute_saved_activations:
         if config.sequence_parallel:
             raise errors.ArgumentError(
@@ -353,7 +355,7 @@ def _check(config: RecomputeConfig) -> None:
             )
         if granularity is None:
             why = f"{nothing}, so there are no inputs to distribute"
-            _no_effect("distribute_saved_activations", True, why, write_full)
+            _no_effect(config, "distribute_saved_activations", why, write_full)
         if config.cpu_offloading:
             raise errors.ArgumentError(
                 "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of "
@@ -362,14 +364,14 @@ def _check(config: RecomputeConfig) -> None:
                 'layers, store="host"  for others.'
             )
     if config.repeat_collectives and granularity is None:
-        _no_effect("repeat_collectives", True, f"{nothing}, so nothing is repeated", write_full)
+        _no_effect(config, "repeat_collectives", f"{nothing}, so nothing is repeated", write_full)
     if config.repeat_collectives and config.distribute_saved_activations:
         why = "with distribute_saved_activations=True nothing is kept whole, so collectives are repeated anyway"
-        _no_effect("repeat_collectives", True, why, "Write one of the two")
+        _no_effect(config, "repeat_collectives", why, "Write one of the two")
     for switch, fields in BELONGING.items():
-        for field, defaults in () if getattr(config, switch) else fields.items():
-            if getattr(config, field) not in defaults:
-                _no_effect(field, getattr(config, field), f"{switch} is False", f"Write {switch}=True with it")
+        for field in () if getattr(config, switch) else fields:
+            if not _is_default(config, field):
+                _no_effect(config, field, f"{switch} is False", f"Write {switch}=True with it")
     if config.cpu_offloading:
         _check_offloaded_layers(config)
     if config.fine_grained_activation_offloading:
@@ -383,52 +385,47 @@ def _check(config: RecomputeConfig) -> None:
 # that are in `recompute_modules` too. How much is moved, and how far ahead, are options of the store.
 
 
-def _offload_without_regions(field: str, what: str) -> str:
-    """Text for offloading where nothing is recomputed whose inputs could be moved."""
-    granularity = '"full"' if field == "cpu_offloading" else '"selective"'
-    return (
-        f"{field}=True moves the inputs of {what}, that are recomputed, to host memory, and here there are none: it "
-        f"needs recompute_granularity={granularity}. (What a module keeps without being recomputed is not moved; "
-        "Megatron-LM does that in its own layers.)\n"
-        f"  Write recompute_granularity={granularity} with it, or place a store by hand: "
-        "no_recompute(fn, store=OnHost()) inside a region."
-    )
+def _check_offloading(config: RecomputeConfig, field: str, granularity: str, what: str) -> None:
+    """Raises if nothing is recomputed whose inputs could be moved."""
+    parts = field == "fine_grained_activation_offloading"
+    if config.recompute_granularity != granularity or (parts and not config.offload_modules):
+        raise errors.ArgumentError(
+            f"{field}=True moves the inputs of {what}, that are recomputed, to host memory, and here there are none: "
+            f'it needs recompute_granularity="{granularity}". (What a module keeps without being recomputed is not '
+            "moved; Megatron-LM does that in its own layers.)\n"
+            f'  Write recompute_granularity="{granularity}" with it, or place a store by hand: '
+            "no_recompute(fn, store=OnHost()) inside a region."
+        )
 
 
 def _check_offloaded_layers(config: RecomputeConfig) -> None:
-    if config.recompute_granularity != FULL:
-        raise errors.ArgumentError(_offload_without_regions("cpu_offloading", "whole layers"))
+    _check_offloading(config, "cpu_offloading", FULL, "whole layers")
     number, recomputed = config.cpu_offloading_num_layers, config.recompute_num_layers or 0
     _check_count("cpu_offloading_num_layers", number)
     if config.recompute_method == BLOCK and number > recomputed:
         why = f"only the first {recomputed} layers are recomputed, and only their inputs are moved"
-        _no_effect("cpu_offloading_num_layers", number, why, f"Write cpu_offloading_num_layers={recomputed}")
+        _no_effect(config, "cpu_offloading_num_layers", why, f"Write cpu_offloading_num_layers={recomputed}")
     if not config.cpu_offloading_activations:
         why = "weights stay on the device, so nothing would be moved"
-        _no_effect("cpu_offloading_activations", False, why, "Write cpu_offloading_activations=True")
+        _no_effect(config, "cpu_offloading_activations", why, "Write cpu_offloading_activations=True")
     if config.cpu_offloading_weights:
         why = "only inputs of regions are moved; weights stay on the device"
-        _no_effect("cpu_offloading_weights", True, why, "Write cpu_offloading_weights=False")
+        _no_effect(config, "cpu_offloading_weights", why, "Write cpu_offloading_weights=False")
 
 
 def _check_offloaded_parts(config: RecomputeConfig) -> None:
-    modules, recomputed = config.offload_modules or (), config.recompute_modules or ()
-    if config.recompute_granularity != SELECTIVE or not modules:
-        what = "parts, named in offload_modules too"
-        raise errors.ArgumentError(_offload_without_regions("fine_grained_activation_offloading", what))
-    for label in modules:
+    fields, recomputed = BELONGING["fine_grained_activation_offloading"], config.recompute_modules or ()
+    _check_offloading(config, "fine_grained_activation_offloading", SELECTIVE, "parts, named in offload_modules too")
+    for label in config.offload_modules or ():
         if label not in recomputed:
             why = f"{label!r} is not among recompute_modules, and only inputs of what is recomputed are moved"
-            _no_effect("offload_modules", list(modules), why, f"Write recompute_modules={[*recomputed, label]}")
-    for field, defaults in BELONGING["fine_grained_activation_offloading"].items():
-        value = getattr(config, field)
-        if field == "offload_modules" or value in defaults:
-            continue
+            _no_effect(config, "offload_modules", why, f"Write recompute_modules={[*recomputed, label]}")
+    for field in (field for field in fields if field != "offload_modules" and not _is_default(config, field)):
         why, write = "it is about Megatron-LM's own schedule", "Write nothing in its place"
         if field in OPTIONS:
             why = "a plan says whose inputs lie in host memory, and the store how many of them"
             write = f'Write apply(model, plan, stores={{"host": store}}) with store = {OPTIONS[field]}'
-        _no_effect(field, value, why, write)
+        _no_effect(config, field, why, write)
 
 
 # --- the choices that settings mean in one model ---
@@ -461,21 +458,17 @@ def _whole_layers(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ..
             "pipeline parallelism a model is one stage, or one chunk of it; the number is per stage.)\n"
             f"  {write}."
         )
-    chosen = [
-        Choice(group, carry=any(routed(units, path) for path in group), labels=(f"{FULL}/{method}",))
-        for stack in stacks.values()
-        for group in groups(stack, method, number)
-    ]
-    if config.distribute_saved_activations:
-        return tuple(replace(choice, store="sharded") for choice in chosen)
-    if not config.cpu_offloading:
-        return tuple(chosen)
-    moved = config.cpu_offloading_num_layers
+    moved = config.cpu_offloading_num_layers if config.cpu_offloading else 0
     if moved > length:
         why, write = f"the longest stack of layers here has {length}", f"Write cpu_offloading_num_layers={length}"
-        _no_effect("cpu_offloading_num_layers", moved, why, write)
-    first = {path for stack in stacks.values() for path in stack[:moved]}
-    return tuple(replace(choice, store=HOST) if choice.paths[0] in first else choice for choice in chosen)
+        _no_effect(config, "cpu_offloading_num_layers", why, write)
+    chosen: list[Choice] = []
+    for layers in stacks.values():
+        for group in groups(layers, method, number):
+            store = "sharded" if config.distribute_saved_activations else HOST if group[0] in layers[:moved] else ""
+            carry = any(routed(units, path) for path in group)
+            chosen.append(Choice(group, carry=carry, labels=(f"{FULL}/{method}",), store=store))
+    return tuple(chosen)
 
 
 def groups(layers: Sequence[T], method: str, number: int) -> list[tuple[T, ...]]:
@@ -539,7 +532,7 @@ def _parts(
         if not any(label in choice.labels and choice.store == HOST for choice in merged):
             why = f"all of {label!r} lies inside of other regions, whose inputs stay on the device"
             write = "Name the label of those in offload_modules"
-            _no_effect("offload_modules", list(config.offload_modules or ()), why, write)
+            _no_effect(config, "offload_modules", why, write)
     return merged
 
 
@@ -606,7 +599,7 @@ def _reductions_kept(config: RecomputeConfig, model: nn.Module, chosen: tuple[Ch
         )
     if not any(splits):
         why = "no weight in what is recomputed is split over ranks as parallelize_module splits it"
-        _no_effect("repeat_collectives", True, why, "Plan after parallelize_module")
+        _no_effect(config, "repeat_collectives", why, "Plan after parallelize_module")
     return chosen
 
 

@@ -43,16 +43,16 @@ def look(region: str, text: str) -> str:
     """
     model, plan = _planned(region)
     device = _device(model)
-    lines = [_alive(model, device)]
+    lines, capacity = [_alive(model, device)], None
     if device is not None:
-        held, total = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1]
-        allocated = torch.cuda.memory_allocated(device)
+        allocated, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        capacity = free + held - round(RESERVE * total)  # what a step of this process can have
         lines.append(
             f"On {device!s} {errors.size(allocated)} were allocated, {errors.size(held)} reserved by the allocator, of "
             f"{errors.size(total)}: {errors.size(max(0, held - allocated))} lay unused between them."
         )
-    lines += _advice(plan, None if device is None else _capacity(device), asked_for(text))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_advice(plan, capacity, asked_for(text))])
 
 
 def asked_for(text: str) -> int:
@@ -78,12 +78,6 @@ def _device(model: nn.Module | None) -> torch.device | None:
     parameter = None if model is None else next(model.parameters(), None)
     device = torch.device("cuda", torch.cuda.current_device()) if parameter is None else parameter.device
     return device if device.type == "cuda" else None
-
-
-def _capacity(device: torch.device) -> int:
-    """What a step of this process can have on a device."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - round(RESERVE * total)
 
 
 def _alive(model: nn.Module | None, device: torch.device | None) -> str:

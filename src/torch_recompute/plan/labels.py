@@ -63,10 +63,10 @@ def _core_attn(units: Units) -> list[Choice]:
     return [_region(units, "core_attn", unit.path, [KEEP_PRODUCTS]) for unit in units.by_role("attention")]
 
 
-def _whole(role: str, label: str) -> Callable[[Units], list[Choice]]:
+def _whole(role: str) -> Callable[[Units], list[Choice]]:
     def placed(units: Units) -> list[Choice]:
         return [
-            _around(units, unit, label, PARTS, unit.parts) if unit.parts else _region(units, label, unit.path)
+            _around(units, unit, role, PARTS, unit.parts) if unit.parts else _region(units, role, unit.path)
             for unit in units.by_role(role)
         ]
 
@@ -74,8 +74,7 @@ def _whole(role: str, label: str) -> Callable[[Units], list[Choice]]:
 
 
 def _moe_act(units: Units) -> list[Choice]:
-    known = set(units.modules)
-    blocks = units.by_role("moe")
+    known, blocks = set(units.modules), units.by_role("moe")
     paths: list[str] = []
     for unit in units.by_role("experts"):
         around = [block.path for block in blocks if inside(unit.path, block.path)]
@@ -97,18 +96,17 @@ def _mla_up_proj(units: Units) -> list[Choice]:
     for unit in units.by_role("attention"):
         if units.by_role("up_projection", within=unit.path):
             kept = units.by_role("down_projection", "product", within=unit.path)
-            found.append(
-                _region(units, "mla_up_proj", unit.path, [*(relative(k.path, unit.path) for k in kept), KEEP_ATTENTION])
-            )
+            names = [relative(one.path, unit.path) for one in kept]
+            found.append(_region(units, "mla_up_proj", unit.path, [*names, KEEP_ATTENTION]))
     return found
 
 
 LABELS: dict[str, Callable[[Units], list[Choice]]] = {
     "core_attn": _core_attn,
-    "mlp": _whole("mlp", "mlp"),
-    "moe": _whole("moe", "moe"),
+    "mlp": _whole("mlp"),
+    "moe": _whole("moe"),
     "moe_act": _moe_act,
-    "shared_experts": _whole("shared_experts", "shared_experts"),
+    "shared_experts": _whole("shared_experts"),
     "layernorm": _layernorm,
     "mla_up_proj": _mla_up_proj,
 }

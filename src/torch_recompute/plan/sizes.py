@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,27 +64,19 @@ class Sizes:
     def when(self, choices: Iterable[Choice]) -> Callable[[], bool] | None:
         """Whether the present call goes by a set with one of these choices; None if every set has one."""
         numbers = frozenset(number for choice in choices for number in self.of(choice))
-        return None if len(numbers) == len(self._sets) else When(self, numbers)
+        return None if len(numbers) == len(self._sets) else partial(self.current_in, numbers)
+
+    def current_in(self, numbers: frozenset[int]) -> bool:
+        """Whether the present call of the model, on this thread, goes by one of these sets."""
+        at = thread.overrides
+        while at is not None and not (isinstance(at, _Set) and at.sizes is self):
+            at = at.around
+        return (len(self.shapes) if at is None else at.number) in numbers
 
     def number(self, shape: Shape | None) -> int:
         """The number of the set for a call."""
         fitting = (number for number, size in enumerate(self.shapes) if shape is not None and fits(shape, size))
         return next(fitting, len(self.shapes))
-
-
-class When:
-    """Returns whether the present call of the model goes by one of some sets of choices."""
-
-    def __init__(self, sizes: Sizes, numbers: frozenset[int]) -> None:
-        self._sizes = sizes
-        self._numbers = numbers
-
-    def __call__(self) -> bool:
-        """Looks at this thread."""
-        at = thread.overrides
-        while at is not None and not (isinstance(at, _Set) and at.sizes is self._sizes):
-            at = at.around
-        return (len(self._sizes.shapes) if at is None else at.number) in self._numbers
 
 
 class _Set(NamedTuple):
