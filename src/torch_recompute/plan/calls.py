@@ -82,11 +82,7 @@ def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
 
 
 class KeepCalls(TorchFunctionMode):
-    """Makes saved calls of all calls of some kinds.
-
-    Args:
-        kinds: Of `choice.KINDS`; what is both unused and kept counts as unused.
-    """
+    """Makes saved calls of all calls of some of `choice.KINDS`; what is both unused and kept counts as unused."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
@@ -109,11 +105,7 @@ class KeepCalls(TorchFunctionMode):
 
 
 class KeepCollectives(_torch.TorchDispatchMode):
-    """Makes saved calls of functional collectives, whatever calls them: the user, DTensor, an autograd Function.
-
-    Args:
-        kinds: Keys of `COLLECTIVES`.
-    """
+    """Makes saved calls of functional collectives of these kinds, which the user, DTensor or a Function calls."""
 
     supports_higher_order_operators = True
 

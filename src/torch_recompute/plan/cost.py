@@ -29,13 +29,13 @@ class Option:
     """One way to treat a segment, or several segments in a row as one.
 
     Attributes:
-        regions: The regions in it, with paths below the segment ("" for all of it); none where nothing is recomputed.
+        regions: With paths below the segment ("" for all of it); none where nothing is recomputed.
         saved_bytes: Alive from the end of its forward to the start of its backward.
         forward_bytes: The most that its forward adds at any time, with what it saves.
         backward_bytes: The most that is alive in its backward beyond the level before its forward.
         seconds: What it adds to the step: its replay, and waiting for a store.
         flops: FLOPs of its replay.
-        span: How many segments in a row it covers, all of the same kind.
+        span: How many segments in a row, of one kind, it covers.
         host_bytes: What it keeps in host memory from its forward to its backward.
     """
 
@@ -143,12 +143,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Host:
-    """Host memory that a step may use.
-
-    Attributes:
-        bytes: The most that may be used; None for no limit.
-        to_host: Bytes per second that leave the device.
-    """
+    """Host memory that a step may use: the most bytes (None for no limit), and bytes per second that go there."""
 
     bytes: int | None
     to_host: float

@@ -34,11 +34,10 @@ Stamp = float | torch.cuda.Event
 
 
 class Figures(Observer):
-    """The figures of one placement.
+    """The figures of one region of a plan.
 
     Args:
-        name: What its regions are called. Of nested ones of this name the bytes are those of the innermost, and the
-            replays of all count.
+        name: The region's. Of nested ones of this name the bytes are those of the innermost, and all replays count.
         compare: Whether decisions are compared, because they are not carried.
 
     Attributes:

@@ -86,8 +86,7 @@ class StagePlan:
         rank: The rank that it is on.
         in_flight: The most microbatches that it holds at once.
         layers: The paths of its layers in the whole model.
-        plan: What it recomputes. Its prediction is of the rank: the peak of all its chunks, and the seconds of all
-            microbatches of this stage.
+        plan: Its plan, which predicts the peak of all chunks of the rank, and the seconds of all microbatches.
     """
 
     stage: int
@@ -140,17 +139,18 @@ class StagePlans:
         return dataclasses.replace(plan, choices=tuple(choices), modules=modules)
 
     def __str__(self) -> str:
-        rows = [("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")]
+        rows: list[tuple[str, ...]] = [
+            ("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")
+        ]
         for stage in self.stages:
-            promised = stage.plan.prediction
-            more, peak, budget = "", "", ""
-            if promised is not None:
-                more = f"{promised.step_seconds / promised.plain_step_seconds - 1:+.1%}"
-                peak, budget = f"{promised.peak_bytes / MIB:,.1f}", f"{promised.budget_bytes / MIB:,.1f}"
             chosen = [path for choice in stage.plan for path in choice.paths]
             begun = sum(any(inside(path, layer) for path in chosen) for layer in stage.layers)
-            numbers = (str(stage.stage), str(stage.rank), str(stage.in_flight), str(len(stage.layers)))
-            rows.append((*numbers, str(begun), peak, budget, more))
+            numbers = stage.stage, stage.rank, stage.in_flight, len(stage.layers), begun
+            promised, figures = stage.plan.prediction, ("", "", "")
+            if promised is not None:
+                peak, budget = (f"{count / MIB:,.1f}" for count in (promised.peak_bytes, promised.budget_bytes))
+                figures = peak, budget, f"{promised.step_seconds / promised.plain_step_seconds - 1:+.1%}"
+            rows.append((*map(str, numbers), *figures))
         made = f", from {self.source}" if self.source else ""
         return "\n".join([f"plans of {len(self)} stages{made}", *table(rows)])
 
@@ -174,10 +174,7 @@ class StagePlans:
 
     def to_json(self) -> str:
         """The plans as JSON text; `from_json` reads it."""
-        stages = [
-            {**{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}, "plan": json.loads(s.plan.to_json())}
-            for s in self.stages
-        ]
+        stages = [{**vars(stage), "plan": json.loads(stage.plan.to_json())} for stage in self.stages]
         return json.dumps({"version": VERSION, "source": self.source, "stages": stages}, indent=1)
 
     @staticmethod

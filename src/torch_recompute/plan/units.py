@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
@@ -255,9 +256,10 @@ def _up(path: str) -> str:
 def _is_mlp(products: Iterable[Product]) -> bool:
     """Two or three products that go out of a width and come back to it; a fused gate doubles the width between."""
     several = list(products)
-    pairs = [(up, down) for up in several for down in several if up is not down]
-    back = any(up.takes == down.gives and up.gives in (down.takes, 2 * down.takes) for up, down in pairs)
-    return 2 <= len(several) <= 3 and all(product.pointwise for product in several) and back
+    if not 2 <= len(several) <= 3 or not all(product.pointwise for product in several):
+        return False
+    pairs = itertools.permutations(several, 2)
+    return any(up.takes == down.gives and up.gives in (down.takes, 2 * down.takes) for up, down in pairs)
 
 
 class RoleFinder:
