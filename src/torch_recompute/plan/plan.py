@@ -252,7 +252,7 @@ class Plan:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, plan_of, errors.bad_plan)
+        return read(text, _plan, errors.bad_plan)
 
     def diff(self, other: Plan) -> str:
         """What turns this plan into the other, line by line; empty where they choose the same."""
@@ -302,6 +302,7 @@ def shape_in_words(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "no dimension"
 
 
-def plan_of(data: dict[str, Any]) -> Plan:
-    """The plan in the object that JSON holds, which says at least its choices and its source."""
-    return made(Plan, {**data, "choices": data["choices"], "source": data["source"]})
+def _plan(data: dict[str, Any]) -> Plan:
+    """The plan in a JSON object, whose other keys are of the command that wrote it."""
+    optional = {name: data[name] for name in ("prediction", "modules", "sizes") if name in data}
+    return made(Plan, {"choices": data["choices"], "source": data["source"], **optional})

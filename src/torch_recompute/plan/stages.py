@@ -139,9 +139,8 @@ class StagePlans:
         return dataclasses.replace(plan, choices=tuple(choices), modules=modules)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")
-        ]
+        head = ("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")
+        rows: list[tuple[str, ...]] = [head]
         for stage in self.stages:
             chosen = [path for choice in stage.plan for path in choice.paths]
             begun = sum(any(inside(path, layer) for path in chosen) for layer in stage.layers)
