@@ -281,21 +281,36 @@ class RoleFinder:
         self.lone: set[str] = set()  # experts without a router
         self.attentions: dict[str, str] = {}  # attention -> the module in which the call is
         self.stacks: dict[str, list[tuple[str, int]]] = {}  # container -> layers with their numbers
-        self.registered = {path for path, fact in facts.items() if fact.role == "layer"}
         self.found: list[Unit] = []
         for path, fact in facts.items():
-            if fact.product is not None and not self.under(path, self.products) and not self.under(path, self.opaque):
+            if fact.product is not None and not self.under(path, self.products, self.opaque):
                 self.products[path] = fact.product
 
-    def under(self, path: str, others: Collection[str]) -> bool:
+    def under(self, path: str, *others: Collection[str]) -> bool:
         """Whether the path is one of the others or below one."""
-        while path and path not in others:
+        while path and not any(path in one for one in others):
             path = _up(path)
-        return path in others
+        return any(path in one for one in others)
 
-    def within(self, path: str, others: Collection[str]) -> list[str]:
-        """Which of the others are the path or below it, in order."""
-        return [other for other in self.order[self.position[path] : self.end[path]] if other in others]
+    def child(self, block: str, path: str) -> str:
+        """The child of a module that the path is or is below."""
+        while _up(path) != block:
+            path = _up(path)
+        return path
+
+    @property
+    def experts(self) -> set[str]:
+        """The experts that have a router, as far as they are found."""
+        return {experts for experts, _ in self.moes.values()}
+
+    def within(self, path: str, others: Collection[str], *without: Collection[str]) -> list[str]:
+        """Which of the others are the path or below it, in order, but are not one of some modules or below one."""
+        found = [other for other in self.order[self.position[path] : self.end[path]] if other in others]
+        return [other for other in found if not self.under(other, *without)] if without else found
+
+    def registered(self, role: str, path: str = "") -> list[str]:
+        """The modules at a path or below it that are registered for a role."""
+        return [other for other in self.within(path, self.facts) if self.facts[other].role == role]
 
     def units(self, model: str) -> Units:
         """Finds the units, in the model's order."""
@@ -303,7 +318,7 @@ class RoleFinder:
         self._find_attentions()
         self._find_stacks("", self.stacks)
         known = {layer for layers in self.stacks.values() for layer, _ in layers}
-        for path in sorted(self.registered, key=self.position.__getitem__):
+        for path in self.registered("layer"):
             if path not in known:
                 layers = self.stacks.setdefault(_up(path), [])
                 layers.append((path, len(layers)))
@@ -322,20 +337,15 @@ class RoleFinder:
 
     def _find_experts(self) -> None:
         for path in self.order[1:]:
-            if self.under(path, self.products) or self.under(path, self.lone) or self._in_experts(path):
+            if self.under(path, self.products, self.lone, self.experts):
                 continue
             count = self._experts_in(path)
             found = self._router(path, count) if count else None
             if found is not None:
                 block, router = found
-                while _up(path) != block:
-                    path = _up(path)
-                self.moes[block] = path, router
+                self.moes[block] = self.child(block, path), router
             elif count and self._says_experts(path):
                 self.lone.add(path)
-
-    def _in_experts(self, path: str) -> bool:
-        return any(self.under(path, {experts}) for experts, _ in self.moes.values())
 
     def _says_experts(self, path: str) -> bool:
         name = path.rpartition(".")[2].lower() + self.facts[path].cls.lower()
@@ -360,18 +370,14 @@ class RoleFinder:
         block = experts
         while block:
             block = _up(block)
-            products = self.within(block, self.products)
-            beside = [p for p in products if not self.under(p, {experts}) and "shared" not in p]
+            beside = [p for p in self.within(block, self.products, {experts}) if "shared" not in p]
             named = [p for p in beside if says_router(p[len(block) :])]
             sized = [p for p in beside if self.products[p].gives == count]
-            registered = [p for p in self.within(block, self.facts) if self.facts[p].role == "router"]
             both = [p for p in sized if p in named]
-            routers = registered or both or (sized or named if self._says_experts(experts) else [])
+            likely = both or (sized or named if self._says_experts(experts) else [])
+            routers = self.registered("router", block) or likely
             if routers:
-                router = routers[0]
-                while _up(router) != block:
-                    router = _up(router)
-                return block, router
+                return block, self.child(block, routers[0])
             if block and self.facts[_up(block)].container:
                 return None  # that was a layer
         return None
@@ -380,17 +386,15 @@ class RoleFinder:
 
     def _find_attentions(self) -> None:
         taken = {path for pair in self.moes.values() for path in pair} | self.lone
-        for path, fact in self.facts.items():
-            if fact.role == "attention":
-                self.attentions[path] = path
-        for path, fact in self.facts.items():
-            free = fact.role is None and not self.under(path, self.products) and not self.under(path, taken)
-            if free and not self.under(path, self.attentions):
+        self.attentions.update({path: path for path in self.registered("attention")})
+        free = [p for p, fact in self.facts.items() if fact.role is None and not self.under(p, self.products, taken)]
+        for path in free:
+            if not self.under(path, self.attentions):
                 self._try_attention(path)
-        for path, fact in self.facts.items():
-            near = self.within(path, self.attentions) or self.under(path, self.attentions) or self.under(path, taken)
+        for path in free:
             direct = any(child in self.products for child in self.children[path])
-            if direct and not near and fact.role is None and re.search("Attention|Attn", fact.cls):
+            near = self.within(path, self.attentions) or self.under(path, self.attentions)
+            if direct and not near and re.search("Attention|Attn", self.facts[path].cls):
                 self.attentions[path] = path
 
     def _try_attention(self, path: str) -> None:
@@ -398,28 +402,26 @@ class RoleFinder:
         makes = [feeds(child.rpartition(".")[2]) for child in alone]
         if set[str]().union(*makes) != {"q", "k", "v"}:
             return
-        attention, above = path, _up(path)
-        if path and all(makes):
-            more = [product for product in self.within(above, self.products) if not self.under(product, {path})]
-            if len(more) == 1 and not (above and self.facts[_up(above)].container):
-                attention = above
-        self.attentions[attention] = path
+        above = _up(path)
+        projected = path and all(makes) and len(self.within(above, self.products, {path})) == 1
+        inside_layer = not (above and self.facts[_up(above)].container)
+        self.attentions[above if projected and inside_layer else path] = path
 
     # --- stacks ---
 
     def _weight(self, path: str) -> int:
         """How many products there are in a module; experts count as two, and so does an opaque module."""
-        twice = self.opaque | {experts for experts, _ in self.moes.values()}
+        twice = self.opaque | self.experts
         return len(self.within(path, self.products)) + 2 * len(self.within(path, twice))
 
     def _is_layer(self, path: str) -> bool:
         fact = self.facts[path]
-        if fact.role is not None or self.within(path, self.registered):
+        if fact.role is not None or self.registered("layer", path):
             return fact.role == "layer"
         return fact.called and path not in self.products and self._weight(path) >= 2
 
     def _find_stacks(self, path: str, stacks: dict[str, list[tuple[str, int]]]) -> None:
-        if any(self.under(path, found) for found in (self.products, self.attentions, self.moes, self.lone)):
+        if self.under(path, self.products, self.attentions, self.moes, self.lone):
             return
         inner: dict[str, list[tuple[str, int]]] = {}
         for child in self.children[path]:
@@ -449,14 +451,13 @@ class RoleFinder:
         self._add(path, "layer")
         zones = self._read_attentions(path) | self._read_moes(path)
         apart = zones | self.attentions.keys()
-        left = [product for product in self.within(path, self.products) if not self.under(product, apart)]
-        mlps = [p for p in self.within(path, self.facts) if self.facts[p].role == "mlp" and not self.under(p, zones)]
-        groups = dict.fromkeys(mlps, "mlp") | self._groups(path, [p for p in left if not self.under(p, mlps)])
+        left = self.within(path, self.products, apart)
+        mlps = self.within(path, self.registered("mlp", path), zones)
+        groups = dict.fromkeys(mlps, "mlp") | self._groups(path, self.within(path, left, mlps))
         for group, role in groups.items():
             self._add(group, role)
         zones |= groups.keys()
-        single = [product for product in left if not self.under(product, groups)]
-        spread = tuple(product for product in single if self.products[product].pointwise)
+        spread = tuple(product for product in self.within(path, left, groups) if self.products[product].pointwise)
         alone = not self.within(path, self.moes) and "mlp" not in groups.values()
         if alone and _is_mlp(self.products[product] for product in spread):
             self._add(path, "mlp", spread)
@@ -525,7 +526,7 @@ class RoleFinder:
             if spread:
                 continue
             zones.add(block)
-            apart = [p for p in self.within(block, self.products) if not self.under(p, {experts, router})]
+            apart = self.within(block, self.products, {experts, router})
             for shared in self._groups(block, apart):
                 self._add(shared, "shared_experts")
             for product in apart + self.within(experts, self.products):
@@ -535,7 +536,7 @@ class RoleFinder:
     # --- what is outside ---
 
     def _read_rest(self, layers: set[str]) -> None:
-        rest = [path for path in self.order if path not in layers and not self.under(path, layers)]
+        rest = self.within("", self.facts, layers)
         embeddings: set[str] = set()
         heads: set[str] = set()
         last = max((self.end[stack] for stack in self.stacks), default=len(self.order))
