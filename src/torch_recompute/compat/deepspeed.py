@@ -157,7 +157,7 @@ def _check(argument: str, name: str, value: Any) -> None:
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called. It need not be."""
+    """Returns whether `configure` has been called. It need not be."""
     return _Settings.configured
 
 

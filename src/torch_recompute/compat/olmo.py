@@ -58,7 +58,7 @@ class OutputDiscardCheckpoint:
         self._called = False
 
     def _state(self) -> Sequence[Ambient]:
-        """What a replay must find as the forward did, besides what every region looks after."""
+        """State that a replay restores besides what every region restores."""
         return ()
 
     def checkpoint(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

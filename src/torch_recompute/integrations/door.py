@@ -69,7 +69,7 @@ class StepFigures:
 
     @property
     def watching(self) -> bool:
-        """Whether the present step is watched."""
+        """Returns whether the present step is watched."""
         return self._start is not None
 
     def begin(self, handle: Applied) -> None:

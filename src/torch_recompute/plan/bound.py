@@ -217,7 +217,7 @@ class _Flow:
         self._room += [room, 0.0]
 
     def cut(self, source: int, sink: int) -> list[bool]:
-        """Which side of a minimum cut each vertex is on: True for the source's."""
+        """Finds the side of a minimum cut that each vertex is on: True for the source's."""
         while (levels := self._levels(source))[sink] >= 0:
             self._block(source, sink, levels)
         return [level >= 0 for level in levels]

@@ -25,7 +25,7 @@ _TEXT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) *([a-z%]*)")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a budget means. If both are None: what fits onto the device.
+    """A budget. If both are None: what fits onto the device.
 
     Attributes:
         bytes: For the peak of the whole step.

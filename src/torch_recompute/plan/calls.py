@@ -71,7 +71,7 @@ def declare_product(func: Function) -> None:
 
 
 def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Which of a plan's kinds of call this one is, the narrowest; None where it is of no kind."""
+    """The narrowest of a plan's kinds of call that this one is of; None for none."""
     if func in ATTENTION:
         return "attention"
     if func in PRODUCTS or func in _declared:
@@ -140,7 +140,7 @@ def enter_keeping(stack: ExitStack, kinds: Sequence[str], carry: bool = False) -
 
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a product is one with a parameter, or with a part of one (the matrix of one expert)."""
+    """Returns whether a product is one with a parameter, or with a part of one (the matrix of one expert)."""
     operands = [*args, *kwargs.values()]
     for operand in operands:
         operands.extend(operand if isinstance(operand, (list, tuple)) else ())
@@ -148,7 +148,7 @@ def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _narrows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a product with a matrix makes less of each row than it reads, by the part of the matrix on this rank."""
+    """Returns whether a product with a matrix makes less of each row than it reads, by the matrix on this rank."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     place = next((i for i, x in enumerate(tensors) if x.dim() > 1 and _torch.parameter_of(x) is not None), None)
     if place is None or func not in LINEAR | MATRICES:
@@ -190,7 +190,7 @@ PICKS = _anywhere("argmax", "multinomial")
 
 
 class Picks(list[torch.Tensor]):
-    """What the decisions of one forward picked, in order; one leaf of a tree, which grows while the forward runs."""
+    """The picks of one forward's decisions, in order; one leaf of a tree, which grows while the forward runs."""
 
 
 class Compare(TorchFunctionMode):
@@ -260,7 +260,7 @@ def _ordered(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _own(value: Any) -> Any:
-    """What was carried, so that the caller may change it in place, as routers do."""
+    """Copies what was carried, so that the caller may change it in place, as routers do."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return tuple(map(_own, value)) if type(value) is tuple else value

@@ -114,5 +114,5 @@ class Choice:
 
 
 def stored_in(word: str) -> str:
-    """Where the store of a word keeps things."""
+    """The place of a store, in words."""
     return _WHERE.get(word, f"in {word!r}")

@@ -255,7 +255,7 @@ def _no_effect(config: RecomputeConfig, field: str, why: str, write: str) -> NoR
 
 
 def _is_default(config: RecomputeConfig, field: str) -> bool:
-    """Whether a field says nothing: at its default, an empty list, or what Megatron's default once was."""
+    """Returns whether a field says nothing: at its default, an empty list, or what Megatron's default once was."""
     value = getattr(config, field)
     once = (field, value) == ("cpu_offloading_weights", True)
     return value == getattr(RecomputeConfig, field) or value in ([], ()) or once
@@ -622,7 +622,7 @@ def _split_weights(model: nn.Module) -> list[str]:
 
 
 def _runs_one(choice: Choice, weights: Iterable[str]) -> bool:
-    """Whether a replay of this region runs a module with one of these weights."""
+    """Returns whether a replay of this region runs a module with one of these weights."""
     regions = choice.modules
     skipped = [joined(regions[0], keep) for keep in choice.kept if not keep.calls]
     return any(

@@ -1,4 +1,4 @@
-"""What a training step costs, as plain data: a model's segments (layers), the options for each, and all other memory.
+"""The costs of a training step, as plain data: a model's segments (layers), the options for each, and other memory.
 
 A step runs its segments in order and their backwards in the opposite order. What a segment saves is alive from its
 forward to its backward, so at any moment of either only the segments *before* it count. With `S` for the bytes saved by
@@ -55,7 +55,7 @@ class Option:
 
     @property
     def nested(self) -> bool:
-        """Whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`)."""
+        """Returns whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`)."""
         return any(choice.nested for choice in self.regions)
 
 
@@ -172,7 +172,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver chose.
+    """A solver's choice.
 
     Attributes:
         options: One per segment; those after the first of a span repeat the span's option.
@@ -206,7 +206,7 @@ def begins(options: Sequence[Option]) -> list[int]:
 
 
 def peak(costs: Costs, options: Sequence[Option]) -> PeakMoment:
-    """When the most bytes are alive, with one option per segment."""
+    """Finds when the most bytes are alive, with one option per segment."""
     saved, levels = 0, list[int]()  # saved by what has begun, at the point before each segment
     moments: list[PeakMoment] = []
     for start in begins(options):

@@ -1,4 +1,4 @@
-"""What is known of memory and plans when it runs out in a region; the engine asks, and adds it to the error.
+"""Advice for an error that memory ran out in a region: what was alive, and the nearest plan that fits.
 
 What was alive is known from a measurement that runs. Without one, the model that a plan is in says its parameters and
 gradients, and the CUDA allocator the sum. The nearest plan that fits is solved for on the spot, from the costs that a

@@ -38,7 +38,7 @@ PARTS = (*WEIGHTY, "mlp", "norm", "inner_norm")
 
 
 def routed(units: Units, path: str) -> bool:
-    """Whether tokens are routed in this module, so that a region around it carries the decisions."""
+    """Returns whether tokens are routed in this module, so that a region around it carries the decisions."""
     return bool(units.by_role("router", within=path)) or any(
         inside(part, path) for unit in units.by_role("moe") for part in (unit.parts or (unit.path,))
     )
@@ -132,7 +132,7 @@ def named(units: Units, label: str, paths: Iterable[str]) -> tuple[Choice, ...]:
 
 
 def matching(units: Units) -> dict[str, int]:
-    """How many regions each label makes in this model; labels that match nothing are left out."""
+    """Counts the regions that each label makes in this model; labels that match nothing are left out."""
     counts = {label: len(placed(units)) for label, placed in LABELS.items()}
     return {label: count for label, count in counts.items() if count}
 
@@ -157,7 +157,7 @@ def merge(units: Units, choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 
 def _replays(outer: Choice, inner: Choice) -> bool:
-    """Whether the outer region runs the inner one's module again, rather than saving it."""
+    """Returns whether the outer region runs the inner one's module again, rather than saving it."""
     (top, *more), (low, *others) = outer.paths, inner.paths
     if more or others or Target(top).calls or Target(low).calls:  # a named call finds out for itself
         return False
@@ -165,7 +165,7 @@ def _replays(outer: Choice, inner: Choice) -> bool:
 
 
 def _saved_paths(choice: Choice) -> list[str]:
-    """What a choice saves, by paths of the model, but for kinds of calls that it saves everywhere."""
+    """The paths in the model that a choice saves, without kinds of calls that it saves everywhere."""
     return [joined(choice.paths[0], keep) for keep in choice.kept if keep.module or not keep.calls]
 
 
@@ -194,7 +194,7 @@ def _united(units: Units, outer: Choice, inner: Choice) -> Choice:
 
 
 class _SavedBy:
-    """What one choice saves, with paths as the model has them."""
+    """The work that one choice saves, with paths as the model has them."""
 
     def __init__(self, units: Units, choice: Choice) -> None:
         self.paths = _saved_paths(choice)
@@ -203,9 +203,9 @@ class _SavedBy:
         self._leaves = {unit.path for unit in units.by_role(*PRODUCTS, within=choice.paths[0])}
 
     def keeps(self, path: str) -> bool:
-        """Whether all the work of this module is saved."""
+        """Returns whether all the work of this module is saved."""
         return any(inside(path, kept) for kept in self.paths) or (self.products and path in self._leaves)
 
     def calls(self, path: str) -> bool:
-        """Whether the attention call in this module is saved."""
+        """Returns whether the attention call in this module is saved."""
         return self.attention or any(inside(path, kept) for kept in self.paths)

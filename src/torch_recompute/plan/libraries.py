@@ -162,7 +162,7 @@ class CheckpointingSwitch:
 
 
 def is_cache(value: object) -> bool:
-    """Whether this is one of the library's caches, or a class derived from one."""
+    """Returns whether this is one of the library's caches, or a class derived from one."""
     return any(
         cls.__name__.endswith("Cache") and cls.__module__.partition(".")[0] == "transformers"
         for cls in type(value).__mro__
@@ -170,7 +170,7 @@ def is_cache(value: object) -> bool:
 
 
 class CacheSnapshot:
-    """What a cache held at one moment."""
+    """The content of a cache at one moment."""
 
     def __init__(self, cache: object) -> None:
         self._tensors: list[tuple[torch.Tensor, int]] = []

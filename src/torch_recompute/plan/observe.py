@@ -1,11 +1,11 @@
-"""What a region of a plan frees and what its replays cost, counted while somebody watches (`Applied.watch`).
+"""Figures of a plan's regions: what each frees and what its replays cost, while they are watched (`Applied.watch`).
 
 The bytes are those of the tensors that autograd saves in the region's forward and that the region then drops, counted
 by storage. The cost is that of the replays: FLOPs of products, of the first one, and seconds of every one but the
 first, which warms caches and runs under the counter of FLOPs. Times are two events on CUDA, read when the figures are
 asked for. Where decisions are not carried, those of one forward are compared with its replay's.
 
-A region that nobody watches has no figures, which is all that a call of it looks at. A call that began while it was
+A region that is not watched has no figures, which is all that a call of it looks at. A call that began while it was
 watched has its figures for an observer, so its replays are watched wherever the backward runs.
 """
 
@@ -66,7 +66,7 @@ class Figures(Observer):
 
     @property
     def flips(self) -> int:
-        """How many of these decisions the replay made otherwise."""
+        """The number of these decisions that the replay made otherwise."""
         return sum(int(count) for count in self._flips)
 
     @property

@@ -58,7 +58,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a planned step takes.
+    """The memory and time that a planned step takes.
 
     Attributes:
         budget_bytes: What was asked for; the peak is at most this.
@@ -94,7 +94,7 @@ class Prediction:
 
     @property
     def gap(self) -> float:
-        """How far from the bound the step can be at most, as a share of the step."""
+        """The most that the step can be above the bound, as a share of the step."""
         return max(0.0, self.step_seconds - self.bound_seconds) / self.step_seconds if self.step_seconds else 0.0
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How much of the step another schedule could save at most, as a share."""
+        """The most that another schedule could save, as a share of the step."""
         return None if self.prediction is None else self.prediction.gap
 
     def __iter__(self) -> Iterator[Choice]:
@@ -255,7 +255,7 @@ class Plan:
         return read(text, _plan, errors.bad_plan)
 
     def diff(self, other: Plan) -> str:
-        """What turns this plan into the other, line by line; empty where they choose the same."""
+        """Shows what turns this plan into the other, line by line; empty if they choose the same."""
         mine, theirs = (
             [str(choice) for choice in plan.choices]
             + [f"up to {shape_in_words(size.shape)}: {line}" for size in plan.sizes for line in size.choices or ("-",)]
@@ -293,7 +293,7 @@ def _check(choices: tuple[Choice, ...]) -> None:
 
 
 def fits(shape: tuple[int, ...], size: tuple[int, ...]) -> bool:
-    """Whether a shape is no larger than another in any dimension."""
+    """Returns whether a shape is no larger than another in any dimension."""
     return len(shape) == len(size) and all(a <= b for a, b in zip(shape, size, strict=True))
 
 

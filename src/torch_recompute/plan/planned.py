@@ -85,7 +85,7 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
 
 
 def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
-    """Whether one of some modules holds what routes tokens, so that a region around it carries the decisions."""
+    """Returns whether one of some modules routes tokens, so that a region around it carries the decisions."""
     return any(inside(router, path) for path in paths for router in routers)
 
 
@@ -129,7 +129,7 @@ def planned(
 
 
 def _lines(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
-    """What becomes of the segments, those treated alike together; `starts` is where an option begins."""
+    """Describes the segments, those treated alike together; `starts` is where an option begins."""
     groups: dict[tuple[str, str, Option], list[str]] = {}
     for start in starts:
         segment = costs.segments[start]

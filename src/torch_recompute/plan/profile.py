@@ -76,7 +76,7 @@ def made(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step costs.
+    """The costs of a step.
 
     Attributes:
         model: The name of the model's class.
@@ -119,7 +119,7 @@ class Profile:
         return read(text, _profile, _bad_profile)
 
     def diff(self, other: Profile) -> str:
-        """What turns this profile into the other: a line for each kind of segment that differs; empty where none does.
+        """Shows what turns this profile into the other: a line for each kind of segment that differs.
 
         Bytes and seconds are shown to the places that a person reads; what differs by less is not shown.
         """

@@ -1,8 +1,8 @@
-"""What the regions of a plan free and cost, as plain data and as a table.
+"""Reports of what a plan's regions free and cost, as plain data and as a table.
 
 A region that frees less than 1 % of the bytes per share of the time is marked, with the reason. Regions that differ in
-nothing but a number in their path are one line of the table. A report of steps that nobody watched has no figures, and
-says what to write for them.
+nothing but a number in their path are one line of the table. A report of steps that were not watched has no figures,
+and says what to write for them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Report:
         return sum(row.decisions for row in self.rows)
 
     def remark(self, row: Row) -> str:
-        """What is wrong with a region, or why it is not worth its cost; empty where neither can be said."""
+        """Says what is wrong with a region, or why it is not worth its cost, if anything."""
         if not self.watched:
             return "not watched"
         if row.flips:

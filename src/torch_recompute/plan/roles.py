@@ -38,7 +38,7 @@ ROLES = (
 
 
 def inside(path: str, around: str) -> bool:
-    """Whether a module path is `around` or below it; the empty path is the model itself."""
+    """Returns whether a module path is `around` or below it; the empty path is the model itself."""
     return not around or path == around or path.startswith(around + ".")
 
 

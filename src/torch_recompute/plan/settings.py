@@ -49,7 +49,7 @@ INSIDE: dict[str, tuple[object, str]] = {
     ),
 }
 
-# A key with one of these in its name is about recomputation, whoever wrote it.
+# A key with one of these in its name is about recomputation, in any system.
 OURS = ("recompute", "activations_checkpoint", "checkpoint_activations")
 # Other systems' names that are not alike.
 ELSEWHERE = dict.fromkeys(("recompute", "recompute_activations", "checkpoint_activations"), "recompute_granularity")
@@ -162,7 +162,7 @@ def _check_foreign(where: str, key: str, value: object, names: Sequence[str]) ->
 
 
 def looks_like_ours(key: str, names: Sequence[str]) -> bool:
-    """Whether a key that is no field can only be a field spelled wrong."""
+    """Returns whether a key that is no field can only be a field spelled wrong."""
     plain = key.lower().replace("-", "_")
     # Others have many words for splitting sequences.
     close = difflib.get_close_matches(plain, [name for name in names if name != "sequence_parallel"], 1, CLOSE)

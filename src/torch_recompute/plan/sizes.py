@@ -62,12 +62,12 @@ class Sizes:
         return [number for number, one in enumerate(self._sets) if choice in one]
 
     def when(self, choices: Iterable[Choice]) -> Callable[[], bool] | None:
-        """Whether the present call goes by a set with one of these choices; None if every set has one."""
+        """Returns whether the present call goes by a set with one of these choices; None if every set has one."""
         numbers = frozenset(number for choice in choices for number in self.of(choice))
         return None if len(numbers) == len(self._sets) else partial(self.current_in, numbers)
 
     def current_in(self, numbers: frozenset[int]) -> bool:
-        """Whether the present call of the model, on this thread, goes by one of these sets."""
+        """Returns whether the present call of the model, on this thread, goes by one of these sets."""
         at = thread.overrides
         while at is not None and not (isinstance(at, _Set) and at.sizes is self):
             at = at.around

@@ -1,4 +1,4 @@
-"""Which option each segment takes, so that a step fits into a budget and costs the fewest seconds.
+"""The solver: an option for each segment, so that a step fits into a budget and costs the fewest seconds.
 
 The inequalities of `cost.py` are read from the end of the model. Let the need at a place be the bytes that must be free
 there, above what the segments before it have saved. For an option chosen at that place,

@@ -23,7 +23,7 @@ from .roles import inside
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is trained in a pipeline.
+    """A way to train a model in a pipeline.
 
         Stages("1F1B", pipeline=4, microbatches=8)
         Stages("Interleaved1F1B", pipeline=4, microbatches=8, chunks=2, split=(5, 5, 5, 5, 4, 4, 4, 4))
@@ -159,7 +159,7 @@ class StagePlans:
         return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()
 
     def diff(self, other: StagePlans) -> str:
-        """What turns these plans into the others, line by line; empty where they choose the same."""
+        """Shows what turns these plans into the others, line by line; empty if they choose the same."""
         return self._whole().diff(other._whole())
 
     def _whole(self) -> Plan:

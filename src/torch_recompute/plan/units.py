@@ -196,7 +196,7 @@ def _words(name: str) -> set[str]:
 
 
 def feeds(name: str) -> set[str]:
-    """Which of queries, keys and values a product with this name makes."""
+    """The queries, keys and values that a product with this name makes."""
     found = _words(name)
     if name == "c_attn" or any("qkv" in word for word in found) or {"query", "key", "value"} <= found:
         return {"q", "k", "v"}
@@ -206,7 +206,7 @@ def feeds(name: str) -> set[str]:
 
 
 def says_router(path: str) -> bool:
-    """Whether a module on this path is called a router; a `gate_proj` is not one."""
+    """Returns whether a module on this path is called a router; a `gate_proj` is not one."""
     return any("router" in _words(name) or name in {"gate", "wg", "gating"} for name in path.split("."))
 
 
@@ -287,7 +287,7 @@ class RoleFinder:
                 self.products[path] = fact.product
 
     def under(self, path: str, *others: Collection[str]) -> bool:
-        """Whether the path is one of the others or below one."""
+        """Returns whether the path is one of the others or below one."""
         while path and not any(path in one for one in others):
             path = _up(path)
         return any(path in one for one in others)
@@ -304,7 +304,7 @@ class RoleFinder:
         return {experts for experts, _ in self.moes.values()}
 
     def within(self, path: str, others: Collection[str], *without: Collection[str]) -> list[str]:
-        """Which of the others are the path or below it, in order, but are not one of some modules or below one."""
+        """Those of the others that are the path or below it, in order, and not one of some modules or below one."""
         found = [other for other in self.order[self.position[path] : self.end[path]] if other in others]
         return [other for other in found if not self.under(other, *without)] if without else found
 
@@ -352,7 +352,7 @@ class RoleFinder:
         return self.facts[path].role == "experts" or ("expert" in name and "shared" not in name)
 
     def _experts_in(self, path: str) -> int:
-        """How many experts a module may be; 0 if it cannot be the experts of a mixture."""
+        """Counts the experts that a module may be; 0 if it cannot be the experts of a mixture."""
         fact, below = self.facts[path], [child for child in self.children[path] if self.facts[child].heavy]
         if fact.role == "experts":
             return max(*fact.stacked, len(below), 1, 1)
@@ -410,7 +410,7 @@ class RoleFinder:
     # --- stacks ---
 
     def _weight(self, path: str) -> int:
-        """How many products there are in a module; experts count as two, and so does an opaque module."""
+        """Counts the products in a module; experts count as two, and so does an opaque module."""
         twice = self.opaque | self.experts
         return len(self.within(path, self.products)) + 2 * len(self.within(path, twice))
 

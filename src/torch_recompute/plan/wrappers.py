@@ -105,7 +105,7 @@ class ForwardWrapper:
 
     @property
     def idle(self) -> bool:
-        """Whether it is the plain call now."""
+        """Returns whether it is the plain call now."""
         return self.out or (self.when is not None and not self.when())
 
     @property
@@ -120,7 +120,7 @@ class ForwardWrapper:
         here.setdefault(REPLICATE, self.replica)
 
     def take_out(self) -> None:
-        """Gives the module its forward back; a wrapper that somebody has put on top stays, and calls the plain one."""
+        """Gives the module its forward back; a wrapper that was put on top stays, and calls it."""
         self.out = True
         here = self.module.__dict__
         if here.get(REPLICATE) == self.replica:
@@ -160,7 +160,7 @@ class Region(ForwardWrapper):
         name: The region's name.
         store: Where its inputs are kept; None for where they are.
         disabled: Whether it is a plain call, because the model's own checkpointing switch was turned off.
-        figures: What it frees and costs, while somebody watches; else None.
+        figures: What it frees and costs, while it is watched; else None.
         promised: Compared with the first call of a training step, then None.
     """
 
