@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
     from .plan.config import RecomputeConfig
     from .plan.plan import Prediction
-    from .plan.planned import solve
     from .plan.profile import Profile
+    from .plan.solve import solve
     from .plan.stages import StagePlan, StagePlans, Stages
     from .planner import make_plan, profile
     from .simulation import Simulation
@@ -49,8 +49,8 @@ else:  # imported when they are first asked for
             "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
             "plan.config": ("RecomputeConfig",),
             "plan.plan": ("Prediction",),
-            "plan.planned": ("solve",),
             "plan.profile": ("Profile",),
+            "plan.solve": ("solve",),
             "plan.stages": ("StagePlan", "StagePlans", "Stages"),
             "planner": ("make_plan", "profile"),
             "simulation": ("Simulation",),

@@ -32,7 +32,7 @@ from ..memory.retainers import Retainers
 from ..observer import Observer, observing, running
 from ..plan.apply import apply
 from ..plan.plan import Plan
-from ..plan.planned import bytes_of
+from ..plan.solve import bytes_of
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Loss, MakeOptimizer, Planner

@@ -31,9 +31,8 @@ from torch import nn
 from .. import _torch, errors
 from ..memory.loop import COMMON, Loop
 from ..plan.plan import Plan
-from ..plan.planned import planned
 from ..plan.profile import Profile
-from ..plan.solve import frontier
+from ..plan.solve import frontier, planned
 from ..planner.planner import Loss, Planner
 from ..planner.prices import DEVICES
 

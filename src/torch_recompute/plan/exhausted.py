@@ -21,7 +21,7 @@ from ..memory import measurement
 from ..memory.ledger import CountedOnce
 from ..observer import Observer, always
 from .plan import Plan
-from .planned import solve
+from .solve import solve
 
 _MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"
 

@@ -35,8 +35,7 @@ from ..plan.bound import bound
 from ..plan.budget import read_budget
 from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
-from ..plan.planned import bytes_of, choices_of, planned
-from ..plan.solve import choose, smallest
+from ..plan.solve import bytes_of, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
 from .calibrate import calibrate
 from .ops import Op

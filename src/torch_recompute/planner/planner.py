@@ -36,9 +36,8 @@ from ..plan.apply import apply
 from ..plan.choice import Choice, joined
 from ..plan.cost import Costs, Host, Kind, Option, Solution, kinds_for_all, simplicity
 from ..plan.plan import Plan
-from ..plan.planned import bytes_of, choices_of, decides, planned
 from ..plan.profile import Profile
-from ..plan.solve import choose, frontier, smallest, untied
+from ..plan.solve import bytes_of, choices_of, choose, decides, frontier, planned, smallest, untied
 from ..plan.wrappers import described
 from ..simulation import Simulation, simulate_step
 from ..simulation.step import loss_of
