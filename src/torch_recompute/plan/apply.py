@@ -194,7 +194,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             every = [joined(path, keep.module) for path in choice.paths]
             for path in ([path for path in every if path in modules] or every[:1]) if keep.module or not kind else ():
                 module = find(path)
-                place(KeepCallsWithin(module, path, [kind]) if kind else SavedModule(module, path), kind, choice)
+                place(KeepCallsWithin(module, path, kind) if kind else SavedModule(module, path), kind, choice)
     for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
         if any(inside(path, Target(one.path).module) or inside(Target(one.path).module, path) for one in regions):
             raise errors.ArgumentError(errors.other_checkpointing_inside(path))

@@ -127,16 +127,20 @@ class KeepCollectives(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def enter_keeping(stack: ExitStack, kinds: Sequence[str], carry: bool = False) -> None:
-    """Enters modes that make saved calls of all calls of some kinds, of `choice.KINDS`, and may carry decisions."""
+def run_keeping(
+    fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[str], carry: bool = False
+) -> Any:
+    """Calls a function in which all calls of some of `choice.KINDS` are saved calls, and decisions may be carried."""
     functions = [kind for kind in kinds if kind not in COLLECTIVES]
     collectives = [kind for kind in kinds if kind in COLLECTIVES]
-    if functions:
-        stack.enter_context(KeepCalls(functions))
-    if collectives and not torch.compiler.is_compiling():
-        stack.enter_context(KeepCollectives(collectives))
-    if carry:
-        stack.enter_context(Carry())
+    with ExitStack() as stack:
+        if functions:
+            stack.enter_context(KeepCalls(functions))
+        if collectives and not torch.compiler.is_compiling():
+            stack.enter_context(KeepCollectives(collectives))
+        if carry:
+            stack.enter_context(Carry())
+        return fn(*args, **kwargs)
 
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -23,8 +23,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from ..observer import observing
 from ..region import no_recompute, recompute
 from ..stores import Store
 from ..values import Overrides, thread
-from .calls import enter_keeping
+from .calls import run_keeping
 from .choice import Choice, Target
 from .observe import Figures
 from .plan import Plan
@@ -206,9 +205,7 @@ class Region(ForwardWrapper):
         plain = thread.run is None and not torch.compiler.is_compiling()  # without gradients there is no region
         if plain or not (self._kinds or self._carry):
             return fn(*args, **kwargs)
-        with ExitStack() as stack:
-            enter_keeping(stack, self._kinds, self._carry)
-            return fn(*args, **kwargs)
+        return run_keeping(fn, args, kwargs, self._kinds, self._carry)
 
 
 class NamedCalls(Region):
@@ -273,19 +270,17 @@ class SavedModule(ForwardWrapper):
 
 
 class KeepCallsWithin(ForwardWrapper):
-    """A module in which the calls of some kinds are saved when a region around it runs."""
+    """A module in which the calls of a kind are saved when a region around it runs."""
 
-    def __init__(self, module: nn.Module, path: str, kinds: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, path: str, kind: str) -> None:
         super().__init__(module, path)
-        self._kinds = tuple(kinds)
+        self._kind = kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these calls saved."""
+        """Calls the module."""
         if self.idle or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
-        with ExitStack() as stack:
-            enter_keeping(stack, self._kinds)
-            return self.plain(*args, **kwargs)
+        return run_keeping(self.plain, args, kwargs, [self._kind])
 
 
 class ChainedRegion(Region):
