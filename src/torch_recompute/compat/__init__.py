@@ -23,11 +23,4 @@ if TYPE_CHECKING:
 else:  # imported when they are first asked for
     __getattr__, __dir__ = lazily(globals(), {"deepspeed": (), "megatron": (), "paddle": ()})
 
-__all__ = [
-    "OutputDiscardCheckpoint",
-    "checkpoint",
-    "checkpoint_sequential",
-    "deepspeed",
-    "megatron",
-    "paddle",
-]
+__all__ = ["OutputDiscardCheckpoint", "checkpoint", "checkpoint_sequential", "deepspeed", "megatron", "paddle"]

@@ -52,10 +52,7 @@ _NOT_DONE = {
         "no region waits for the device, and none has to",
         "To time regions, call torch.accelerator.synchronize() in the function",
     ),
-    "profile": (
-        "regions keep no timers",
-        "Time them with torch.profiler",
-    ),
+    "profile": ("regions keep no timers", "Time them with torch.profiler"),
 }
 
 

@@ -192,36 +192,24 @@ def _number(word: str) -> int | str:
         return word
 
 
-_SWITCH: dict[str, Any] = {"action": "store_true"}
-_FLAGS: dict[str, dict[str, Any]] = {
-    "recompute_granularity": {"metavar": "full|selective", "help": "whole layers, or parts of them"},
-    "recompute_method": {"metavar": "uniform|block", "help": "full: every layer, or the first ones"},
-    "recompute_num_layers": {
-        "metavar": "N",
-        "type": _number,
-        "help": "full: uniform: layers per region; block: how many",
-    },
-    "recompute_modules": {
-        "metavar": "LABEL",
-        "nargs": "*",
-        "help": "selective: core_attn, mlp, layernorm, moe, moe_act, shared_experts, mla_up_proj, or module paths; "
+# Of each flag the placeholder of its value (none for a switch), and its help.
+_FLAGS = {
+    "recompute_granularity": ("full|selective", "whole layers, or parts of them"),
+    "recompute_method": ("uniform|block", "full: every layer, or the first ones"),
+    "recompute_num_layers": ("N", "full: uniform: layers per region; block: how many"),
+    "recompute_modules": (
+        "LABEL",
+        "selective: core_attn, mlp, layernorm, moe, moe_act, shared_experts, mla_up_proj, or module paths; "
         "separated by spaces or commas; none for a run that recomputes nothing",
-    },
-    GRANULARITY_FLAG: {**_SWITCH, "help": "the same as --recompute_granularity selective"},
-    BLOCK_FLAG: {
-        "metavar": "N",
-        "type": _number,
-        "help": "the same as --recompute_granularity full --recompute_method block --recompute_num_layers N",
-    },
-    "distribute_saved_activations": {
-        **_SWITCH,
-        "help": "full: regions keep their inputs in parts on the tensor parallel ranks",
-    },
-    "repeat_collectives": {
-        **_SWITCH,
-        "help": "replays repeat the reductions of tensor parallel layers, whose results are kept without it",
-    },
-    "moe_layer_recompute": {**_SWITCH, "help": "deprecated: moe among --recompute_modules"},
+    ),
+    GRANULARITY_FLAG: ("", "the same as --recompute_granularity selective"),
+    BLOCK_FLAG: ("N", "the same as --recompute_granularity full --recompute_method block --recompute_num_layers N"),
+    "distribute_saved_activations": ("", "full: regions keep their inputs in parts on the tensor parallel ranks"),
+    "repeat_collectives": (
+        "",
+        "replays repeat the reductions of tensor parallel layers, whose results are kept without it",
+    ),
+    "moe_layer_recompute": ("", "deprecated: moe among --recompute_modules"),
 }
 
 
@@ -237,19 +225,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of recomputation."""
+    """Adds the flags of recomputation."""
     group = parser.add_argument_group("recomputation", "Megatron-LM's settings: what to recompute in backward.")
-    for name, said in _FLAGS.items():
-        group.add_argument(*(["-rl"] if name == BLOCK_FLAG else _spellings(name)), dest=name, **said)
+    for name, (placeholder, said) in _FLAGS.items():
+        nargs, read = "*" if name in LISTS else None, _number if placeholder == "N" else str
+        kind: dict[str, Any] = {"metavar": placeholder, "nargs": nargs, "type": read}
+        kind = kind if placeholder else {"action": "store_true"}
+        group.add_argument(*(["-rl"] if name == BLOCK_FLAG else _spellings(name)), dest=name, help=said, **kind)
 
 
 def add_others_to(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add a flag, not shown in the help, for each field that has none yet."""
-    for name in names:
-        if name not in _FLAGS:
-            kind: dict[str, Any] = {"nargs": "*" if name in LISTS else "?", "type": _number}
-            kind = {"action": "store_true"} if name in SWITCHES else kind
-            parser.add_argument(*_spellings(name), dest=name, help=argparse.SUPPRESS, **kind)
+    """Adds a flag, not shown in the help, for each field that has none yet."""
+    for name in (name for name in names if name not in _FLAGS):
+        kind: dict[str, Any] = {"nargs": "*" if name in LISTS else "?", "type": _number}
+        kind = {"action": "store_true"} if name in SWITCHES else kind
+        parser.add_argument(*_spellings(name), dest=name, help=argparse.SUPPRESS, **kind)
 
 
 def _spellings(name: str) -> tuple[str, str]:

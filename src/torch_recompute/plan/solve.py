@@ -124,12 +124,7 @@ def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
 
 
 def planned(
-    profile: Profile,
-    costs: Costs,
-    solution: Solution,
-    budget: int,
-    peak: int | None = None,
-    advice: str = "",
+    profile: Profile, costs: Costs, solution: Solution, budget: int, peak: int | None = None, advice: str = ""
 ) -> Plan:
     """The plan of a solution, with its prediction.
 
