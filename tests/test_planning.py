@@ -321,7 +321,7 @@ def test_a_guess_is_what_a_trial_finds() -> None:
     call = captured.calls[0]
     with captured.running():
         inputs = [x.detach().requires_grad_() for x in call.inputs]
-        found = trace(call.modules[0], lambda: call.run(inputs), inputs)
+        found = trace(call.steps[0][0], lambda: call.run(inputs), inputs)
     guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
     options = planner.costs.kinds["0"].options
     assert len(options) > 8
@@ -371,7 +371,7 @@ def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     call = captured.calls[0]
     with captured.running():
         inputs = [x.detach().requires_grad_() for x in call.inputs]
-        found = trace(call.modules[0], lambda: call.run(inputs), inputs)
+        found = trace(call.steps[0][0], lambda: call.run(inputs), inputs)
     assert found.calls == [("@product",), ("@down",)]
     assert found.within == [{1}, set()]
     guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}

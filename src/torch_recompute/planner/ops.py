@@ -1,12 +1,13 @@
-"""Operations as keys: what ran, on which shapes, how often; enough to price one, or to run it alone on a device.
+"""Operations as keys: what ran, on which shapes; enough to price one, or to run it alone on a device.
 
 A fake tensor has no values, so an operation is known by its overload, its other arguments, and the shape, strides and
-type of each tensor. Layers that are alike run the same keys, so a model of a hundred layers has some fifty of them.
-An operation that returns only views of its inputs costs nothing and is not written down.
+dtype of each tensor. Equal layers run equal keys, so a model of a hundred layers has some fifty of them. An operation
+that returns only views of its inputs costs nothing and has no key.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,65 +23,46 @@ from ..memory.operations import Operations
 
 @dataclass(frozen=True)
 class Meta:
-    """A tensor without its values.
-
-    Attributes:
-        shape: Its shape.
-        stride: Its strides, in elements.
-        dtype: Its type.
-        device: The type of the device that it lies on.
-    """
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: str = "cpu"
+    device: str = "cpu"  # type of the device
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements, a repeated one counted once."""
-        count = 1
-        for size, step in zip(self.shape, self.stride, strict=True):
-            count *= size if step or not size else 1
-        return count * self.dtype.itemsize
+        """Bytes of its elements; a dimension with stride 0 counts once."""
+        sizes = (size for size, step in zip(self.shape, self.stride, strict=True) if step or not size)
+        return math.prod(sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation on tensors of given shapes.
+    """One operation on tensors of given shapes."""
 
-    Attributes:
-        func: The overload, such as `aten.mm.default`, or an operator of functions, such as `flex_attention`.
-        args: Its positional arguments, tensors as `Meta`, lists as tuples.
-        kwargs: Its keyword arguments, likewise.
-        results: Its tensors.
-        flops: As PyTorch counts them; 0 for what is no product.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
+    func: Any  # the overload, such as `aten.mm.default`, or a higher-order operator, such as `flex_attention`
+    args: tuple[Any, ...]  # tensors as `Meta`, lists as tuples
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[Meta, ...]
-    flops: int
+    flops: int  # as PyTorch counts them: 0 except for products
 
     @property
     def bytes(self) -> int:
         """Bytes read and written."""
-        return sum(meta.bytes for meta in (*metas(self.args), *metas(dict(self.kwargs)), *self.results))
+        return sum(meta.bytes for meta in metas((self.args, self.kwargs, self.results)))
 
     def __str__(self) -> str:
         return f"{self.func}({', '.join(str(list(meta.shape)) for meta in metas(self.args))})"
 
 
 def metas(value: object) -> Iterator[Meta]:
-    """The tensors in a nest of arguments."""
+    """The tensors in a nest of tuples."""
     if isinstance(value, Meta):
         yield value
     elif isinstance(value, tuple):
         for item in cast("tuple[object, ...]", value):
             yield from metas(item)
-    elif isinstance(value, dict):
-        yield from metas(tuple(cast("dict[object, object]", value).values()))
 
 
 def _plain(value: Any) -> Any:
@@ -90,26 +72,18 @@ def _plain(value: Any) -> Any:
         return Meta(tuple(value.shape), tuple(value.stride()), value.dtype, device_of(value).type)
     if isinstance(value, (list, tuple)):
         return tuple(_plain(item) for item in cast("Iterable[Any]", value))
-    if isinstance(value, torch.Generator):
-        return None
-    return value
-
-
-def _is_view(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Whether an operation made no memory and wrote none: its results lie in its arguments."""
-    if writes(func):
-        return False
-    before = {id(storage) for _, storage in storages((args, kwargs))}
-    return all(id(storage) in before for _, storage in storages(out))
+    return None if isinstance(value, torch.Generator) else value
 
 
 def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> Op | None:
-    """The key of an operation that has run; None for one that does nothing."""
+    """The key of an operation that has run; None for one that neither made nor wrote memory."""
     kwargs = kwargs or {}
-    if _is_view(func, args, kwargs, out):
-        return None
+    if not writes(func):
+        before = {id(storage) for _, storage in storages((args, kwargs))}
+        if all(id(storage) in before for _, storage in storages(out)):
+            return None
     counted = flops(func, args, kwargs, out)
-    if not is_operator(func):  # of an operator of functions the tensors are enough for its price
+    if not is_operator(func):  # the tensors of a higher-order operator are enough for its price
         args, kwargs = tuple(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), {}
     named = tuple((name, _plain(value)) for name, value in sorted(kwargs.items()))
     return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), counted)

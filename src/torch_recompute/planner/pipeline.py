@@ -319,7 +319,7 @@ class RankPlanner:
         lifted = [sample._replace(live_bytes=sample.live_bytes + level) for sample in tried.runs[stage].timeline]
         ran = stage if tried.chosen[stage] == of.first(stage) else of.alike(stage)
         return calibrate(
-            of.planner.plain._replace(timeline=tuple(lifted)),
+            lifted,
             [segment.path for segment in of.segments(ran)],
             [segment.kind for segment in of.segments(stage)],
             tried.chosen[stage],

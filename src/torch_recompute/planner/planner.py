@@ -1,21 +1,14 @@
 """From a model and a batch to costs, and from a budget to a plan that keeps its promise.
 
-Problem. A planner predicts from a model of memory; the step runs in memory as it is. Predictions that are good on the
-average are of no use to somebody whose step dies of the one that was not.
-
-Idea. Three steps, the last of which is the promise:
-
     profile    the step is simulated once without recomputation; each kind of segment is looked at alone
-    (`candidates.py`) and
-               tried under the choices worth it (`trials.py`); what else lives is taken from the simulation
-               (`calibrate.py`)
+               (`candidates.py`) and tried under the choices worth it (`trials.py`); what else lives is taken from the
+               simulation (`calibrate.py`)
     solve      `plan/solve.py` chooses one option per segment, on plain data
     check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
                taken again from that simulation, which makes them exact where it matters now, and solved again
 
-A plan is handed out only if its own simulation fits into the budget. Usually the second simulation is the last.
-
-Rejected: a margin on the budget. It is too small for one model and wasteful for all others.
+A plan is returned only if its own simulation fits into the budget; usually the second simulation is the last. Rejected:
+a margin on the budget, which is too small for one model and wasteful for all others.
 """
 
 from __future__ import annotations
@@ -62,16 +55,8 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer |
 class Planner:
     """A model, the step that it is trained with, and what is known of both.
 
-    Args:
-        model: See `profile`, as the next five.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
-        loss: From the model's output to a scalar.
-        optimizer: From a list of parameters to an optimizer, or an optimizer.
-        device: What the seconds are of.
-        offload: Whether inputs of regions may be kept in host memory.
-        loop: The training loop around the call.
-        ran: Gets the operations of the step without recomputation, and how often each ran; of one of those accumulated.
+    The arguments are those of `profile`; `loop` is the training loop around the call, and `ran` gets the operations of
+    the step without recomputation and how often each ran (in one of the steps that are accumulated).
 
     Attributes:
         costs: Taken from the step without recomputation.
@@ -92,31 +77,31 @@ class Planner:
         ran: Counter[tuple[str, Op]] | None = None,
     ) -> None:
         self._model = model
-        self._call = args, kwargs
+        self._call = args, kwargs or {}
         place = where(device, model)
-        roofline, self._composed = place.roofline, place.composed
+        self._composed = place.composed
         limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
         ran = Counter() if ran is None else ran
         self.plain = self._simulated(Plan(), ran)
-        self._price = roofline or prices_for(model, self.plain.device)
-        self._link = link_of(roofline, self.plain.device) if offload is not False else None
+        self.price = place.roofline or prices_for(model, self.plain.device)
+        self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        captured = capture(model, args, kwargs or {}, self.plain.device, self._composed)
-        self._paths = captured.paths
-        self._kinds = [str(number) for number in captured.kinds]
-        self._routers = captured.routers
+        captured = capture(model, *self._call, self.plain.device, self._composed)
+        self._paths, self._kinds, self._routers = captured.paths, captured.kinds, captured.routers
         self._loop = replace(self.plain.loop, autocast=captured.autocast)
         self._ways = kinds_for_all(self._tried(captured), loop.accumulate)
-        options = [self._ways[kind].options[0] for kind in self._kinds]
-        prices = [(phase, self._price(op) * count) for (phase, op), count in ran.items()]
+        plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
+        # Costs that are taken too high may not see that it fits.
+        self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
+        prices = [(phase, self.price(op) * count) for (phase, op), count in ran.items()]
         self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
         once = sum(seconds for _, seconds in prices) - self._optimizer_seconds
-        self.costs = self._calibrated(self.plain, options, loop.accumulate * once + self._optimizer_seconds)
+        self.costs = self._calibrated(self.plain, plain, loop.accumulate * once + self._optimizer_seconds, None)
         self._timing = ""
-        if isinstance(self._price, Measured):
-            self._timing = self._price.timing
-            self._price.keep()
+        if isinstance(self.price, Measured):
+            self._timing = self.price.timing
+            self.price.keep()
 
     @cached_property
     def profile(self) -> Profile:
@@ -128,7 +113,7 @@ class Planner:
         """What is known, in prices of single operations."""
         return Profile(
             type(self._model).__name__,
-            self._price.name,
+            self.price.name,
             self.costs,
             self.plain.peak_bytes,
             tuple((path, described(self._model.get_submodule(path))) for path in dict.fromkeys(self._paths)),
@@ -159,7 +144,7 @@ class Planner:
         return plan
 
     def curve(self, budget: int, most: int) -> list[Plan]:
-        """Plans whose predicted peaks lie above a budget, from the one next to it to that without regions."""
+        """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""
         found = [solution for solution in frontier(self.costs) if solution.peak_bytes > budget]
         step = max(1, -(-len(found) // most))
         return [*(self._plan_of(solution) for solution in found[:-1:step]), Plan()]
@@ -188,40 +173,17 @@ class Planner:
             simulation = self._simulated(self._plan_of(solution))
             exact = simulation.peak_bytes == solution.peak_bytes
             if not exact:
-                costs = self._calibrated(simulation, known, costs.step_seconds)
+                costs = self._calibrated(simulation, known, costs.step_seconds, self.costs)
             yield solution, simulation, costs
             if exact:
                 return
 
-    @cached_property
-    def _without(self) -> Solution:
-        """The choice without regions: costs that are taken too high may not see that it fits."""
-        options = tuple(self._ways[kind].options[0] for kind in self._kinds)
-        return Solution(options, self.plain.peak_bytes, 0.0, "no regions are needed")
-
-    def simulated(self, options: Sequence[Option]) -> tuple[Simulation, Costs]:
-        """The step with one option per segment, and the costs taken again from it."""
-        simulation = self._simulated(self._plan_of(Solution(tuple(options), 0, 0.0)))
-        return simulation, self._calibrated(simulation, options, self.costs.step_seconds)
-
-    def price(self, op: Op) -> float:
-        """Seconds of an operation."""
-        return self._price(op)
-
     def stage_runner(self, stages: Sequence[tuple[int, int]], release: bool) -> StageRunner:
         """The model in stages, given the layers of each; see `StageRunner`."""
-        args, kwargs = self._call
+        loss, composed = self._step["loss"] or loss_of, self._composed
+        plain = self.plain
         return StageRunner(
-            self._model,
-            args,
-            kwargs,
-            loss=self._step["loss"] or loss_of,
-            device=self.plain.device,
-            rounding=self.plain.rounding,
-            paths=self._paths,
-            stages=stages,
-            composed=self._composed,
-            release=release,
+            self._model, *self._call, loss, plain.device, plain.rounding, self._paths, stages, composed, release
         )
 
     def _clocked(self, chosen: Checked | None) -> tuple[Profile, Scale | None]:
@@ -229,7 +191,7 @@ class Planner:
 
         With a choice the step without recomputation is not run, since its peak may be above what was asked for.
         """
-        if not isinstance(self._price, Measured):
+        if not isinstance(self.price, Measured):
             return self._priced, None
         scale = self._scale(chosen)
         if isinstance(scale, str):
@@ -238,8 +200,8 @@ class Planner:
 
     def _scale(self, chosen: Checked | None) -> Scale | str:
         """The scale of prices by steps that are run here; or why none is, in words."""
-        device, (args, kwargs) = self.plain.device, self._call
-        why = obstacle(self._model, args, kwargs or {}, device)
+        device = self.plain.device
+        why = obstacle(self._model, *self._call, device)
         if why:
             return why
         try:
@@ -251,7 +213,7 @@ class Planner:
         if simulation.peak_bytes > room:
             return "there is no memory for one"
         plan = self._plan_of(solution)
-        run = partial(clock, self._model, args, kwargs or {}, self._step["loss"] or loss_of, device=device)
+        run = partial(clock, self._model, *self._call, self._step["loss"] or loss_of, device=device)
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
         try:
             times = self._loop.accumulate
@@ -267,51 +229,71 @@ class Planner:
     def _simulated(self, plan: Plan, ran: Counter[tuple[str, Op]] | None = None) -> Simulation:
         """The step with a plan; adds what ran to a count, if there is one."""
 
-        def count(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            op = op_of(func, args, kwargs, out)
+        def count(phase: str, *call: Any) -> None:
+            op = op_of(*call)
             if ran is not None and op is not None:
                 ran[phase, op] += 1
 
-        args, kwargs = self._call
-        watch = None if ran is None else count
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
+        prepare = partial(apply, plan=plan, stores=stores)
         return simulate_step(
-            self._model, args, kwargs, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch, **self._step
+            self._model, *self._call, prepare=prepare, watch=None if ran is None else count, **self._step
         )
 
+    def _calibrated(
+        self, simulation: Simulation, options: Sequence[Option], step_seconds: float, known: Costs | None
+    ) -> Costs:
+        costs = calibrate(simulation.timeline, self._paths, self._kinds, options, self._ways, step_seconds, known)
+        return replace(costs, host=self._host)
+
+    # --- the options of each kind of segment, by trials ---
+
     def _tried(self, captured: CapturedCall) -> dict[str, Kind]:
-        """The options of each kind of segment."""
         ways: dict[str, Kind] = {}
         several = {path for path, times in Counter(self._paths).items() if times > 1}
         guessed: dict[str, list[Guess]] = {}
         traces: dict[str, SegmentTrace] = {}
-        firsts = {kind: i for i, kind in reversed(list(enumerate(self._kinds)))}
+        firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
         for kind, first in firsts.items():
             path, call = self._paths[first], captured.calls[first]
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                traces[kind] = trace(call.modules[0], lambda call=call, inputs=inputs: call.run(inputs), inputs)
+                traces[kind] = trace(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
-            guessed.setdefault(of, []).extend(guesses(traces[kind], self._price, TRIED))
+            guessed.setdefault(of, []).extend(guesses(traces[kind], self.price, TRIED))
         for kind, first in firsts.items():
             path, call, found = self._paths[first], captured.calls[first], traces[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
-                options = [_option((), plain, plain, self._price)]
+                options = [plain.option((), plain, self.price)]
                 for regions in dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind]):
-                    choices = [self._alone(path, region) for region in regions]
-                    try:
-                        tried = attempt(call, choices, captured.pretend)
-                    except errors.RecomputeError:  # such as keeping a call whose result the model changes in place
-                        continue
-                    options.append(_option(regions, tried, plain, self._price))
-                graph = replace(found.graph(self._price), backward_bytes=plain.at_once_bytes)
+                    tried = self._alone(captured, path, call, regions)
+                    if tried is not None:
+                        options.append(tried.option(regions, plain, self.price))
+                graph = replace(found.graph(self.price), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
                     options += self._offloaded(captured, path, call, undominated(options), plain, forward)
-                options += self._grouped(captured, int(kind), plain, found.kinds)
+                options += self._grouped(captured, first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
+
+    def _alone(
+        self, captured: CapturedCall, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()
+    ) -> Tried | None:
+        """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.
+
+        It refuses to keep a call whose result the model changes in place.
+        """
+        choices: list[Choice] = []
+        for region in regions:
+            carry = decides(of or [joined(path, part) for part in region.paths], self._routers)
+            paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
+            choices.append(replace(region, paths=paths, carry=carry))
+        try:
+            return attempt(call, choices, captured.pretend)
+        except errors.RecomputeError:
+            return None
 
     def _offloaded(
         self,
@@ -324,46 +306,21 @@ class Planner:
     ) -> Iterator[Option]:
         """The options of one segment with the inputs of their regions in host memory."""
         assert self._link is not None
-        step = sum(self._price(op) * count for op, count in plain.ops.items())
+        step = sum(self.price(op) * count for op, count in plain.ops.items())
         for option in options[1:]:
             regions = tuple(replace(region, store="host") for region in option.regions)
-            tried = attempt(call, [self._alone(path, region) for region in regions], captured.pretend)
-            if tried.saved_bytes < option.saved_bytes:
-                here = _option(regions, tried, plain, self._price)
-                seconds = here.seconds + waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
-                yield replace(here, seconds=seconds, host_bytes=tried.host_bytes)
+            tried = self._alone(captured, path, call, regions)
+            if tried is not None and tried.saved_bytes < option.saved_bytes:
+                here = tried.option(regions, plain, self.price)
+                wait = waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
+                yield replace(here, seconds=here.seconds + wait)
 
-    def _grouped(self, captured: CapturedCall, kind: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
+    def _grouped(self, captured: CapturedCall, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
-        for group in groups(captured, self._kinds.index(str(kind)), kinds):
-            choice = replace(group.choice, carry=decides(group.paths, self._routers))
-            try:
-                tried = attempt(group.call, [choice], captured.pretend)
-            except errors.RecomputeError:  # as above
-                continue
-            region = Choice(("",), choice.keep, nested=choice.nested)
-            yield replace(_option((region,), tried, plain, self._price, group.span), span=group.span)
-
-    def _alone(self, path: str, region: Choice) -> Choice:
-        """A region in the segment at a path as it is in one that is tried alone."""
-        carry = decides([joined(path, part) for part in region.paths], self._routers)
-        return replace(region, paths=tuple(joined("0", part) for part in region.paths), carry=carry)
-
-    def _calibrated(self, simulation: Simulation, options: Sequence[Option], step_seconds: float) -> Costs:
-        known = getattr(self, "costs", None)
-        costs = calibrate(simulation, self._paths, self._kinds, options, self._ways, step_seconds, known)
-        return replace(costs, host=self._host)
-
-
-def _option(
-    regions: tuple[Choice, ...],
-    tried: Tried,
-    plain: Tried,
-    price: Callable[[Op], float],
-    times: int = 1,
-) -> Option:
-    seconds, flops = tried.extra(plain, price, times)
-    return Option(regions, tried.saved_bytes, tried.forward_bytes, tried.backward_bytes, seconds, flops)
+        for call, paths, region in groups(captured, first, kinds):
+            tried = self._alone(captured, "", call, [region], paths)
+            if tried is not None:
+                yield tried.option((region,), plain, self.price, len(paths))
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -497,7 +497,7 @@ def _given(op: Op) -> dict[str, Any]:
 
 def _count(given: dict[str, Any], name: str, place: int | None) -> int:
     """How much an integer argument may index, or what its offsets end at; the smallest dimension where nothing says."""
-    tensors = [meta for meta in metas(given) if meta.shape]
+    tensors = [meta for meta in metas(tuple(given.values())) if meta.shape]
     first = tensors[0].shape if tensors else (1,)
     dim = given.get("dim")
     if name in _ENDS:

@@ -1,14 +1,11 @@
 """One way to treat a segment, tried: it runs forward and backward alone, with the real engine, on fake tensors.
 
-Problem. What a region stores, and what lives while it is replayed, follows from rules of the engine about views,
-inputs, storages and order. A model of these rules beside the engine would drift away from it.
+What a region stores, and what is alive while it is replayed, follows from the engine's rules about views, inputs,
+storages and order. A model of these rules would drift away from the engine, so the segment's own modules get the plan
+that is to be priced, run forward and backward once under `measure`, and the figures of `Option` are read off.
 
-Idea. Do it, and look. The segment's own modules, on fake tensors, get the plan that is to be priced; one forward and
-one backward run under `measure`; the figures of `Option` are read off. No formula of ours stands between the engine
-and the planner, and a new kind of choice needs nothing here but its words.
-
-The segment is alone, so what its neighbours hold is missing: `calibrate.py` adds it. Its input is made by a function
-that lets go of it, as a layer before would, so that it lives only as long as something needs it.
+The segment is alone: what its neighbours hold is added by `calibrate.py`. Its input is made by a function that drops
+it, as a layer before would, so it lives only as long as something needs it.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ from ..engine.shape_only import refusing
 from ..memory.ledger import storages
 from ..memory.measurement import SimulatedMeasurement
 from ..plan.apply import apply
+from ..plan.cost import Option
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.fake_mode import FakeMode
@@ -36,31 +34,22 @@ from .ops import Op, op_of
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """How the model calls a segment: its modules in a row, and the arguments of each.
+    """How the model calls a segment, which is one module or several in a row; modules and tensors are fake."""
 
-    Attributes:
-        modules: The modules, fake; one, or several that are called one after the other.
-        leaves: The flat arguments of each call; tensors are fake, and a cache is what it held when the call was made.
-        specs: Their structure.
-        autocast: Autocast as it was; None where nothing is called with a tensor.
-    """
-
-    modules: tuple[nn.Module, ...]
-    leaves: tuple[tuple[Any, ...], ...]
-    specs: tuple[Any, ...]
-    autocast: torch.autocast | None = None
+    steps: tuple[tuple[nn.Module, tuple[Any, ...], Any], ...]  # each module, its flat arguments and their structure
+    autocast: torch.autocast | None = None  # as it was; None where nothing is called with a tensor
 
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors of the first call that come from the segments before: those with a gradient, else the first."""
-        tensors = [leaf for leaf in self.leaves[0] if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        tensors = [x for x in self.steps[0][1] if isinstance(x, torch.Tensor) and x.is_floating_point()]
         return [tensor for tensor in tensors if tensor.requires_grad] or tensors[:1]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Calls the modules, with these tensors for `inputs`; the result of one is the first argument of the next."""
         fresh = {id(old): new for old, new in zip(self.inputs, inputs, strict=True)}
         result: Any = None
-        for number, (module, leaves, spec) in enumerate(zip(self.modules, self.leaves, self.specs, strict=True)):
+        for number, (module, leaves, spec) in enumerate(self.steps):
             given = [leaf.cache() if isinstance(leaf, CacheSnapshot) else fresh.get(id(leaf), leaf) for leaf in leaves]
             if number:
                 given[0] = result[0] if isinstance(result, tuple) else result
@@ -70,41 +59,29 @@ class SegmentCall:
                 result = module(*args, **kwargs)
         return result
 
-    def backward(self, edges: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-        """Runs backward from the results' edges, which a training loop does outside of autocast."""
-        with nullcontext() if self.autocast is None else torch.autocast(self.autocast.device, enabled=False):
-            torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
-
 
 @dataclass(frozen=True)
 class Tried:
-    """What was seen.
-
-    Attributes:
-        saved_bytes: See `Option`.
-        forward_bytes: See `Option`.
-        backward_bytes: See `Option`.
-        ops: Everything that ran, forward and backward.
-        host_bytes: What lay in host memory between forward and backward.
-        at_once_bytes: See `Graph.backward_bytes`.
-    """
+    """The figures of a trial; bytes are those of `Option`."""
 
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
-    ops: Counter[Op]
+    ops: Counter[Op]  # all that ran, forward and backward
     host_bytes: int = 0
-    at_once_bytes: int = 0
+    at_once_bytes: int = 0  # see `Graph.backward_bytes`
 
-    def extra(self, plain: Tried, price: Callable[[Op], float], times: int = 1) -> tuple[float, int]:
-        """Seconds and FLOPs beyond those of so many plain segments."""
-        counts = {op: self.ops[op] - times * plain.ops[op] for op in (*self.ops, *plain.ops)}
-        seconds = sum(price(op) * count for op, count in counts.items())
-        return max(0.0, seconds), sum(op.flops * count for op, count in counts.items())
+    def option(self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], span: int = 1) -> Option:
+        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments."""
+        counts = {op: self.ops[op] - span * plain.ops[op] for op in (*self.ops, *plain.ops)}
+        seconds = max(0.0, sum(price(op) * count for op, count in counts.items()))
+        flops = sum(op.flops * count for op, count in counts.items())
+        levels = self.saved_bytes, self.forward_bytes, self.backward_bytes
+        return Option(regions, *levels, seconds, flops, span, self.host_bytes)
 
 
 class _Source(torch.autograd.Function):
-    """Makes tensors as a layer before would: nobody but the reader holds them, and their gradients go nowhere."""
+    """Makes tensors as a layer before would: only the reader holds them, and their gradients go nowhere."""
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, call: SegmentCall) -> Any:
@@ -114,31 +91,6 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return None, None
-
-
-class _Counts:
-    """What ran in a trial.
-
-    Attributes:
-        ran: How often each operation ran.
-        before: Storages that do not count below, by identity; None while nothing is looked at.
-        at_once_bytes: The most that one operation read and made, besides what was there before.
-    """
-
-    def __init__(self) -> None:
-        self.ran: Counter[Op] = Counter()
-        self.before: set[int] | None = None
-        self.at_once_bytes = 0
-
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Counts an operation."""
-        if self.before is not None:
-            met = {id(storage): int(storage.nbytes()) for _, storage in storages((args, kwargs, out))}
-            here = sum(nbytes for storage, nbytes in met.items() if storage not in self.before)
-            self.at_once_bytes = max(self.at_once_bytes, here)
-        op = op_of(func, args, kwargs, out)
-        if op is not None:
-            self.ran[op] += 1
 
 
 def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> Tried:
@@ -152,9 +104,8 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> 
     Raises:
         RecomputeError: The engine refuses the choices, or they say that what is read is unread.
     """
-    holder = nn.ModuleList(call.modules)
-    parameters = list(holder.parameters())
-    gradients = [parameter.grad for parameter in parameters]
+    holder = nn.ModuleList(module for module, _, _ in call.steps)
+    gradients = [(parameter, parameter.grad) for parameter in holder.parameters()]
     host = HostApart()
     stores = {"host": host} if any(choice.store for choice in choices) else {}
     handle = apply(holder, Plan(tuple(choices)), stores=stores)
@@ -163,13 +114,23 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> 
             return _run(call, holder, pretend, host)
     finally:
         handle.remove()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
 def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart) -> Tried:
-    counts = _Counts()
-    m = SimulatedMeasurement(None, pretend, counts.see)
+    ran: Counter[Op] = Counter()
+    before: set[int] | None = None  # the storages that are no part of `at_once`; None until backward begins
+    at_once = 0
+
+    def see(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        nonlocal at_once
+        if before is not None:
+            met = {id(storage): int(storage.nbytes()) for _, storage in storages((args, kwargs, out))}
+            at_once = max(at_once, sum(nbytes for storage, nbytes in met.items() if storage not in before))
+        ran.update(filter(None, [op_of(func, args, kwargs, out)]))
+
+    m = SimulatedMeasurement(None, pretend, see)
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
     with m.track(holder):
@@ -178,10 +139,9 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         start = len(m.timeline)
         result = call.run(inputs)
-        before = {
-            id(storage) for _, storage in storages([inputs, call.leaves, *holder.parameters(), *holder.buffers()])
-        }
-        del inputs
+        there = [inputs, *(leaves for _, leaves, _ in call.steps), *holder.parameters(), *holder.buffers()]
+        known = {id(storage) for _, storage in storages(there)}
+        del inputs, there
         forward = max(sample.live_bytes for sample in m.timeline[start - 1 :])
         outputs = [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
         edges = [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
@@ -191,8 +151,10 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
-        counts.before = before
-        call.backward(edges, given)
+        before = known
+        # as a training loop does, outside of autocast
+        with nullcontext() if call.autocast is None else torch.autocast(call.autocast.device, enabled=False):
+            torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
-    return Tried(saved - level, forward - level, backward - level, counts.ran, host_bytes, counts.at_once_bytes)
+    return Tried(saved - level, forward - level, backward - level, ran, host_bytes, at_once)
