@@ -3308,13 +3308,6 @@ CASES = [
     ),
     # pipelines
     Case(
-        "bad_action",
-        ArgumentError,
-        lambda: Action.from_text("0SEND_F1"),
-        "str: '0SEND_F1' is no action of a pipeline's schedule.\n"
-        '  torch.distributed.pipelining writes an action as the stage, F, B, I or W, and the microbatch: "0F3".',
-    ),
-    Case(
         "action_too_early",
         ArgumentError,
         lambda: schedule_steps([Action(0, "F", 0), Action(0, "W", 0)]),

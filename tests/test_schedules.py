@@ -8,15 +8,26 @@ from torch_recompute import ArgumentError
 from torch_recompute.planner.schedules import (
     NAMES,
     Action,
+    Orders,
     gpipe,
     in_flight,
-    in_flight_on_rank,
     one_f_one_b,
     orders_named,
     schedule_steps,
 )
 
 CHUNKS = {"GPipe": 1, "1F1B": 1}  # all others have two here
+
+
+def action(text: str) -> Action:
+    return Action(int(text[0]), text[1], int(text[2]))
+
+
+def in_flight_on_rank(orders: Orders) -> dict[int, int]:
+    return {
+        rank: max(sum(step.live(stage) for stage in step.forwards) for step in schedule_steps(actions))
+        for rank, actions in orders.items()
+    }
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (4, 8), (4, 4), (8, 64), (6, 7)])
@@ -67,7 +78,7 @@ def test_every_schedule_begins_and_ends_with_nothing(name: str) -> None:
 
 def test_a_half_is_held_until_its_weights_have_their_gradients() -> None:
     """Between the halves of a backward a microbatch is no more whole, but counts as in flight."""
-    actions = [Action.from_text(text) for text in ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")]
+    actions = [action(text) for text in ("0F0", "0F1", "0I0", "0I1", "0W0", "0W1")]
     found = schedule_steps(actions)
     assert [moment.whole(0) for moment in found] == [0, 1, 1, 0, 0, 0]
     assert [moment.half(0) for moment in found] == [0, 0, 0, 1, 1, 0]
@@ -85,4 +96,4 @@ def test_zero_bubbles_of_one_chunk_per_rank_hold_what_1f1b_holds() -> None:
 def test_an_order_that_cannot_be_is_refused(texts: tuple[str, ...]) -> None:
     """Backward before forward, work done twice, and halves of what was done whole."""
     with pytest.raises(ArgumentError):
-        schedule_steps([Action.from_text(text) for text in texts])
+        schedule_steps([action(text) for text in texts])

@@ -11,22 +11,19 @@ stage and from action to action, and the chunks of one rank share its memory. Th
     check      the stages are run with what was chosen, and the sum is taken over all actions; if it is more than was
                estimated, all is taken from that run, and solved again
 
-The same planner serves `make_plan(stages=...)`, whose stages torch's runtime runs, and the ranks of a command line
-(`layout.py`), whose stages Megatron's runs. Everything follows from the model, the shapes and the schedule, so with
-prices of a data sheet (`device="h100"`) each rank makes the same plans by itself.
-
-Rejected: one profile per rank, sent around: no rank could plan for itself. The most of each chunk, at whatever time:
-the chunks of a rank do not hold the most at the same time, so this asks for memory that is never used. Prices per byte
-in flight, for all actions at once, in the place of the solver: on 1F1B up to 4 % of a step worse.
+It serves `make_plan(stages=...)`, whose stages torch's runtime runs, and the ranks of a command line (`layout.py`),
+whose stages Megatron's runs. With prices of a data sheet each rank makes the same plans by itself. Rejected: one
+profile per rank, since no rank could plan for itself; the most of each chunk, which the chunks of a rank do not hold at
+the same time; prices per byte in flight in the place of the solver, on 1F1B up to 4 % of a step worse.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,7 +37,7 @@ from ..plan.stages import StagePlan, StagePlans, Stages
 from .calibrate import calibrate
 from .ops import Op
 from .planner import Planner
-from .rank_memory import RankMemory, RankPeak, Sends, StageBytes
+from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .stage_runs import StageRun
 
@@ -52,13 +49,7 @@ Chosen = dict[int, tuple[Option, ...]]  # by stage, one per layer
 
 @dataclass(frozen=True)
 class TriedPlan:
-    """The stages of a rank under some options.
-
-    Attributes:
-        chosen: The options.
-        runs: What was seen of each stage.
-        peak: When the most bytes are alive.
-    """
+    """The stages of a rank under some options: what was seen of each, and when the most bytes are alive."""
 
     chosen: Chosen
     runs: Mapping[int, StageRun]
@@ -134,10 +125,6 @@ class PipelinePlanner:
 class RankPlanner:
     """One rank of a pipeline.
 
-    Args:
-        of: The pipeline.
-        number: The rank.
-
     Attributes:
         stages: The numbers of its stages.
         plain: These without recomputation.
@@ -152,9 +139,8 @@ class RankPlanner:
         self._of = of
         self.number = number
         actions = of.pipeline.orders[number]
-        steps = schedule_steps(actions)
         self._kinds = frozenset(action.kind for action in actions)
-        self.stages = sorted(steps[0].forwards)
+        self.stages = sorted({action.stage for action in actions})
         chosen = {stage: of.first(stage) for stage in self.stages}
         runs = {stage: of.run(stage, options, self._kinds) for stage, options in chosen.items()}
         self.parameters = tuple(dict.fromkeys(name for run in runs.values() for name in run.parameters))
@@ -164,9 +150,15 @@ class RankPlanner:
         self.ran = sum((run.ran for run in runs.values()), Counter[Op]()), updating
         self.seconds = sum(of.planner.price(op) * count for op, count in self.ran[0].items())
         self.state_bytes = taken[0]
-        reserved = of.planner.plain.live_by_category["activations"] if of.megatron else 0  # what cuBLAS keeps
-        sends = Sends.of(of.pipeline, number)
-        self.memory = RankMemory(steps, of.pipeline.microbatches, sends, taken, of.megatron, reserved)
+        self.memory = RankMemory(
+            schedule_steps(actions),
+            of.pipeline.microbatches,
+            to_the_end=of.pipeline.name.upper() != "1F1B",  # which waits for each send before the next
+            here=frozenset(stage for stage in self.stages if stage + 1 in self.stages),
+            optimizer=taken,
+            preallocated=of.megatron,
+            reserved=of.planner.plain.live_by_category["activations"] if of.megatron else 0,  # what cuBLAS keeps
+        )
         self.plain = self._tried(chosen)
 
     def _tried(self, chosen: Chosen) -> TriedPlan:
@@ -178,8 +170,7 @@ class RankPlanner:
         wanted = bytes_of(budget, lambda: self.least.peak.bytes, self.plain.peak.bytes, None)
         if self.plain.peak.bytes <= wanted:
             return self.plain, wanted
-        found = self._within(wanted)
-        return found or self.least, wanted
+        return self._within(wanted) or self.least, wanted
 
     def _within(self, budget: int) -> TriedPlan | None:
         """The cheapest that fits, of those that the rounds reach."""
@@ -191,15 +182,15 @@ class RankPlanner:
             if chosen is None:
                 break
             excess = next((excess for tried, excess in over if tried == chosen), None)
-            if excess is not None and excess <= 0:
-                break
-            if excess is not None:
+            if excess is None:
+                current = self._tried(chosen)
+                over.append((chosen, current.peak.bytes - budget))
+                if current.peak.bytes <= budget and (best is None or current.seconds < best.seconds):
+                    best = current
+            elif excess > 0:
                 target -= excess
-                continue
-            current = self._tried(chosen)
-            over.append((chosen, current.peak.bytes - budget))
-            if current.peak.bytes <= budget and (best is None or current.seconds < best.seconds):
-                best = current
+            else:
+                break
         return best
 
     def _choice(self, tried: TriedPlan, budget: int) -> Chosen | None:
@@ -208,7 +199,8 @@ class RankPlanner:
         A solver knows one action. Where others need more under its choice, it is asked for less; then layers take back
         one after the other what still fits.
         """
-        costs = self._costs(tried, self.memory.fullest(tried.bytes))
+        step = self.memory.fullest(tried.bytes)
+        costs = self._costs(tried, step)
         single = {stage: self._calibrated(tried, stage, LIFT) for stage in self.stages}
         room = budget + self._estimated(tried, tried.chosen, single) - tried.peak.bytes
         fits: Chosen | None = None
@@ -216,7 +208,7 @@ class RankPlanner:
         for _ in range(BISECTIONS):
             target = low if fits is None else (low + too_much) // 2
             try:
-                chosen = self._chosen(choose(costs, target, self._of.solver))
+                chosen = self._chosen(costs, step, choose(costs, target, self._of.solver))
             except errors.BudgetError:
                 break
             excess = self._estimated(tried, chosen, single) - room
@@ -228,7 +220,7 @@ class RankPlanner:
                 too_much = target
                 low = target - excess if fits is None else low
         if fits is None:
-            fits = self._chosen(smallest(costs))
+            fits = self._chosen(costs, step, smallest(costs))
             if self._estimated(tried, fits, single) > room:
                 return None
         kinds = self._of.profile.costs.kinds
@@ -262,7 +254,9 @@ class RankPlanner:
         """The smallest peak that the rounds reach."""
         best = current = self.plain
         for _ in range(ROUNDS):
-            current = self._tried(self._chosen(smallest(self._costs(current, self.memory.fullest(current.bytes)))))
+            step = self.memory.fullest(current.bytes)
+            costs = self._costs(current, step)
+            current = self._tried(self._chosen(costs, step, smallest(costs)))
             if current.peak.bytes >= best.peak.bytes:
                 break
             best = current
@@ -270,20 +264,28 @@ class RankPlanner:
             best = found
         return best
 
-    def _chosen(self, solution: Solution) -> Chosen:
-        """The options of a solution, as they are for one microbatch."""
-        chosen: Chosen = {}
-        rest = iter(solution.options)
-        for stage in self._order:
-            chosen[stage] = tuple(self._known[stage, s.kind][next(rest)] for s in self._of.segments(stage))
-        return {stage: chosen[stage] for stage in self.stages}
+    def _order(self, step: ScheduleStep) -> list[int]:
+        """The stages as a solver is given them: the one that runs comes last."""
+        return sorted(self.stages, key=lambda stage: stage == step.action.stage)
+
+    def _chosen(self, costs: Costs, step: ScheduleStep, solution: Solution) -> Chosen:
+        """The options of a solution for `_costs`, as they are for one microbatch."""
+        kinds = self._of.profile.costs.kinds
+        chosen: Chosen = {stage: () for stage in self.stages}
+        rest = zip(costs.segments, solution.options, strict=True)
+        for stage in self._order(step):
+            for own in self._of.segments(stage):
+                segment, option = next(rest)
+                place = costs.kinds[segment.kind].options.index(option)
+                chosen[stage] = (*chosen[stage], kinds[own.kind].options[place])
+        return chosen
 
     def _costs(self, tried: TriedPlan, step: ScheduleStep) -> Costs:
         """The costs that a solver is given for one action: each layer as often as it is held then.
 
-        The layers of the stage that runs come last. In the backward of one of them those after it are released by this
-        microbatch, not by those that wait. What these hold is no constant; it is taken from what was tried, but not
-        where that is everything.
+        In the backward of one layer of the stage that runs, those after it are released by this microbatch, not by
+        those that wait. What these hold is no constant; it is taken from what was tried, but not where that is
+        everything.
 
         Args:
             tried: What the costs are taken from.
@@ -295,20 +297,17 @@ class RankPlanner:
         costs = self._calibrated(tried, active, self.memory.at(tried.bytes, step) - own - waiting)
         saved = [0 if tried is self.plain else nbytes for nbytes in _saved(tried.chosen[active])]
         after = [step.whole(active) * sum(saved[i:]) for i in range(len(saved) + 1)]
-        self._order = [*(stage for stage in self.stages if stage != active), active]
-        self._known: dict[tuple[int, str], dict[Option, Option]] = {}
         kinds: dict[str, Kind] = {}
         segments: list[Segment] = []
         points = [Point(0, peak.bytes, peak.where) for peak in self.memory.after(tried.bytes)]
-        for stage in self._order:
+        for stage in self._order(step):
             runs, times = stage == active, step.whole(stage)
             if runs:
                 points += [Point(len(segments) + p.after, p.bytes + after[p.after], p.where) for p in costs.points]
             for i, segment in enumerate(self._of.segments(stage)):
                 name, kind = f"{segment.kind} of stage {stage}", self._of.profile.costs.kinds[segment.kind]
-                options = {_held(option, times, runs): option for option in kind.options}
-                self._known[stage, segment.kind] = options
-                kinds[name] = Kind(tuple(options), kind.graph and graph_held(kind.graph, times + runs))
+                options = tuple(_held(option, times, runs) for option in kind.options)
+                kinds[name] = Kind(options, kind.graph and graph_held(kind.graph, times + runs))
                 levels = costs.segments[i].forward_bytes + after[i + 1], costs.segments[i].backward_bytes + after[i + 1]
                 segments.append(Segment(segment.path, name, *(levels if runs else (0, 0))))
         return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes)
@@ -337,18 +336,18 @@ class RankPlanner:
             times: How many microbatches the lines of the prediction are of.
         """
         of, microbatches = self._of, self._of.pipeline.microbatches
-        kinds = {name: Kind(kind.options) for name, kind in of.profile.costs.kinds.items()}
-        bound_seconds = self._bound(max(wanted, tried.peak.bytes))
+        kinds = kinds_for_all({name: Kind(kind.options) for name, kind in of.profile.costs.kinds.items()}, times)
+        bound_seconds = 0.0
+        if INPUTS not in self._kinds:  # the bound knows nothing of halves of backwards that wait
+            costs = self._costs(self.plain, self.memory.fullest(self.plain.bytes))
+            bound_seconds = bound(costs, max(wanted, tried.peak.bytes))
         found: list[Plan] = []
         for stages in groups:
             segments = tuple(segment for stage in stages for segment in of.segments(stage))
-            costs = Costs(kinds_for_all(kinds, times), segments)
-            profile = replace(
-                of.profile,
-                costs=costs,
-                plain_peak_bytes=self.plain.peak.bytes,
-                modules=tuple(row for row in of.profile.modules if any(row[0] == s.path for s in segments)),
-            )
+            costs = Costs(kinds, segments)
+            paths = {segment.path for segment in segments}
+            modules = tuple(row for row in of.profile.modules if row[0] in paths)
+            profile = replace(of.profile, costs=costs, plain_peak_bytes=self.plain.peak.bytes, modules=modules)
             options = tuple(for_all(option, times) for stage in stages for option in tried.chosen[stage])
             plan = planned(profile, costs, Solution(options, 0, 0.0, of.solver), wanted, tried.peak.bytes)
             found.append(replace(plan, source=f"a budget of {wanted:,} bytes on rank {self.number}"))
@@ -364,15 +363,9 @@ class RankPlanner:
             replace(plan, prediction=replace(promise, **whole)) for plan, promise in zip(found, promises, strict=True)
         ]
 
-    def _bound(self, budget: int) -> float:
-        """Seconds that every plan adds to a microbatch; 0 where halves of backwards wait, which it knows nothing of."""
-        if INPUTS in self._kinds:
-            return 0.0
-        return bound(self._costs(self.plain, self.memory.fullest(self.plain.bytes)), budget)
-
 
 def _saved(options: Sequence[Option]) -> list[int]:
-    """What each layer keeps."""
+    """The bytes that each layer keeps."""
     return [option.saved_bytes // option.span for option in options]
 
 
@@ -406,15 +399,7 @@ def graph_held(graph: Graph, times: int) -> Graph:
 def plan_stages(
     planner: Planner, stages: Stages | Schedule, budget: Budget | Sequence[Budget], solver: str, optimizer: Any
 ) -> StagePlans:
-    """The plans of all stages.
-
-    Args:
-        planner: What is known of the whole model.
-        stages: See `make_plan`, as the next three.
-        budget: Of each rank, or one per rank.
-        solver: The name of a solver.
-        optimizer: From a list of parameters to an optimizer, or None.
-    """
+    """The plans of all stages of a model; see `make_plan`. The budget is that of each rank, or one per rank."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise errors.ArgumentError(
             f"optimizer is a {type(optimizer).__name__} of the whole model, but each rank of a pipeline has one of its "
@@ -455,8 +440,7 @@ def paths_of_layers(planner: Planner) -> list[str]:
 
 
 def _budgets(budget: Budget | Sequence[Budget], ranks: int) -> list[Budget]:
-    every: Iterable[Budget] = budget if isinstance(budget, (list, tuple)) else [budget] * ranks  # type: ignore[assignment]
-    budgets = list(every)
+    budgets = [*budget] if isinstance(budget, (list, tuple)) else [cast("Budget", budget)] * ranks
     if len(budgets) != ranks:
         raise errors.ArgumentError(
             f"budget holds {len(budgets)} budgets, and the pipeline has {ranks} ranks.\n"

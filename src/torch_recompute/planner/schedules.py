@@ -1,28 +1,22 @@
 """Pipeline schedules: what each rank does, in order, and how many microbatches are in flight at each step.
 
-A stage holds what the forward of a microbatch saved until its backward, which comes after those of the stages behind
-it. So a stage holds several microbatches at once, the first stage the most, and the schedule alone determines how many.
-
 A schedule is, for each rank, its actions in order: forward (F), backward (B), or the two halves of a backward, that of
 the inputs (I) and that of the weights (W). Counting along them gives what is alive: a microbatch is *whole* from its
 forward to its backward or the first half of it, and *half* from there to the second. Several chunks of the model on one
-rank are several stages with one order.
+rank are several stages with one order. A formula per schedule would not do: the published ones hold only for as many
+microbatches as fill the pipeline, and a schedule written by a user has none.
 
 Orders are read from the tables of `torch.distributed.pipelining` (`pipeline_order`). A schedule object is made of
 stages, which need a process group and modules; for the table alone it asks only for their numbers, so a schedule that
-is given by name is built on stand-ins, in one process. ScheduleGPipe and Schedule1F1B do not run by their tables (in
-torch 2.13 the table of 1F1B has another order than what runs); their orders are written here.
-
-Rejected: a formula per schedule. The published ones hold for as many microbatches as fill the pipeline; with fewer, or
-with a number that is no multiple of the ranks, they do not, and a schedule written by a user has none.
+is given by name is built on placeholders. ScheduleGPipe and Schedule1F1B do not run by their tables (in torch 2.13 the
+table of 1F1B has another order than what runs); their orders are written here.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -32,19 +26,11 @@ from .. import errors
 from ..plan.stages import Stages
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One thing that a rank does.
-
-    Attributes:
-        stage: The number of the stage in the pipeline.
-        kind: "F" forward, "B" backward, "I" the half of a backward that makes the gradients of the inputs, "W" the one
-            that makes those of the weights.
-        microbatch: The number of the microbatch.
-    """
+    """One thing that a rank does, such as "0F3": stage 0, the kind (F, B, I or W), microbatch 3."""
 
     stage: int
     kind: str
@@ -53,40 +39,18 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    @staticmethod
-    def from_text(text: str) -> Action:
-        """An action as `torch.distributed.pipelining` writes it, such as "0F3".
-
-        Raises:
-            ArgumentError: It is written otherwise.
-        """
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise errors.ArgumentError(
-                f"{errors.say(text)} is no action of a pipeline's schedule.\n"
-                '  torch.distributed.pipelining writes an action as the stage, F, B, I or W, and the microbatch: "0F3".'
-            )
-        return Action(int(match[1]), match[2], int(match[3]))
-
 
 Orders = Mapping[int, Sequence[Action]]  # what each rank does, in order
 
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """An action of a rank, and how often each of its stages has run before it. All counts are by stage.
-
-    Attributes:
-        action: What runs.
-        forwards: Forwards that have ended.
-        inputs: Backwards, or halves for the inputs, that have ended.
-        weights: Backwards, or halves for the weights, that have ended.
-    """
+    """An action of a rank, and how much each of its stages has done before it, by stage."""
 
     action: Action
-    forwards: Mapping[int, int]
-    inputs: Mapping[int, int]
-    weights: Mapping[int, int]
+    forwards: Mapping[int, int]  # forwards that have ended
+    inputs: Mapping[int, int]  # backwards, or halves for the inputs, that have ended
+    weights: Mapping[int, int]  # backwards, or halves for the weights, that have ended
 
     def whole(self, stage: int) -> int:
         """How many microbatches a stage holds whole, without the one that runs."""
@@ -124,7 +88,7 @@ def schedule_steps(actions: Sequence[Action]) -> tuple[ScheduleStep, ...]:
 
 
 def _check(action: Action, ended: set[Action]) -> None:
-    of = {kind: Action(action.stage, kind, action.microbatch) for kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS)}
+    of = {kind: replace(action, kind=kind) for kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS)}
     before = of[INPUTS] if action.kind == WEIGHTS else of[FORWARD]
     if action.kind != FORWARD and before not in ended:
         raise errors.ArgumentError(
@@ -132,26 +96,19 @@ def _check(action: Action, ended: set[Action]) -> None:
             "  A microbatch goes through a stage forward (F), then backward (B), or backward for its inputs (I) and "
             "then for its weights (W)."
         )
-    again = [of[action.kind], *([of[BACKWARD]] if action.kind in (INPUTS, WEIGHTS) else [])]
-    again += [of[INPUTS]] if action.kind == BACKWARD else []
-    for other in again:
-        if other in ended:
+    same = {BACKWARD: (BACKWARD, INPUTS), INPUTS: (INPUTS, BACKWARD), WEIGHTS: (WEIGHTS, BACKWARD)}
+    for kind in same.get(action.kind, (FORWARD,)):
+        if of[kind] in ended:
             raise errors.ArgumentError(
-                f"the schedule does {action!s} after {other!s}, which is the same work.\n"
+                f"the schedule does {action!s} after {of[kind]!s}, which is the same work.\n"
                 "  On each stage a microbatch has one forward (F), and one backward: B, or the halves I and W."
             )
 
 
 def in_flight(orders: Orders) -> dict[int, int]:
-    """The most microbatches that each stage holds at once, whole or half, the one that runs counted.
+    """The most microbatches that each stage holds at once, whole or half, the one that runs counted, by stage.
 
-        in_flight(one_f_one_b(4, 8))     # {0: 4, 1: 3, 2: 2, 3: 1}
-
-    Args:
-        orders: The actions of each rank.
-
-    Returns:
-        By the number of the stage, in order.
+    in_flight(one_f_one_b(4, 8)) is {0: 4, 1: 3, 2: 2, 3: 1}.
     """
     most: dict[int, int] = {}
     for actions in orders.values():
@@ -159,14 +116,6 @@ def in_flight(orders: Orders) -> dict[int, int]:
             for stage in step.forwards:
                 most[stage] = max(most.get(stage, 0), step.live(stage))
     return dict(sorted(most.items()))
-
-
-def in_flight_on_rank(orders: Orders) -> dict[int, int]:
-    """The most microbatches that each rank holds at once, those of all its stages added up."""
-    return {
-        rank: max((sum(step.live(stage) for stage in step.forwards) for step in schedule_steps(actions)), default=0)
-        for rank, actions in orders.items()
-    }
 
 
 def gpipe(stages: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
@@ -179,16 +128,15 @@ def gpipe(stages: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
 
 def one_f_one_b(stages: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
     """1F1B: as many forwards as stages lie from here to the end, then a backward and a forward in turn."""
-    return {stage: tuple(_one_f_one_b(stage, stages - stage, microbatches)) for stage in range(stages)}
-
-
-def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Iterable[Action]:
-    warmup = min(warmup, microbatches)
-    yield from (Action(stage, FORWARD, m) for m in range(warmup))
-    for m in range(microbatches):
-        yield Action(stage, BACKWARD, m)
-        if m + warmup < microbatches:
-            yield Action(stage, FORWARD, m + warmup)
+    orders: dict[int, tuple[Action, ...]] = {}
+    for stage in range(stages):
+        forwards = [Action(stage, FORWARD, m) for m in range(microbatches)]
+        warmup = min(stages - stage, microbatches)
+        order = forwards[:warmup]
+        for m in range(microbatches):
+            order += [Action(stage, BACKWARD, m), *forwards[m + warmup : m + warmup + 1]]
+        orders[stage] = tuple(order)
+    return orders
 
 
 _WRITTEN = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b}
@@ -237,13 +185,11 @@ def _schedule_refuses(name: str, why: str) -> str:
 def orders_named(name: str, pipeline: int, microbatches: int, chunks: int = 1) -> Orders:
     """What each rank does under a schedule of `torch.distributed.pipelining` that is only named.
 
-        in_flight(orders_named("Interleaved1F1B", pipeline=4, microbatches=8, chunks=2))
-
     Args:
         name: Such as "1F1B" or "Interleaved1F1B": the name of torch's class without `Schedule`, in any case.
-        pipeline: How many ranks there are.
-        microbatches: How many microbatches a step has.
-        chunks: How many stages lie on each rank.
+        pipeline: The number of ranks.
+        microbatches: The number of microbatches in a step.
+        chunks: The number of stages on each rank.
 
     Raises:
         ArgumentError: There is no such schedule, or it does not take these numbers.
@@ -265,10 +211,6 @@ def orders_named(name: str, pipeline: int, microbatches: int, chunks: int = 1) -
             why = f"it needs as many microbatches as ranks, and {microbatches} are fewer than {pipeline}"
             raise errors.ArgumentError(_schedule_refuses(full, why))
         return _WRITTEN[f"Schedule{full}"](pipeline, microbatches)
-    return orders_of(_built(full, pipeline, microbatches, chunks))
-
-
-def _built(name: str, pipeline: int, microbatches: int, chunks: int) -> Any:
     from torch.distributed.pipelining import schedules
 
     stages = [
@@ -284,13 +226,13 @@ def _built(name: str, pipeline: int, microbatches: int, chunks: int) -> Any:
         )
         for chunk in range(chunks)
     ]
-    make: Any = getattr(schedules, f"Schedule{name}", None)
+    make: Any = getattr(schedules, f"Schedule{full}", None)
     if make is None:
-        raise errors.ArgumentError(_unknown_schedule(name, [n for n in NAMES if hasattr(schedules, f"Schedule{n}")]))
+        raise errors.ArgumentError(_unknown_schedule(full, [n for n in NAMES if hasattr(schedules, f"Schedule{n}")]))
     try:
-        return make(stages, microbatches)
+        return orders_of(make(stages, microbatches))
     except (ValueError, AssertionError) as error:
-        raise errors.ArgumentError(_schedule_refuses(name, str(error))) from None
+        raise errors.ArgumentError(_schedule_refuses(full, str(error))) from None
 
 
 class Schedule(Protocol):
@@ -301,19 +243,12 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule over the layers of a model.
+    """A schedule over the layers of a model."""
 
-    Attributes:
-        name: The schedule's, without `Schedule`.
-        orders: What each rank does.
-        microbatches: How many a step has.
-        bounds: The layers of each stage: the first, and the first of the next.
-    """
-
-    name: str
+    name: str  # the schedule's, without `Schedule`
     orders: Orders
-    microbatches: int
-    bounds: tuple[tuple[int, int], ...]
+    microbatches: int  # in a step
+    bounds: tuple[tuple[int, int], ...]  # of each stage: its first layer, and the first of the next
 
     @staticmethod
     def of(stages: Stages | Schedule, paths: Sequence[str]) -> Pipeline:

@@ -1,18 +1,15 @@
 """Two microbatches of one stage of a pipeline, on fake tensors: what is kept, and the most that is alive.
 
-A plan for a pipeline is made from the whole model, which any rank can build on meta; the stages are built elsewhere, in
-as many ways as there are training scripts. So the whole model's forward runs, with gates at its layers. Those before
-the stage return what they returned in a first run; the stage's first one gets a new tensor for its input, and counting
-begins; after the stage's last layer the forward is left. The first stage counts from the beginning, the last one to the
-loss. What the model does between its layers is done, what it computed before them (rotary tables, masks) counts on each
-stage that reads it, and parameters belong to the stages whose operations read them, so tied weights are on both.
+A plan for a pipeline is made from the whole model, which any rank can build on meta. The whole model's forward runs,
+with gates at its layers: those before the stage return what they returned in a first run; the stage's first one gets a
+new tensor for its input, and counting begins; after the stage's last layer the forward is left. The first stage counts
+from the beginning, the last one to the loss. What the model computes between its layers is done, what it computed
+before them (rotary tables, masks) counts on each stage that reads it, and parameters belong to the stages whose
+operations read them, so tied weights are on both.
 
 What the pipeline's runtime holds and releases is done as it does it. torch's keeps the last stage's outputs to the end
 of the step, and of an output that is a view the graph, too. One that releases (`release`, Megatron's) keeps of what was
 sent only its place in the graph, and of what was received what autograd keeps.
-
-Rejected: a copy of the model without the other layers, which only models that expect it can run; torch.export, which
-not every model survives.
 """
 
 from __future__ import annotations
@@ -44,19 +41,13 @@ from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 
 @dataclass(frozen=True)
 class StageRun:
-    """What was seen of a stage.
-
-    Attributes:
-        bytes: What its actions take.
-        timeline: The second microbatch's, without what was alive before it, up to the gradients of the stage's inputs.
-        ran: The operations of one microbatch.
-        parameters: Those that it reads, by name.
-    """
+    """What was seen of a stage."""
 
     bytes: StageBytes
     timeline: tuple[Moment, ...]
-    ran: Counter[Op]
-    parameters: tuple[str, ...]
+    """The second microbatch's, without what was alive before it, up to the gradients of the stage's inputs."""
+    ran: Counter[Op]  # of one microbatch
+    parameters: tuple[str, ...]  # those that it reads
 
 
 @dataclass
@@ -67,6 +58,31 @@ class _Layer:
     places: list[int] = field(default_factory=list[int])
     inputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     output: Any = None
+
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = _torch.tree_leaves((args, kwargs))
+        floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self.places = [i for i in floats if leaves[i].requires_grad] or floats[:1]
+        self.inputs = [leaves[i].detach().requires_grad_(leaves[i].requires_grad) for i in self.places]
+
+    def leave(self, _: nn.Module, args: Any, result: Any) -> None:
+        leaves, spec = _torch.tree_flatten(result)
+        leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.output = _torch.tree_unflatten(leaves, spec)
+
+    @contextlib.contextmanager
+    def replaced(self, forward: Callable[..., Any]) -> Generator[None]:
+        """Another forward for the module."""
+        own = self.module.__dict__
+        before = own.get("forward")
+        own["forward"] = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del own["forward"]
+            else:
+                own["forward"] = before
 
 
 class StageRunner:
@@ -89,40 +105,37 @@ class StageRunner:
         self,
         model: nn.Module,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        *,
+        kwargs: dict[str, Any],
         loss: Callable[[Any], torch.Tensor],
         device: torch.device,
         rounding: int,
         paths: Sequence[str],
         stages: Sequence[tuple[int, int]],
-        composed: str = "",
-        release: bool = False,
+        composed: str,
+        release: bool,
     ) -> None:
         fakes = FakeTensorMode()
         faker = Faker(fakes, device)
         self.model: nn.Module = faker.copy(model)
-        self.call = faker.arguments(args, kwargs or {})
+        self.call = faker.arguments(args, kwargs)
         self.loss, self.device, self.stages, self.release = loss, device, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
         self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], composed)
         self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
         self._rounding = rounding
-        self._clear_gradients()
         with self._running(), contextlib.ExitStack() as stack:  # the first run
             for layer in self.layers:
-                stack.callback(layer.module.register_forward_pre_hook(_noting_inputs(layer), with_kwargs=True).remove)
-                stack.callback(layer.module.register_forward_hook(_noting_output(layer)).remove)
+                stack.callback(layer.module.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
+                stack.callback(layer.module.register_forward_hook(layer.leave).remove)
             self.model(*self.call[0], **self.call[1])
 
-    def books(self, watch: Any = None) -> _Books:
+    def books(self, watch: Any) -> _Books:
         """Empty books."""
         return _Books(self.pretend, self.modules, self.device, self._rounding, watch)
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """The bytes of tensors on the device, each storage once."""
-        found = {id(s): s for tensor in tensors for device, s in storages(tensor) if device == self.device}
-        return self.rounded(found.values())
+        return self.rounded({id(s): s for x in tensors for device, s in storages(x) if device == self.device}.values())
 
     def rounded(self, found: Iterable[torch.UntypedStorage]) -> int:
         """The bytes of storages."""
@@ -130,17 +143,16 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _running(self) -> Generator[None]:
+        """Where operations run on the fakes, with grad; the parameters have no gradients before and after."""
         states = [(ambient, ambient.capture()) for ambient in DEFAULT]
+        self.model.zero_grad()
         try:
             with torch.inference_mode(False), torch.enable_grad(), self.pretend:
                 yield
         finally:
+            self.model.zero_grad()
             for ambient, state in states:
                 ambient.restore(state)
-
-    def _clear_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
 
     def run(self, stage: int, plan: Plan, kinds: Iterable[str]) -> StageRun:
         """Runs two microbatches through a stage.
@@ -158,13 +170,11 @@ class StageRunner:
 
     def _run(self, stage: int, plan: Plan, *, halves: bool) -> StageRun:
         with self._running():
-            self._clear_gradients()
             handle = apply(self.model, plan)
             try:
                 return _Run(self, stage, halves).result()
             finally:
                 handle.remove()
-                self._clear_gradients()
 
     def optimizer(
         self, make: Callable[[Any], torch.optim.Optimizer], names: Iterable[str]
@@ -185,7 +195,6 @@ class StageRunner:
                 optimizer.step()
                 peak = books.on(self.device).peak_bytes
                 optimizer.zero_grad()
-            self._clear_gradients()
             return (before.live_by_category["optimizer"], peak - before.live_bytes), ran
 
 
@@ -222,20 +231,12 @@ class _Books(Recording):
 
 
 class _Run:
-    """The two microbatches of one stage.
-
-    Args:
-        runner: The model.
-        stage: The number of the stage.
-        halves: Whether its backwards come in halves.
-    """
+    """The two microbatches of one stage, whose backwards may come in halves."""
 
     def __init__(self, runner: StageRunner, stage: int, halves: bool) -> None:
-        self._of = runner
-        self._halves = halves
+        self._of, self._halves = runner, halves
         self._start, self._stop = runner.stages[stage]
-        self._is_first = stage == 0
-        self._is_last = stage == len(runner.stages) - 1
+        self._is_first, self._is_last = stage == 0, stage == len(runner.stages) - 1
         self._read: set[int] = set()
         self._ran: Counter[Op] = Counter()
         self._books = runner.books(self._seen)
@@ -272,13 +273,15 @@ class _Run:
         )
         named = (*of.model.named_parameters(), *of.model.named_buffers())
         mine = {name: tensor for name, tensor in named if self._owns(tensor)}
-        sends = 0 if of.release else 1
+        received = 0 if self._is_first else of.bytes_of(of.layers[self._start].inputs)
+        # One that releases has no buffers for what it sends and receives, nor for the batch.
+        buffers = (0, 0, 0) if of.release else (self._batch_bytes(), received, self._sent_bytes)
         figures = StageBytes(
             static_bytes=of.bytes_of(mine.values()),
-            batch_bytes=sends * self._batch_bytes(),
+            batch_bytes=buffers[0],
             gradient_bytes=of.bytes_of(p.grad for p in of.model.parameters() if p.grad is not None),
-            input_bytes=0 if self._is_first else sends * of.bytes_of(of.layers[self._start].inputs),
-            output_bytes=sends * self._sent_bytes,
+            input_bytes=buffers[1],
+            output_bytes=buffers[2],
             whole_bytes=whole,
             half_bytes=half,
             through_bytes=through,
@@ -327,13 +330,11 @@ class _Run:
         half = 0
         self._books.counting = True
         start = len(self._timeline)
-        if not self._halves:
-            torch.autograd.backward(outputs, gradients)
-            self._note(BACKWARD, again, start, level)
-            self._end = len(self._timeline)
-            self._drop_gradients()
-        else:
+        if self._halves:
             half = self._in_halves(outputs, gradients, again, level)
+        else:
+            torch.autograd.backward(outputs, gradients)
+            self._gradients_made(BACKWARD, again, start, level)
         self._books.counting = False
         self._given, self._out, outputs, gradients = [], None, [], None
         if self._kept:
@@ -354,9 +355,7 @@ class _Run:
         groups: Any = None
         if not self._is_first:
             groups = backward_for_inputs(outputs, gradients, self._given, weights)
-        self._note(INPUTS, again, start, level)
-        self._end = len(self._timeline)
-        self._drop_gradients()
+        self._gradients_made(INPUTS, again, start, level)
         half = self._live
         start = len(self._timeline)
         if groups is None:
@@ -366,7 +365,10 @@ class _Run:
         self._note(WEIGHTS, again, start, level)
         return half
 
-    def _drop_gradients(self) -> None:
+    def _gradients_made(self, kind: str, again: bool, start: int, level: int) -> None:
+        """Ends the timeline where the gradients of the inputs have been made, which are then sent."""
+        self._note(kind, again, start, level)
+        self._end = len(self._timeline)
         for x in self._given:
             x.grad = None
 
@@ -397,13 +399,13 @@ class _Run:
         layers = self._of.layers
         with contextlib.ExitStack() as stack:
             for before in layers[: self._start]:
-                stack.enter_context(_instead(before.module, lambda *_args, before=before, **_kwargs: before.output))
+                stack.enter_context(before.replaced(lambda *_args, before=before, **_kwargs: before.output))
             for layer, gate, is_end in (
                 (layers[self._start], self._entering, self._is_first),
                 (layers[self._stop - 1], self._leaving, self._is_last),
             ):
                 if not is_end:
-                    stack.enter_context(_instead(layer.module, gate(layer.module.forward)))
+                    stack.enter_context(layer.replaced(gate(layer.module.forward)))
             yield
 
     def _entering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -429,39 +431,6 @@ class _Run:
 
 class _Left(Exception):
     """The forward is left after a stage."""
-
-
-def _noting_inputs(layer: _Layer) -> Any:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = _torch.tree_leaves((args, kwargs))
-        floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        layer.places = [i for i in floats if leaves[i].requires_grad] or floats[:1]
-        layer.inputs = [leaves[i].detach().requires_grad_(leaves[i].requires_grad) for i in layer.places]
-
-    return hook
-
-
-def _noting_output(layer: _Layer) -> Any:
-    def hook(_: nn.Module, args: Any, result: Any) -> None:
-        leaves, spec = _torch.tree_flatten(result)
-        leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        layer.output = _torch.tree_unflatten(leaves, spec)
-
-    return hook
-
-
-@contextlib.contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    """Another forward for a module."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
