@@ -271,7 +271,7 @@ class RankPlanner:
     def _chosen(self, costs: Costs, step: ScheduleStep, solution: Solution) -> Chosen:
         """The options of a solution for `_costs`, as they are for one microbatch."""
         kinds = self._of.profile.costs.kinds
-        chosen: Chosen = {stage: () for stage in self.stages}
+        chosen: Chosen = dict.fromkeys(self.stages, tuple[Option, ...]())
         rest = zip(costs.segments, solution.options, strict=True)
         for stage in self._order(step):
             for own in self._of.segments(stage):
