@@ -15,10 +15,10 @@ sent between stages and between replicas is not counted; it overlaps, or does no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,26 +39,15 @@ MOMENTS = ("mean", "square")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over ranks.
+    """How a step is spread over ranks."""
 
-    Attributes:
-        tp: Ranks that share each layer (tensor parallel).
-        pp: Ranks that share the layers (pipeline parallel).
-        vpp: Chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B.
-        dp: Replicas (data parallel), over which the optimizer's state is sharded.
-        mbs: Sequences in a microbatch.
-        sequence_parallel: Whether norms and residuals hold a share of the tokens each, instead of all.
-        batch: Sequences in a step, over all replicas; None for as many as give `microbatches` their default, one
-            without a pipeline and two per rank with one.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    dp: int = 1
-    mbs: int = 1
-    sequence_parallel: bool = False
-    batch: int | None = None
+    tp: int = 1  # ranks that share each layer (tensor parallel)
+    pp: int = 1  # ranks that share the layers (pipeline parallel)
+    vpp: int = 1  # chunks of layers on each of these (interleaved 1F1B); 1 for 1F1B
+    dp: int = 1  # replicas (data parallel), over which the optimizer's state is sharded
+    mbs: int = 1  # sequences in a microbatch
+    sequence_parallel: bool = False  # whether norms and residuals hold a share of the tokens each, instead of all
+    batch: int | None = None  # sequences in a step, over all replicas; None for the default of `microbatches`
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "dp", "mbs"):
@@ -73,7 +62,7 @@ class Layout:
         if self.batch is not None and (self.batch < share or self.batch % share):
             raise errors.ArgumentError(
                 f"--batch is {self.batch}, which {self.dp} replicas (--dp) cannot take in microbatches of {self.mbs} "
-                f"(--mbs). Write a multiple of {self.dp * self.mbs}."
+                f"(--mbs). Write a multiple of {share}."
             )
         if self.vpp > 1 and self.microbatches % self.pp:
             raise errors.ArgumentError(
@@ -83,14 +72,14 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Of one replica in a step."""
+        """Of one replica in a step; by default one without a pipeline, and two per rank with one."""
         if self.batch is None:
             return 2 * self.pp if self.pp > 1 else 1
         return self.batch // (self.dp * self.mbs)
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.tp * self.pp * self.dp
 
     def pipeline(self, layers: int) -> Pipeline:
@@ -102,28 +91,22 @@ class Layout:
         count = self.pp * self.vpp
         if layers < count:
             raise errors.ArgumentError(
-                f"--pp {self.pp} --vpp {self.vpp} are {self.pp * self.vpp} parts, and the model has {layers} "
-                "layers. Write fewer."
+                f"--pp {self.pp} --vpp {self.vpp} are {count} parts, and the model has {layers} layers. Write fewer."
             )
         sizes = [layers // count] * count
         for place in [*range(1, count - 1), 0, count - 1][: layers % count]:
             sizes[place] += 1
-        starts = [0, *itertools.accumulate(sizes)]
-        interleaved = orders_named("Interleaved1F1B", self.pp, self.microbatches, self.vpp) if self.vpp > 1 else None
-        orders = interleaved or one_f_one_b(self.pp, self.microbatches)
-        return Pipeline("1F1B", orders, self.microbatches, tuple(itertools.pairwise(starts)))
+        orders = one_f_one_b(self.pp, self.microbatches)
+        if self.vpp > 1:
+            orders = orders_named("Interleaved1F1B", self.pp, self.microbatches, self.vpp)
+        bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        return Pipeline("1F1B", orders, self.microbatches, tuple(bounds))
 
     def as_data(self) -> dict[str, Any]:
         """The layout as plain data."""
-        return {
-            "tp": self.tp,
-            "pp": self.pp,
-            "vpp": self.vpp,
-            "dp": self.dp,
-            "mbs": self.mbs,
-            "sequence_parallel": self.sequence_parallel,
-            "microbatches": self.microbatches,
-        }
+        data = dataclasses.asdict(self)
+        del data["batch"]
+        return {**data, "microbatches": self.microbatches}
 
     def __str__(self) -> str:
         sequence = " with sequence parallel" if self.sequence_parallel else ""
@@ -136,41 +119,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank of a pipeline is to do, and what it takes.
+    """What one rank of a pipeline is to do, and what it takes."""
 
-    Attributes:
-        rank: Its place in the pipeline.
-        layers: The numbers of its layers, by chunk.
-        parameters: How many it holds.
-        weight_bytes: Of these.
-        gradient_bytes: Of the buffers that microbatches add to.
-        optimizer_bytes: Of the optimizer's state, its share among the replicas.
-        held: How many microbatches each chunk has in flight at the peak, the running one counted.
-        activation_bytes: All else that is alive at the peak.
-        plain_peak_bytes: The peak without recomputation.
-        microbatch_seconds: Of one microbatch without recomputation, forward and backward.
-        replay_seconds: What the plan adds to it.
-        optimizer_seconds: Of the optimizer's step.
-        link_bytes: What the rank sends to its tensor-parallel group in one microbatch without recomputation.
-        link_seconds: What that takes; counted in `microbatch_seconds`.
-        plan: The plan, in the paths of the whole model.
-    """
-
-    rank: int
-    layers: tuple[tuple[int, ...], ...]
+    rank: int  # its place in the pipeline
+    layers: tuple[tuple[int, ...], ...]  # the numbers of its layers, by chunk
     parameters: int
     weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    held: tuple[int, ...]
-    activation_bytes: int
-    plain_peak_bytes: int
-    microbatch_seconds: float
-    replay_seconds: float
-    optimizer_seconds: float
-    link_bytes: int
-    link_seconds: float
-    plan: Plan
+    gradient_bytes: int  # of the buffers that microbatches add to
+    optimizer_bytes: int  # of the optimizer's state, its share among the replicas
+    held: tuple[int, ...]  # the microbatches of each chunk in flight at the peak, the running one counted
+    activation_bytes: int  # all else that is alive at the peak
+    plain_peak_bytes: int  # the peak without recomputation
+    microbatch_seconds: float  # of one microbatch without recomputation, forward and backward
+    replay_seconds: float  # what the plan adds to it
+    optimizer_seconds: float  # of the optimizer's step
+    link_bytes: int  # sent to its tensor-parallel group in one microbatch without recomputation
+    link_seconds: float  # what that takes; counted in `microbatch_seconds`
+    plan: Plan  # in the paths of the whole model
 
     @property
     def peak_bytes(self) -> int:
@@ -179,8 +144,9 @@ class RankPlan:
 
     def as_data(self) -> dict[str, Any]:
         """The figures as plain data."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plan"}
-        return {**fields, "peak_bytes": self.peak_bytes}
+        data = {**vars(self), "peak_bytes": self.peak_bytes}
+        del data["plan"]
+        return data
 
 
 def step_seconds(layout: Layout, plans: Sequence[RankPlan], *, plain: bool = False) -> float:
@@ -195,14 +161,14 @@ class LayoutPlanner:
 
     Args:
         model: The whole model, of transformers and on meta.
-        word: What the user called it.
+        word: Its name, as the user wrote it.
         layout: How the step is spread.
         tokens: In a sequence.
         optimizer: "adamw", "sgd" or "none".
         device: See `profile`.
 
     Raises:
-        ArgumentError: The model is of no kind that can be spread, or its sizes cannot be divided so.
+        ArgumentError: The model cannot be spread so.
     """
 
     def __init__(
@@ -219,7 +185,7 @@ class LayoutPlanner:
         batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
         self.planner = Planner(part, (), batch, loss=any_loss, device=device, loop=Loop(hold_output=False))
         assert paths_of_layers(self.planner) == layers
-        make = functools.partial(Sharded, replicas=layout.dp, word=optimizer)
+        make = partial(Sharded, replicas=layout.dp, word=optimizer)
         self.pipeline = PipelinePlanner(self.planner, pipeline, make, megatron=True)
 
     def plans(self, budget: Budget) -> list[RankPlan]:
@@ -238,8 +204,7 @@ class LayoutPlanner:
                 f"budget={errors.size(allowed.budget_bytes)} is too small for rank {worst.rank} of the pipeline, which "
                 f"needs the most: with the plan that needs the least its peak is {least} ({worst.peak_bytes} bytes), "
                 f"without recomputation {errors.size(worst.plain_peak_bytes)}; {errors.size(up)} of either are "
-                "weights, "
-                "gradients and optimizer state.\n"
+                "weights, gradients and optimizer state.\n"
                 f"  Write --budget {least.replace(' ', '')} or more, or spread the step over more ranks.",
                 worst.peak_bytes,
                 worst.plan,
@@ -247,6 +212,7 @@ class LayoutPlanner:
         return found
 
     def _plan(self, rank: RankPlanner, budget: Budget) -> RankPlan:
+        layout = self.layout
         tried, wanted = rank.fitted(budget)
         (plan,) = rank.planned([rank.stages], tried, wanted, 1)
         runner, price = self.pipeline.runner, self.planner.price
@@ -257,16 +223,10 @@ class LayoutPlanner:
         updating = sum(price(op) * count for op, count in update.items())
         promise = plan.prediction
         assert promise is not None
-        promise = dataclasses.replace(
-            promise,
-            step_seconds=promise.step_seconds + updating,
-            plain_step_seconds=promise.plain_step_seconds + updating,
-            bound_seconds=promise.bound_seconds + updating,
-        )
+        seconds = ("step_seconds", "plain_step_seconds", "bound_seconds")
+        promise = dataclasses.replace(promise, **{name: getattr(promise, name) + updating for name in seconds})
         step = tried.peak.step
-        words = (
-            f"rank {rank.number} of a pipeline of {self.layout.pp}, tensor parallel {self.layout.tp}, {wanted:,} bytes"
-        )
+        words = f"rank {rank.number} of a pipeline of {layout.pp}, tensor parallel {layout.tp}, {wanted:,} bytes"
         return RankPlan(
             rank=rank.number,
             layers=tuple(tuple(range(*self.pipeline.pipeline.bounds[stage])) for stage in rank.stages),
@@ -291,13 +251,8 @@ class Sharded(torch.optim.Optimizer):
 
     Gradients are in buffers from the first step to the last, because several microbatches add to them. The state is
     sharded over the replicas (ZeRO-1, `--use-distributed-optimizer`): a rank keeps and updates its share of each
-    weight; the exchange of the rest is not part of it. Of weights of 16 bits the state holds a copy in 32 bits, beside
-    the two moments in 32 bits: 12 bytes per parameter, divided by the replicas.
-
-    Args:
-        parameters: The rank's parameters.
-        replicas: How many share the state.
-        word: "adamw", "sgd", which has no state, or "none", which has gradients and no step.
+    weight. Of weights of 16 bits the state holds a copy in 32 bits, beside the two moments in 32 bits: 12 bytes per
+    parameter, divided by the replicas. "sgd" has no state, "none" has gradients and no step.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], replicas: int, word: str) -> None:

@@ -1,30 +1,25 @@
 """A tensor-parallel rank's slice of a model of transformers, and its collectives as operations of a simulated step.
 
-What a rank of a tensor-parallel group holds has other shapes than the model, and the job does not run where it is
-planned. A slice of a layer has fewer heads, a narrower MLP and a part of the vocabulary, and is otherwise the same
-layer: the model's own class, built from a smaller configuration. It is compared with the whole model weight by weight
-(`divided`), so a class that takes its sizes from elsewhere is refused and not planned wrongly.
+A slice of a layer has fewer heads, a narrower MLP and a part of the vocabulary, and is otherwise the same layer: the
+model's own class, built from a smaller configuration. It is compared with the whole model weight by weight (`divided`),
+so a class that takes its sizes from elsewhere is refused and not planned wrongly.
 
-Which modules communicate is read from the shapes. What goes into a part of a layer that holds slices enters, what comes
-out of it is a partial sum. The embedding gives a partial sum too (each rank knows some words), the head takes all
-tokens and gives each rank its share of the vocabulary, which the loss then works on. The collectives are torch's
-functional ones, which return without a group what they return with one, in autograd functions as Megatron has them: at
-the entry of an attention or an MLP an identity whose backward is an all-reduce, at its exit an all-reduce whose
-backward is an identity; with sequence parallelism an all-gather of tokens and a reduce-scatter. A group is called by
-its size, `tensor-4`, which is where prices find it (`prices.py`).
+What goes into a part of a layer that holds slices enters, what comes out of it is a partial sum. The embedding gives a
+partial sum too (each rank knows some words), the head takes all tokens and gives each rank its share of the vocabulary.
+The collectives are torch's functional ones, which return without a group what they return with one, in autograd
+functions as Megatron has them: at the entry an identity whose backward is an all-reduce, at the exit an all-reduce
+whose backward is an identity; with sequence parallelism an all-gather of tokens and a reduce-scatter. A group is called
+by its size, `tensor-4`, which is where prices find it (`prices.py`).
 
-What autograd keeps at the entry matters most. Megatron's column-parallel product keeps its share of the tokens and
-gathers them again in backward. So with sequence parallelism the gather is deferred: what enters is a tensor of the
-shape of all tokens over the memory of this rank's own. A product that takes it (`gathered_linear`) gathers, multiplies,
-keeps the share, and gathers again in backward; no other operation may read it, its values are not there. Queries, keys
-and values, or gate and up, share one gather, as Megatron's fused products do: the `first` pays for it, the others
-allocate the same bytes. A mixture of experts reads its tokens to route them, so it gathers at once and keeps them.
+Megatron's column-parallel product keeps its share of the tokens and gathers them again in backward. So with sequence
+parallelism the gather is deferred: what enters is a tensor of the shape of all tokens over the memory of this rank's
+own. A product that takes it (`gathered_linear`) gathers, multiplies, keeps the share, and gathers again in backward; no
+other operation may read it. Queries, keys and values, or gate and up, share one gather: the `first` pays for it, the
+others allocate the same bytes. A mixture of experts reads its tokens to route them, so it gathers at once.
 
 A module with collectives has its own forward in its instance dictionary; a plan's region goes around that, so a replay
-repeats the collectives, as Megatron's does.
-
-Rejected: DTensor and `parallelize_module` on a fake process group. Its layouts know none of the models with experts, it
-keeps what was gathered where Megatron keeps the share, and a plan would be for its modules.
+repeats the collectives, as Megatron's does. Rejected: DTensor and `parallelize_module` on a fake process group, whose
+layouts know no experts, and which keep what was gathered where Megatron keeps the share.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,6 +47,7 @@ WIDTHS = (
     "shared_expert_intermediate_size",
 )
 _collectives = functional()
+_Moves = Callable[[torch.Tensor, int], torch.Tensor]  # from a tensor and the size of the group
 
 
 def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[nn.Module, list[str]]:
@@ -59,8 +55,8 @@ def rank_model(model: nn.Module, word: str, size: int, sequence: bool) -> tuple[
 
     Args:
         model: The whole model, of transformers and on meta.
-        word: What the user called it.
-        size: Of the group.
+        word: Its name, as the user wrote it.
+        size: The number of ranks in the group.
         sequence: Whether norms and residuals hold a share of the tokens.
 
     Raises:
@@ -101,13 +97,7 @@ def check_divides(model: str, name: str, value: int, ranks: int) -> None:
 
 
 def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]:
-    """The parameters of which a rank holds a slice, by their names.
-
-    Args:
-        whole: The model.
-        part: The model of one rank.
-        size: Of the group.
-        word: What the user called the model.
+    """The names of the parameters of which a rank holds a slice, given the whole model and that of one rank.
 
     Raises:
         ArgumentError: A weight is divided in a way that no layout has, or none is.
@@ -131,16 +121,8 @@ def divided(whole: nn.Module, part: nn.Module, size: int, word: str) -> set[str]
 
 
 def add_collectives(model: nn.Module, layers: list[str], slices: set[str], size: int, sequence: bool) -> None:
-    """Puts the collectives into a rank's model.
-
-    Args:
-        model: The rank's model.
-        layers: The paths of its layers.
-        slices: The names of the parameters of which it holds a slice.
-        size: Of the group.
-        sequence: Whether norms and residuals hold a share of the tokens.
-    """
-    leave = _Scatter if sequence else _Leave
+    """Puts the collectives into a rank's model, which holds a slice of the parameters that `slices` names."""
+    leave = _scatter if sequence else _leave
     for path in layers:
         for child, module in model.get_submodule(path).named_children():
             below = f"{path}.{child}."
@@ -152,7 +134,7 @@ def add_collectives(model: nn.Module, layers: list[str], slices: set[str], size:
                 linears = [linear for linear in module.modules() if isinstance(linear, nn.Linear)]
                 for number, linear in enumerate(linears):
                     _put(linear, _column, size, number == 0)
-            enter = (_DeferredGather if deferred else _Gather) if sequence else _Enter
+            enter = (_defer if deferred else _gather) if sequence else _enter
             _put(module, _part, size, enter, leave)
     for name in sorted(slices):
         if not any(name.startswith(path + ".") for path in layers):
@@ -167,21 +149,21 @@ def _put(module: nn.Module, forward: Callable[..., Any], *how: Any) -> None:
     module.__dict__["forward"] = partial(forward, module, *how)
 
 
-def _part(module: nn.Module, size: int, enter: Any, leave: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _part(module: nn.Module, size: int, enter: _Moves | None, leave: _Moves, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention, an MLP, an embedding: its first tensor enters, its result leaves."""
     if enter is not None and args:
-        args = (enter.apply(args[0], size), *args[1:])
+        args = (enter(args[0], size), *args[1:])
     elif enter is not None:
-        kwargs = {**kwargs, "hidden_states": enter.apply(kwargs["hidden_states"], size)}
+        kwargs = {**kwargs, "hidden_states": enter(kwargs["hidden_states"], size)}
     result = type(module).forward(module, *args, **kwargs)
     if isinstance(result, tuple):
-        return (leave.apply(result[0], size), *result[1:])
-    return leave.apply(result, size)
+        return (leave(result[0], size), *result[1:])
+    return leave(result, size)
 
 
 def _column(module: Any, size: int, first: bool, /, x: torch.Tensor) -> torch.Tensor:
     """The forward of a product that may be given a deferred gather; the `first` pays for it."""
-    if is_deferred(x):
+    if x.dim() == 3 and x.shape[1] > 1 and x.stride(1) == 0:
         return gathered_linear(x, module.weight, module.bias, size, first)
     return F.linear(x, module.weight, module.bias)
 
@@ -189,13 +171,8 @@ def _column(module: Any, size: int, first: bool, /, x: torch.Tensor) -> torch.Te
 def _head(module: Any, size: int, sequence: bool, /, x: torch.Tensor) -> torch.Tensor:
     """The forward of the product that makes the logits, of which each rank has its share of the vocabulary."""
     if sequence:
-        entered: Any = _DeferredGather.apply(x, size)
-        return gathered_linear(entered, module.weight, module.bias, size, True)
-    return F.linear(_Enter.apply(x, size), module.weight, module.bias)  # pyright: ignore[reportArgumentType]
-
-
-def _all_reduced(x: torch.Tensor, size: int) -> torch.Tensor:
-    return _collectives.all_reduce(x, "sum", f"tensor-{size}")
+        return gathered_linear(_defer(x, size), module.weight, module.bias, size, True)
+    return F.linear(_enter(x, size), module.weight, module.bias)
 
 
 def _gathered(shard: torch.Tensor, size: int) -> torch.Tensor:
@@ -209,74 +186,40 @@ def _scattered(full: torch.Tensor, size: int) -> torch.Tensor:
     return _collectives.reduce_scatter_tensor(flat, "sum", size, f"tensor-{size}").view(batch, tokens // size, width)
 
 
-class _Enter(torch.autograd.Function):
-    """All tokens go into a module that every rank has a slice of: its gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _collectives.all_reduce_(grads[0].contiguous(), "sum", f"tensor-{ctx.size}"), None
-
-
-class _Leave(torch.autograd.Function):
-    """The partial sums of the ranks come out of a module and are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
-        return _all_reduced(x, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    """The ranks' shares of the tokens become all tokens, and are kept so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return _gathered(x, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _scattered(grads[0], ctx.size), None
-
-
-class _Scatter(torch.autograd.Function):
-    """The partial sums of the ranks are added up, and each rank gets its share of the tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return _scattered(x, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _gathered(grads[0].contiguous(), ctx.size), None
-
-
-class _DeferredGather(torch.autograd.Function):
+def _deferred(shard: torch.Tensor, size: int) -> torch.Tensor:
     """This rank's share of the tokens, in the shape of all of them; a product gathers them."""
+    batch, tokens, width = shard.shape
+    return shard[:, :1].expand(batch, tokens * size, width)
+
+
+class _Collective(torch.autograd.Function):
+    """A collective in forward, another one in backward; both are given a tensor and the size of the group."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        batch, tokens, width = x.shape
-        return x[:, :1].expand(batch, tokens * size, width)
+    def forward(ctx: Any, x: torch.Tensor, size: int, there: _Moves, back: _Moves) -> torch.Tensor:
+        ctx.size, ctx.back = size, back
+        return there(x, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _scattered(grads[0], ctx.size), None
+        return ctx.back(grads[0], ctx.size), None, None, None
 
 
-def is_deferred(x: torch.Tensor) -> bool:
-    """Whether a tensor is what `DeferredGather` made."""
-    return x.dim() == 3 and x.shape[1] > 1 and x.stride(1) == 0
+def _through(there: _Moves, back: _Moves) -> _Moves:
+    return lambda x, size: cast("torch.Tensor", _Collective.apply(x, size, there, back))
+
+
+# All tokens go into a module that every rank has a slice of: its gradients are summed over the ranks.
+_enter = _through(
+    lambda x, size: x.view_as(x),
+    lambda grad, size: _collectives.all_reduce_(grad.contiguous(), "sum", f"tensor-{size}"),
+)
+# The partial sums of the ranks come out of a module and are added up.
+_leave = _through(lambda x, size: _collectives.all_reduce(x, "sum", f"tensor-{size}"), lambda grad, size: grad)
+# The ranks' shares of the tokens become all tokens, and are kept so, or are gathered by the products that take them.
+_gather, _defer = _through(_gathered, _scattered), _through(_deferred, _scattered)
+# The partial sums of the ranks are added up, and each rank gets its share of the tokens.
+_scatter = _through(_scattered, lambda grad, size: _gathered(grad.contiguous(), size))
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -311,14 +254,9 @@ def _all_tokens(x: torch.Tensor, size: int, first: bool) -> torch.Tensor:
 def gathered_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int, first: bool
 ) -> torch.Tensor:
-    """A product of a deferred gather with a slice of a weight; a plan may keep its result as that of any product.
+    """A product of a deferred gather (batch, tokens, width) with a slice of a weight (outputs, width).
 
-    Args:
-        x: The deferred gather (batch, tokens, width).
-        weight: (outputs, width).
-        bias: (outputs), or None.
-        size: Of the group.
-        first: Whether it pays for the gather.
+    A plan may keep its result as that of any product. The `first` of several products pays for the gather.
     """
     if has_torch_function((x, weight)):
         return handle_torch_function(gathered_linear, (x, weight), x, weight, bias, size, first)
