@@ -177,7 +177,6 @@ def test_a_device_has_its_own_data_sheet(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = prices.roofline_of(torch.device("cuda", 0))
     assert found.name == (SHEETS[name] or f"an h100, since no data sheet of {name} is known")
-    assert found.name in found.timing
 
 
 def test_products_in_32_bits_run_at_their_own_speed_unless_tf32_is_on() -> None:

@@ -1,22 +1,15 @@
 """A whole step by the clock, so that the prices of single operations add up to what a step really takes.
 
-Problem. An operation that is run alone finds its inputs in the cache, its memory at hand and nothing else to do; in a
-step it does not, and between operations Python runs. Sums of single operations come out too small: by a little for
-large products, by half for small ones and for what only moves memory.
+An operation that is run alone finds its inputs in the cache, its memory at hand and nothing else to do, so sums of
+single operations come out too small: by a little for large products, by half for small ones. So the step that the plan
+is for is run, and all replays are scaled by one number: the choice does not depend on it and comes first, and what is
+run never needs more memory than was asked for. Where the step without recomputation would, it is put together from the
+forward without gradients and the backward less all that replays take. What the plan adds is the difference, and that
+over the sum of the prices is the scale; the cost of the engine is in it, too.
 
-Idea. Run the step that the plan is for, and scale. All replays are scaled by one number, so the choice does not depend
-on it and comes first, and what is run never needs more memory than was asked for. Where the step without recomputation
-would, it is put together from parts that do not: the forward without gradients, and the backward less all that replays
-take, the engine's part included. What the plan adds is the difference, and that over the sum of the prices is the
-scale: so the cost of the engine is in it, too.
-
-Invariants. The step is that of a copy: its parameters are new ones over the same memory, so that gradients and hooks of
-parameters are not touched, and everything else is copied, buffers and the batch with memory of their own. The
-optimizer's step is not run, since it would change the weights; its operations stay priced one by one. Random states are
-put back. Nothing is run where other ranks could be waited for.
-
-Rejected: one scale for everything, from the step without recomputation. It says nothing of how much larger a plan's
-step is, and that step often does not fit. Running each segment alone, which needs inputs that are made up.
+The step is that of a copy: its parameters are new ones over the same memory, so that gradients and hooks of parameters
+are not touched, and everything else is copied. The optimizer's step is not run, since it would change the weights; its
+operations stay priced one by one. Random states are put back. Nothing is run where other ranks could be waited for.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from torch import nn
 from .. import _torch
 from ..observer import Observer, Running, observing
 from ..plan.apply import apply
-from ..plan.cost import Costs, Graph, Kind, Option, Solution
+from ..plan.cost import Costs, Kind, Option, Solution
 from ..plan.observe import Stamp, between, stamp
 from ..plan.plan import Plan
 from ..state import DEFAULT
@@ -48,19 +41,12 @@ ENOUGH, LONGEST = 1.0, 30.0  # seconds: after the one no more than TIMES are run
 
 @dataclass(frozen=True)
 class Clocked:
-    """Seconds of a step that was run: medians over the runs.
+    """Seconds of a step that was run: medians over the runs."""
 
-    Attributes:
-        plain: The forward with neither gradients nor regions.
-        forward: The forward and the loss.
-        backward: The backward, replays included.
-        replays: The replays in it, with all that the engine does around them.
-    """
-
-    plain: float
-    forward: float
-    backward: float
-    replays: float
+    plain: float  # the forward with neither gradients nor regions
+    forward: float  # the forward and the loss
+    backward: float  # the backward, replays included
+    replays: float  # the replays in it, with all that the engine does around them
 
     @property
     def step(self) -> float:
@@ -71,40 +57,23 @@ class Clocked:
         """So many of these steps."""
         return Clocked(self.plain * count, self.forward * count, self.backward * count, self.replays * count)
 
-    @property
-    def without_regions(self) -> float:
-        """Forward and backward without regions, put together."""
-        return min(self.plain, self.forward) + self.backward - self.replays
-
 
 @dataclass(frozen=True)
 class Scale:
-    """What prices of single operations are multiplied by.
+    """Turns prices of single operations into seconds of whole steps."""
 
-    Attributes:
-        replays: For what is run again.
-        step_seconds: What the step without recomputation takes.
-        ran: What was run, in words.
-    """
-
-    replays: float
-    step_seconds: float
-    ran: str
+    replays: float  # the factor for what is run again
+    step_seconds: float  # of the step without recomputation
+    ran: str  # which steps were run, in words
 
     @staticmethod
     def of(regions: Clocked | None, plain: Clocked | None, added: float, optimizer: float) -> Scale:
-        """From a step that was run with regions, one that was run without, or both.
-
-        Args:
-            regions: The one with regions.
-            plain: The one without.
-            added: What the prices say that the regions add.
-            optimizer: The price of the optimizer's step.
-        """
+        """From a step that was run with regions, a plain one, or both, and the prices of what the regions add."""
         if regions is None:
             assert plain is not None
             return Scale(1.0, plain.step + optimizer, "without regions")
-        without = regions.without_regions if plain is None else plain.step
+        together = min(regions.plain, regions.forward) + regions.backward - regions.replays
+        without = together if plain is None else plain.step
         more = max(regions.step - without, regions.replays)  # times are noisy, and replays are not free
         ran = "with these regions" if plain is None else "without regions and with those of the smallest peak"
         return Scale(more / added if added and more else 1.0, without + optimizer, ran)
@@ -114,31 +83,27 @@ class Scale:
 
     def __call__(self, costs: Costs) -> Costs:
         """The costs in these seconds."""
-        kinds = {
-            name: Kind(tuple(map(self._option, kind.options)), kind.graph and self._graph(kind.graph))
-            for name, kind in costs.kinds.items()
-        }
+        kinds: dict[str, Kind] = {}
+        for name, kind in costs.kinds.items():
+            graph = kind.graph
+            if graph is not None:
+                nodes = (replace(node, seconds=node.seconds * self.replays) for node in graph.nodes)
+                graph = replace(graph, nodes=tuple(nodes))
+            kinds[name] = Kind(self._options(kind.options), graph)
         return replace(costs, kinds=kinds, step_seconds=self.step_seconds)
 
     def solution(self, solution: Solution) -> Solution:
         """A solution in these seconds."""
-        options = tuple(map(self._option, solution.options))
-        return replace(solution, options=options, seconds=solution.seconds * self.replays)
+        return replace(solution, options=self._options(solution.options), seconds=solution.seconds * self.replays)
 
-    def _option(self, option: Option) -> Option:
-        return replace(option, seconds=option.seconds * self.replays)
-
-    def _graph(self, graph: Graph) -> Graph:
-        return replace(graph, nodes=tuple(replace(node, seconds=node.seconds * self.replays) for node in graph.nodes))
+    def _options(self, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        return tuple(replace(option, seconds=option.seconds * self.replays) for option in options)
 
 
 def obstacle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> str:
     """Why a step of a model cannot be run here; empty where it can."""
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         return "other ranks could be waited for"
     leaves = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for tensor in (*model.parameters(), *model.buffers(), *leaves):
@@ -155,15 +120,9 @@ def clock(
     plan: Plan,
     device: torch.device,
 ) -> Clocked:
-    """Runs forward and backward of a copy of a model, once to warm up and then some times, and takes the time.
+    """Runs forward and backward of a copy of a model under a plan, once to warm up and then some times.
 
-    Args:
-        model: The model, whose tensors lie on the device.
-        args: The positional arguments of one call; copies of them are used.
-        kwargs: Its keyword arguments.
-        loss: From the model's output to a scalar.
-        plan: What the copy gets.
-        device: Where it runs.
+    The model's tensors are on the device; of the arguments copies are used.
     """
     states = [(ambient, ambient.capture()) for ambient in DEFAULT]
     try:
@@ -172,16 +131,15 @@ def clock(
             apply(same, plan)
             began = time.perf_counter()
             found = [_step(same, args, kwargs, loss, device)]  # warms up
-            while len(found) < 2 or _go_on(len(found), time.perf_counter() - began):
+            while True:
+                spent, times = time.perf_counter() - began, len(found)
+                if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
+                    break
                 found.append(_step(same, args, kwargs, loss, device))
     finally:
         for ambient, state in states:
             ambient.restore(state)
     return Clocked(*(median(times) for times in zip(*found[1:], strict=True)))
-
-
-def _go_on(times: int, spent: float) -> bool:
-    return times <= (TIMES if spent > ENOUGH else MOST_TIMES) and spent < LONGEST
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -217,13 +175,10 @@ def _step(
 
 
 class Replays(Observer):
-    """Takes the time of all replays of the regions that it observes; one inside another counts once.
-
-    Args:
-        device: Where they run; on CUDA events are taken, so that a replay is not waited for.
-    """
+    """Takes the time of all replays of the regions that it observes; one inside another counts once."""
 
     def __init__(self, device: torch.device) -> None:
+        # On CUDA events are taken, so that a replay is not waited for.
         self._now: Callable[[], Stamp] = stamp if device.type == "cuda" else partial(now, device)
         self._moments: list[tuple[Stamp, Stamp]] = []
         self._inside = False

@@ -1,12 +1,9 @@
-"""Host memory as a plan sees it: a store that lies apart from the fake tensors' device, and how fast the way there is.
+"""Host memory as a plan sees it: a store apart from the fake tensors' device, and how fast copies to it are.
 
-Problem. A plan for a device is made with fake tensors, often of a machine without one. There host memory is where the
-fakes lie, so a simulated `OnHost` frees nothing; and its copies are done at once, while those of a device hold memory
-until two more regions have begun.
-
-Idea. `OnHost` decides what is sent, when memory on the device is free and when the copy back starts, whatever makes the
-copies (a `Lane`). Here a lane makes none: what has been sent is a size, what comes back is fresh memory. All else is
-the store that the step will run with.
+A plan for a device is made with fake tensors, often on a machine without one. There host memory is where the fakes are,
+so a simulated `OnHost` would free nothing. `OnHost` decides what is sent, when memory on the device is free and when
+the copy back starts, whatever makes the copies (a `Lane`). The lane here makes none: what has been sent is a size, what
+comes back is fresh memory.
 
 A copy is hidden behind what is computed meanwhile. A layer's input leaves while the layer runs and comes back while the
 layer after it is replayed and run backward, which takes as long in a stack; what takes longer than that is waited for.
@@ -15,17 +12,18 @@ Where the neighbours of a layer send nothing, its copies have more time; that is
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import errors
+from .. import _torch, errors
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..stores import Bandwidth, OnHost, bandwidth
-from ..stores.transfers import Depot
+from ..stores.transfers import Depot, Direct
 from .prices import DEVICES, Roofline, where
 
 LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
@@ -60,10 +58,9 @@ def limit_of(offload: object) -> int | None:
     """
     if offload is True:
         return None
-    try:
+    found = None
+    with contextlib.suppress(errors.ArgumentError):
         found = read_budget(offload).bytes
-    except errors.ArgumentError:
-        found = None
     if found is None:
         raise errors.ArgumentError(
             f"offload={offload!r} says neither whether nor how much of host memory may be used.\n"
@@ -73,20 +70,17 @@ def limit_of(offload: object) -> int | None:
 
 
 def stores_for(plan: Plan, model: nn.Module, device: torch.device | str | Roofline | None) -> dict[str, HostApart]:
-    """The stores for a simulated step of a plan: on a device that is no part of host memory, one that is apart from it.
+    """The stores for a simulated step of a plan on a device, as for `make_plan`.
 
-    Args:
-        plan: The plan; where none of its choices names host memory, nothing is needed.
-        model: The model, which says where the step runs if nothing else does.
-        device: As for `make_plan`.
+    Where choices name host memory and the step runs on a device that is no part of it, that is a store apart from it.
     """
     if all(choice.store != "host" for choice in plan.all_choices):
         return {}
     roofline, place, _ = where(device, model)
     if roofline is None and place is None:
         place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        if place.type == "meta" and torch.accelerator.is_available():
-            return {"host": HostApart()}
+        if place.type == "meta":
+            place = torch.device(_torch.accelerator() or "cpu")
     return {} if place is not None and place.type in ("cpu", "meta") else {"host": HostApart()}
 
 
@@ -97,7 +91,7 @@ def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float
 
 @dataclass(frozen=True)
 class _Sent:
-    """What lies in host memory: nothing but its size."""
+    """What is in host memory: nothing but its size."""
 
     elements: int
     dtype: torch.dtype
@@ -111,27 +105,16 @@ class _Sent:
         return self.elements
 
 
-class _NoCopies:
+class _NoCopies(Direct):
     """A lane for fake tensors, with the order of a device's copies."""
 
     direct = False
 
     def send(self, source: torch.Tensor) -> tuple[Any, None]:
-        """Nothing but the size goes."""
         return _Sent(source.numel(), source.dtype, source.device), None
 
-    def let_go(self, mark: None) -> None:
-        """Nothing to wait for."""
-
     def fetch(self, host: Any, after: None) -> tuple[torch.Tensor, None]:
-        """Memory of that size."""
         return torch.empty(host.elements, dtype=host.dtype, device=host.device), None
-
-    def arrive(self, tensor: torch.Tensor, mark: None) -> None:
-        """Nothing to wait for."""
-
-    def abandon(self, tensor: torch.Tensor, mark: None) -> None:
-        """Nothing to wait for."""
 
 
 class HostApart(OnHost):

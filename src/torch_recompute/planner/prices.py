@@ -1,33 +1,20 @@
 """What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
 
 A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
-launch besides. A collective takes that of the bytes that a ring sends and receives over the links between the devices.
-The figures of `DEVICES` are those of the makers' data sheets (dense, without sparsity), less a share that well-written
-kernels do not reach: 70 % of the FLOPs and 80 % of the bandwidth are counted on. Products in 32 bits run at the speed
-of TF32 only where PyTorch's settings allow it, which they do for convolutions alone by default.
+launch besides; a collective that of the bytes that a ring sends and receives over the links. The figures of `DEVICES`
+are those of the makers' data sheets (dense, without sparsity), less a share that well-written kernels do not reach.
 
 Measured means: the operation is run alone on made-up inputs, once to warm up and three times for its price, and the
-fastest counts. An operation that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the
-roofline, scaled by what the measured ones took of theirs, and named in `Measured.timing`. What was measured is kept in
-a file (`stores/measured.py`), by a hash of the name and arguments. What could not be run is not kept, since another
-time there may be more memory. Prices decide between plans, so what counts is how they compare; a whole step is timed by
-`clock.py`.
+fastest counts. One that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the roofline,
+scaled by what the measured ones took of theirs, and named in `Measured.timing`. What was measured is kept in a file
+(`stores/measured.py`). Prices decide between plans, so what counts is how they compare; `clock.py` times whole steps.
 
-Made-up inputs. Many operations expect more of their inputs than shapes: `mkldnn_rnn_layer_backward` reads a workspace
-that its forward wrote, memory-efficient attention reads the seed of its dropout through a pointer, `bernoulli` and
-`binary_cross_entropy` assert on the device that their inputs are probabilities. Made-up inputs then end the process, or
-leave a CUDA context in which every later call fails, and no schema says which operations are like that. So only
-operations that are known to be safe are run: pointwise ones and those of the core of ATen, by PyTorch's own
-tags, and those that are named below, which are the backwards, norms, losses and optimizers of training. None of them
-draws random numbers, so no generator moves, and none has results whose size depends on values. Any other operation, a
-user's own included, is priced by the roofline. Attention is run where it drops nothing.
-
-The inputs are valid: floats lie in (0.01, 0.99), indices are spread evenly over what they index, offsets cut a batch
-into equal groups, booleans alternate. A tensor that lay on the CPU stays there. The numbers come from a generator of
-their own.
-
-Rejected: a list of operations that are not run. It ends the process at the first operation that it lacks. A process
-for the operations: it costs seconds, a second CUDA context, and the memory of one.
+Many operations expect more of their inputs than shapes: a workspace that a forward wrote, the seed of a dropout,
+probabilities. Made-up inputs then end the process or break the CUDA context, and no schema says which operations are
+like that. So only operations that are known to be safe are run: pointwise ones and those of the core of ATen, by
+PyTorch's own tags, and those named below; none draws random numbers or has results whose size depends on values. A list
+of those that are not run would end the process at the first one that it lacks. The made-up inputs are valid: floats are
+in (0.01, 0.99), indices are spread evenly over what they index, offsets cut a batch into equal groups.
 """
 
 from __future__ import annotations
@@ -58,39 +45,22 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Roofline:
-    """A device as two speeds.
-
-    Attributes:
-        name: What it is called.
-        flops: FLOPs per second of matrix products, by bytes of an element; the widest not above an operation's counts.
-        bytes_per_second: Of its memory.
-        launch: Seconds that any operation takes at least.
-        link: Bytes per second from a device to the next one of its group; None for as many as its memory.
-        kind: The type of device, as PyTorch calls it; "" where it is not said.
-        tf32: FLOPs per second of products in 32 bits where TF32 is on; None where it makes no difference.
-        host: Bytes per second to host memory and back; None where it is not known.
-        capability: Of a CUDA device, which decides on its kernels.
-    """
+    """A device as two speeds."""
 
     name: str
-    flops: Mapping[int, float]
-    bytes_per_second: float
-    launch: float
-    link: float | None = None
-    kind: str = ""
-    tf32: float | None = None
-    host: float | None = None
-    capability: tuple[int, int] | None = None
+    flops: Mapping[int, float]  # per second of products, by bytes of an element; the widest not above an operation's
+    bytes_per_second: float  # of its memory
+    launch: float  # seconds that any operation takes at least
+    link: float | None = None  # bytes per second to the next device of its group; None for as many as its memory
+    kind: str = ""  # the type of device, as PyTorch calls it
+    tf32: float | None = None  # FLOPs per second of products in 32 bits with TF32; None where it makes no difference
+    host: float | None = None  # bytes per second to host memory and back
+    capability: tuple[int, int] | None = None  # of a CUDA device, which decides on its kernels
 
     @property
     def composed(self) -> str:
         """What `simulate_step` is told of it: its type and capability."""
         return self.kind if self.capability is None else f"{self.kind} {'.'.join(map(str, self.capability))}"
-
-    @property
-    def timing(self) -> str:
-        """Where its seconds are from, in words."""
-        return f"operations by the speeds of {self.name}"
 
     def __call__(self, op: Op) -> float:
         """Seconds of an operation."""
@@ -101,7 +71,7 @@ class Roofline:
 
     def _speed(self, op: Op) -> float:
         size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
-        if size == 4 and self.tf32 is not None and tf32(str(op.func)):
+        if size == 4 and self.tf32 is not None and tf32(str(op.func)):  # by default for convolutions alone
             return self.tf32
         return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
 
@@ -138,66 +108,55 @@ _RINGS = {
 }
 
 
-class _Sheet(NamedTuple):
-    """A device by its maker's data sheet, without sparsity.
+def _sheet(
+    name: str,
+    capability: tuple[int, int],
+    half: float,
+    tf32: float,
+    single: float,
+    memory: float,
+    link: float,
+    host: float,
+) -> Roofline:
+    """A device by its maker's data sheet, less the share that kernels do not reach.
 
-    Attributes:
-        name: What it is called here; its words are in the name that CUDA has for it.
-        capability: As `torch.cuda.get_device_capability` says it.
-        half: TFLOP/s in 16 bits.
-        tf32: TFLOP/s in TF32; those in 32 bits where it knows none.
-        single: TFLOP/s in 32 bits.
-        memory: GB/s of its memory.
-        link: GB/s to one neighbour.
-        host: GB/s to host memory.
+    `half`, `tf32` and `single` are TFLOP/s in 16 bits, in TF32 and in 32 bits (`tf32` is `single` where a device has no
+    TF32); the others GB/s of its memory, to one neighbour and to host memory, one way. The words of the name are in the
+    name that CUDA has for the device.
     """
-
-    name: str
-    capability: tuple[int, int]
-    half: float
-    tf32: float
-    single: float
-    memory: float
-    link: float
-    host: float
-
-    @property
-    def roofline(self) -> Roofline:
-        """Its two speeds, less the share that kernels do not reach."""
-        flops = {2: self.half * 1e12 * REACHED_FLOPS, 4: self.single * 1e12 * REACHED_FLOPS}
-        memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in (self.memory, self.link, self.host))
-        tf32 = self.tf32 * 1e12 * REACHED_FLOPS
-        return Roofline(self.name, flops, memory, 5e-6, link, "cuda", tf32, host, self.capability)
+    flops = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
+    speeds = [speed * 1e9 * REACHED_BYTES for speed in (memory, link, host)]
+    return Roofline(name, flops, speeds[0], 5e-6, speeds[1], "cuda", tf32 * 1e12 * REACHED_FLOPS, speeds[2], capability)
 
 
-# Of the makers' data sheets; "link" and "host" are one way, PCI Express where there is no NVLink.
+# Where there is no NVLink, the link is PCI Express.
 _SHEETS = (
-    _Sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
-    _Sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
-    _Sheet("a10", (8, 6), 125, 62.5, 31.2, 600, 32, 32),
-    _Sheet("a30", (8, 0), 165, 82, 10.3, 933, 100, 32),
-    _Sheet("a40", (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
-    _Sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
-    _Sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
-    _Sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
-    _Sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32),
-    _Sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32),
-    _Sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32),
-    _Sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64),
-    _Sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64),
-    _Sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64),
-    _Sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64),
-    _Sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64),
-    _Sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64),
-    _Sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64),
-    _Sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450),
-    _Sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64),
-    _Sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
-    _Sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
-    _Sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32),
-    _Sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64),
+    _sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
+    _sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
+    _sheet("a10", (8, 6), 125, 62.5, 31.2, 600, 32, 32),
+    _sheet("a30", (8, 0), 165, 82, 10.3, 933, 100, 32),
+    _sheet("a40", (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
+    _sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
+    _sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
+    _sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
+    _sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32),
+    _sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32),
+    _sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32),
+    _sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64),
+    _sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64),
+    _sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64),
+    _sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64),
+    _sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64),
+    _sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64),
+    _sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64),
+    _sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450),
+    _sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64),
+    _sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
+    _sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
+    _sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32),
+    _sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64),
 )
-DEVICES = {sheet.name: sheet.roofline for sheet in _SHEETS}
+DEVICES = {sheet.name: sheet for sheet in _SHEETS}
 _OTHER = frozenset({"laptop", "max", "mobile", "super", "ti", "d"})  # which share a name and not its speeds
 
 
@@ -262,11 +221,7 @@ def key_of(op: Op) -> str:
 
 
 class Measured:
-    """Prices by running each operation on a device, once; what was measured before is read from a file.
-
-    Args:
-        device: The device.
-    """
+    """Prices by running each operation on a device, once; what was measured before is read from a file."""
 
     _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
     """What this process has asked for, by what the prices depend on; None for what cannot be measured."""
@@ -305,12 +260,12 @@ class Measured:
 
     def _measured(self, op: Op) -> float | None:
         name = key_of(op)
-        if name not in self._kept.seconds:
-            seconds = self._run(op)
-            if not seconds:
-                return seconds
+        if name in self._kept.seconds:
+            return self._kept.seconds[name]
+        seconds = self._run(op)
+        if seconds:  # what could not be run is not kept, since another time there may be more memory
             self._kept.seconds[name] = seconds
-        return self._kept.seconds[name]
+        return seconds
 
     def _run(self, op: Op) -> float | None:
         if not runs_alone(op):
@@ -324,33 +279,26 @@ class Measured:
 
     def _times(self, call: Any) -> list[float]:
         with on(self._device):
-            return self._events(call) if self._device.type == "cuda" else _seconds(call, TIMES, self._device)
-
-    def _events(self, call: Any) -> list[float]:
-        call()
-        found: list[float] = []
-        for _ in range(TIMES):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            if self._device.type != "cuda":
+                return _seconds(call, TIMES, self._device)
             call()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) / 1000)
-        return found
+            found: list[float] = []
+            for _ in range(TIMES):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                found.append(start.elapsed_time(end) / 1000)
+            return found
 
 
 class Where(NamedTuple):
-    """Where a step is to run.
+    """Where a step is to run."""
 
-    Attributes:
-        roofline: That of a device that is named by its data sheet or given as such; None for one of this machine.
-        device: The device of this machine; None for where the model is.
-        composed: What a model's functions are to be composed for, as "cuda 9.0"; "" for where its tensors are.
-    """
-
-    roofline: Roofline | None
-    device: torch.device | None
-    composed: str
+    roofline: Roofline | None  # of a device that is named by its data sheet or given as such
+    device: torch.device | None  # of this machine; None for where the model is
+    composed: str  # what a model's functions are to be composed for, as "cuda 9.0"; "" for where its tensors are
 
     @property
     def step(self) -> dict[str, Any]:
@@ -428,18 +376,9 @@ _NAMED = frozenset(
         # sums
         *("all", "cumprod", "logcumsumexp", "logsumexp", "std", "std_mean", "var_mean"),
         # moving, filling
-        *(
-            "_unsafe_index",
-            "_unsafe_view",
-            "index_add",
-            "index_copy",
-            "index_fill",
-            "new_full",
-            "new_ones",
-            "new_zeros",
-        ),
+        *("_unsafe_index", "_unsafe_view", "index_add", "index_copy", "index_fill", "new_full", "new_ones"),
         *("ones", "ones_like", "roll", "select_backward", "slice_backward", "stack", "tril", "triu", "zero", "zeros"),
-        *("zeros_like", "_fft_c2c"),
+        *("zeros_like", "new_zeros", "_fft_c2c"),
         # optimizers
         *("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"),
     }
@@ -500,8 +439,11 @@ def _count(given: dict[str, Any], name: str, place: int | None) -> int:
     tensors = [meta for meta in metas(tuple(given.values())) if meta.shape]
     first = tensors[0].shape if tensors else (1,)
     dim = given.get("dim")
-    if name in _ENDS:
-        return _total(given, name)
+    if name == "offs":  # the rows or columns that a grouped product cuts
+        a, b = given["self"].shape, given["mat2"].shape
+        return b[1] if len(a) != 2 else a[0 if len(b) == 3 else 1]
+    if name in _ENDS:  # the tokens of a batch
+        return given["query" if name == "cum_seq_q" else "key"].shape[0]
     if name == "index" and isinstance(dim, int):
         return first[dim]
     if name == "indices" and place is not None:
@@ -513,16 +455,6 @@ def _count(given: dict[str, Any], name: str, place: int | None) -> int:
     if name == "target" and isinstance(given.get("self"), Meta):
         return given["self"].shape[min(1, len(given["self"].shape) - 1)]
     return min((size for meta in tensors for size in meta.shape), default=1)
-
-
-def _total(given: dict[str, Any], name: str) -> int:
-    """What offsets of groups end at: the rows or columns that a grouped product cuts, or the tokens of a batch."""
-    if name != "offs":
-        return given["query" if name == "cum_seq_q" else "key"].shape[0]
-    a, b = given["self"], given["mat2"]
-    if len(a.shape) == 2:
-        return a.shape[0 if len(b.shape) == 3 else 1]
-    return b.shape[1]
 
 
 def _tensor(meta: Meta, name: str, count: int, device: torch.device) -> torch.Tensor:
