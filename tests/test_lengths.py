@@ -44,22 +44,19 @@ def test_every_dimension_of_the_length_is_cut_or_repeated() -> None:
 def test_the_longest_that_fits_is_found(budget: int, steps: int) -> None:
     """For lines, parabolas and stairs: what is found fits, the next sixty-fourth does not, and few are tried."""
     for peak in (lambda n: 40 * n, lambda n: 3 * n * n + 5 * n, lambda n: 7 * (n // steps * steps) ** 2 + n):
-        tried: list[int] = []
-
-        def tell(n: int, peak=peak, tried: list[int] = tried) -> int:
-            tried.append(n)
-            return peak(n)
-
         for most in (1, 2, 100, 4096):
-            tried.clear()
-            found = longest(tell, budget, most)
+            tried: list[int] = []
+
+            def fits(n: int, peak=peak, tried: list[int] = tried) -> bool:
+                tried.append(n)
+                return peak(n) <= budget
+
+            found = longest(fits, most)
             near = max(1, most // FINENESS)
             assert found == 0 or peak(found) <= budget
             assert found + near >= most or peak(found + near) > budget
-            assert all(0 < n <= most for n in tried)
-            assert len(tried) <= 4 + 2 * math.log2(most)
-            if steps == 1 and most == 4096:
-                assert len(tried) <= 8
+            assert all(0 < n < most for n in tried)
+            assert len(tried) <= math.log2(FINENESS) + 1
 
 
 def test_lengths_are_planned_as_examples_are() -> None:

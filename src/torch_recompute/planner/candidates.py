@@ -1,32 +1,27 @@
 """The ways to treat one segment that are worth a trial: its operations as a graph, and what choices would cost by it.
 
-Idea. The segment runs once, on fake tensors. A dispatch mode writes down which storage each operation makes and reads,
+The segment runs once, on fake tensors. A dispatch mode writes down which storage each operation makes and reads,
 saved-tensor hooks which of them backward needs, and a function mode which call of a kind (`plan/calls.py`) the
 operation belongs to. Everything is said of storages: a view is its base, a write in place belongs to the node of what
 it writes (what it reads counts only if it was made earlier, so the graph has no cycle; the bound stays one). What an
-operation asks the layout of (`empty_like`, a dropout for its mask) it does not read.
-
-Calls become candidates, each the words that a plan writes into `Choice.keep` (`self_attn.q_proj@product`). What cannot
-be told apart by words is one candidate: the calls of one module, the members of a list of experts, the parts of a
-product with an adapter.
-
-Each storage also knows the module that made it, which tells what a region around a part would store.
+operation asks the layout of (`empty_like`, a dropout for its mask) it does not read. Calls become candidates, each the
+words that a plan writes into `Choice.keep` (`self_attn.q_proj@product`); what words cannot tell apart is one candidate:
+the calls of one module, the members of a list of experts, the parts of a product with an adapter.
 
 A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
-with its norm) and, in each, the calls that are kept. There are hundreds. What each stores and runs again follows from
-the graph by three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what
-backward needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed,
-but for the products of which nothing that is made again reads the values: these are unread.
-
-The guess is close, but it is only used to leave out choices: those that are worse than another in everything, and those
-far from the convex hull of seconds over bytes. A mixture of two layers on the hull is as good as any choice above it.
-Bytes are meant twice: those stored, which add up over the layers, and with them those that a replay makes, which decide
-the peak in a layer's backward. Half of the choices are taken by each.
+with its norm) and, in each, the calls that are kept. There are hundreds. What each costs is guessed from the graph by
+three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what backward
+needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed, but for
+the products of which nothing that is made again reads the values. Guesses only leave out choices: those worse than
+another in everything, and those far from the convex hull of seconds over bytes, since a mixture of two layers on the
+hull is as good as any choice above it. Bytes are meant twice: those stored, which add up over the layers, and with them
+those that a replay makes, which decide the peak in a layer's backward. Half of the choices are taken by each.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,54 +43,37 @@ from ..plan.roles import inside, relative
 from .ops import Op, logging
 
 MOST = 8  # candidates, so that all their subsets can be looked at
+_Key = tuple[str, str]  # the module and the kind of a call
 
 
 @dataclass
 class Made:
-    """A storage that the segment made.
-
-    Attributes:
-        bytes: Its size.
-        ops: What was run to make it and to write it.
-        inputs: The storages read for it, by index; -1 is the segment's input.
-        call: The candidate that it was made in; -1 outside of all.
-        module: Path of the module that made it, below the segment.
-        needed: Whether backward needs it.
-    """
+    """A storage that the segment made."""
 
     bytes: int
-    ops: list[Op]
-    inputs: set[int]
-    call: int
-    module: str
-    needed: bool = False
+    ops: list[Op]  # what was run to make it and to write it
+    inputs: set[int]  # the storages read for it, by index; -1 is the segment's input
+    module: str  # path of the module that made it, below the segment
+    call: int = -1  # the candidate that it was made in; -1 outside of all
+    needed: bool = False  # whether backward needs it
 
 
 @dataclass
 class SegmentTrace:
-    """What a segment does.
+    """What a segment does. The lists `calls`, `kinds` and `within` have one entry per candidate."""
 
-    Attributes:
-        made: The storages it makes, in order.
-        calls: The words of each candidate.
-        kinds: The kind of each candidate's calls.
-        within: For each candidate those that its words say, too: the narrowing products among all of a module.
-        parts: Modules below the segment that hold several of its calls and that it calls itself.
-        feeders: For a part the module, without calls of a kind, whose result it is given: its norm.
-        output: Index of the storage of its result.
-        input_bytes: Of its input.
-        input_needed: Whether backward needs its input itself.
-    """
-
-    made: list[Made] = field(default_factory=list["Made"])
-    calls: list[tuple[Target, ...]] = field(default_factory=list[tuple[Target, ...]])
+    input_bytes: int
+    made: list[Made] = field(default_factory=list["Made"])  # the storages it makes, in order
+    calls: list[tuple[Target, ...]] = field(default_factory=list[tuple[Target, ...]])  # their words
     kinds: list[str] = field(default_factory=list[str])
     within: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
+    """Those that its words say, too: the narrowing products among all of a module."""
     parts: list[str] = field(default_factory=list[str])
+    """Modules below the segment that hold several of its calls and that it calls itself."""
     feeders: dict[str, str] = field(default_factory=dict[str, str])
-    output: int = -1
-    input_bytes: int = 0
-    input_needed: bool = False
+    """For a part the module, without calls of a kind, whose result it is given: its norm."""
+    output: int = -1  # index of the storage of its result
+    input_needed: bool = False  # whether backward needs its input itself
 
     def graph(self, price: Callable[[Op], float]) -> Graph:
         """The operations as plain data, with prices."""
@@ -113,31 +91,32 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
         call: Runs it on fake tensors, with grad.
         inputs: The tensors that come from the segments before.
     """
-    found = SegmentTrace(input_bytes=sum(storage.nbytes() for _, storage in storages(list(inputs))))
+    found = SegmentTrace(sum(storage.nbytes() for _, storage in storages(list(inputs))))
     index: dict[int, int] = {id(storage): -1 for _, storage in storages(list(inputs))}
     held: list[Any] = [*inputs]  # no storage may die and give its identity to another
+    made_in: list[_Key | None] = []
     calls = _Calls(module)
 
     def seen(op: Op, arguments: Any, result: Any) -> None:
-        reads = {index[id(s)] for _, s in storages(list(arguments)) if id(s) in index}
+        given = {id(storage) for _, storage in storages(list(arguments))}
+        reads = set[int]() if op.func in ASK_FOR_LAYOUT else {index[storage] for storage in given & index.keys()}
         held.append(result)
         results = [s for _, s in storages([result])]
-        fresh = [s for s in results if id(s) not in index and id(s) not in _ids(arguments)]
+        fresh = [s for s in results if id(s) not in index and id(s) not in given]
+        written = [index[id(s)] for s in results if index.get(id(s), -1) >= 0]
         drawn = op.func is DROPOUT and len(fresh) == 2
-        if op.func in ASK_FOR_LAYOUT:
-            reads = set[int]()
         if drawn:  # first the mask, which follows from the layout alone
             fresh.reverse()
-        written = [index[id(s)] for s in results if id(s) in index and index[id(s)] >= 0]
+        owner = len(found.made) if fresh else written[0] if written else None
+        if written and not fresh:
+            found.made[written[0]].inputs |= {read for read in reads if read < written[0]}
         for storage in fresh:
             index[id(storage)] = len(found.made)
             own = set[int]() if drawn and storage is fresh[0] else set(reads)
-            found.made.append(Made(int(storage.nbytes()), [], own, calls.current, calls.module))
+            found.made.append(Made(int(storage.nbytes()), [], own, calls.module))
+            made_in.append(calls.current)
             if drawn:
                 reads.add(index[id(fresh[0])])
-        for place in written[:1] if not fresh else ():
-            found.made[place].inputs |= {read for read in reads if read < place}
-        owner = index[id(fresh[0])] if fresh else written[0] if written else None
         if owner is not None:
             found.made[owner].ops.append(op)
 
@@ -155,45 +134,46 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
         stack.enter_context(calls)
         stack.enter_context(logging(seen))
         result = call()
-    places = [index.get(id(storage), -1) for _, storage in storages([result])]
-    found.output = max(places, default=-1)
-    found.calls = calls.words()
-    found.kinds, found.within = calls.kinds(), calls.within()
-    found.parts = calls.parts()
-    found.feeders = calls.feeders(found.parts)
-    numbers = calls.numbers()
-    for made in found.made:
-        made.call = numbers[made.call] if made.call >= 0 else -1
+    found.output = max((index.get(id(storage), -1) for _, storage in storages([result])), default=-1)
+    calls.describe(found)
+    for made, key in zip(found.made, made_in, strict=True):
+        made.call = -1 if key is None else calls.found[key]
     return found
 
 
-def _ids(arguments: Any) -> set[int]:
-    return {id(storage) for _, storage in storages(list(arguments))}
-
-
 class _Calls(TorchFunctionMode):
-    """Which call of a kind is running, and in which module."""
+    """Knows which call of a kind is running, and in which module.
+
+    Attributes:
+        current: The call; None for none.
+        found: All calls, in the order in which they first ran; by the number of their candidate after `describe`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._paths = {id(child): path for path, child in module.named_modules()}
-        self._called = [path for path, child in module.named_modules() if _can_be_called(child)]
-        self._rows = {path for path, child in module.named_modules() if isinstance(child, nn.Sequential)}
-        self._products = {path for path, child in module.named_modules() if hasattr(child, "base_layer")}
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
-        self._found: dict[tuple[str, str], int] = {}
+        children = list(module.named_modules())
         self._module = module
+        self._called = [path for path, child in children if type(child).forward is not nn.Module.forward]
+        self._rows = {path for path, child in children if isinstance(child, nn.Sequential)}
+        self._products = {path for path, child in children if hasattr(child, "base_layer")}
+        self._stack: list[str] = []
+        self._hooks = ExitStack()
         self._left: dict[int, tuple[str, Any]] = {}
         self._given: dict[str, set[str]] = {}
-        self.current = -1
+        self.found: dict[_Key, int] = {}
+        self.current: _Key | None = None
 
     def __enter__(self) -> Any:
         for path, child in self._module.named_modules():
             enter = child.register_forward_pre_hook(lambda *seen, path=path: self._enter(path, seen), with_kwargs=True)
             leave = child.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
-            self._handles += [enter, leave]
+            self._hooks.callback(enter.remove)
+            self._hooks.callback(leave.remove)
         return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
 
     def _enter(self, path: str, seen: tuple[Any, ...]) -> None:
         self._stack.append(path)
@@ -210,11 +190,6 @@ class _Calls(TorchFunctionMode):
         """Path of the module that is running."""
         return self._stack[-1] if self._stack else ""
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        for handle in self._handles:
-            handle.remove()
-
     def __torch_function__(
         self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -223,16 +198,17 @@ class _Calls(TorchFunctionMode):
             with self:
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs)
-        if kind is None or self.current >= 0:
+        if kind is None or self.current is not None:
             return func(*args, **kwargs)
         where = self._scope(self.module)
         if kind == DOWN and where in self._products:  # a part of a product with an adapter
             kind = PRODUCT
-        self.current = self._found.setdefault((where, kind), len(self._found))
+        self.current = where, kind
+        self.found[self.current] = -1
         try:
             return func(*args, **kwargs)
         finally:
-            self.current = -1
+            self.current = None
 
     def _scope(self, path: str) -> str:
         """The module whose calls are named together with those of this one."""
@@ -249,85 +225,71 @@ class _Calls(TorchFunctionMode):
             parts.pop()
         return ".".join(parts)
 
-    def parts(self) -> list[str]:
+    def describe(self, trace: SegmentTrace) -> None:
+        """Adds what is known of the calls to a trace, and numbers them."""
+        groups = self._groups()
+        trace.kinds = [_kind(group) for group in groups]
+        for number, group in enumerate(groups):
+            self.found.update(dict.fromkeys(group, number))
+            trace.calls.append(tuple(self._word(*key) for key in group if not _covered(*key, group)))
+            modules = [path for path, _ in group]
+            narrow = (
+                i
+                for i, (kind, inner) in enumerate(zip(trace.kinds, groups, strict=True))
+                if (trace.kinds[number], kind) == (PRODUCT, DOWN)
+                and all(any(inside(where, path) for path in modules) for where, _ in inner)
+            )
+            trace.within.append(frozenset(narrow))
+        trace.parts = self._parts()
+        feeders: dict[str, str] = {}
+        for part in trace.parts:
+            given = self._given.get(part, set()) - {""}
+            feeder = next(iter(given), "")
+            has_calls = any(inside(where, feeder) for where, _ in self.found)
+            if len(given) == 1 and not has_calls and not inside(feeder, part):
+                feeders[part] = feeder
+        shared = Counter(feeders.values())
+        trace.feeders = {part: feeder for part, feeder in feeders.items() if shared[feeder] == 1}
+
+    def _parts(self) -> list[str]:
         """The outermost modules below the segment that are called and are more than one call.
 
         The calls of a list (`nn.Sequential`) go by its own name, so a module of that name may be more than one, too.
         """
-        below = [path for path in self._called if path and any(inside(where, path) for where, _ in self._found)]
+        bare = {where for where, _ in self.found}
+        below = [path for path in self._called if path and any(inside(where, path) for where in bare)]
         outermost = [path for path in below if not any(inside(path, other) and path != other for other in below)]
-        bare = {where for where, _ in self._found}
         return [
             path
             for path in outermost
             if path not in bare
-            or any(inside(w, path) and w != path for w in bare)
+            or any(inside(where, path) and where != path for where in bare)
             or (path not in self._products and any(self._module.get_submodule(path).children()))
         ]
 
-    def feeders(self, parts: Sequence[str]) -> dict[str, str]:
-        """For each part the one module whose result it is given, if that holds no call of a kind."""
-        found: dict[str, str] = {}
-        for part in parts:
-            given = self._given.get(part, set()) - {""}
-            if len(given) == 1:
-                (feeder,) = given
-                if not any(inside(where, feeder) for where, _ in self._found) and not inside(feeder, part):
-                    found[part] = feeder
-        return {part: feeder for part, feeder in found.items() if list(found.values()).count(feeder) == 1}
-
-    def words(self) -> list[tuple[Target, ...]]:
-        """The words of each candidate, in the order in which they ran."""
-        return [
-            tuple(self._word(where, kind) for where, kind in group if not _covered(where, kind, group))
-            for group in self._groups()
-        ]
-
     def _word(self, where: str, kind: str) -> Target:
-        """What says the calls of a kind in a module: where all products narrow, that they are products."""
-        others = any(other == PRODUCT and inside(path, where) for path, other in self._found)
+        """The word for the calls of a kind in a module: where all products narrow, that they are products."""
+        others = any(other == PRODUCT and inside(path, where) for path, other in self.found)
         return Target.of(where, PRODUCT if kind == DOWN and not others else kind)
 
-    def kinds(self) -> list[str]:
-        """The kind of each candidate; of one that has products of both kinds, that of all products."""
-        return [_kind(group) for group in self._groups()]
-
-    def within(self) -> list[frozenset[int]]:
-        """For each candidate the narrowing ones that lie in its modules."""
-        groups = self._groups()
-        narrow = [(i, group) for i, group in enumerate(groups) if _kind(group) == DOWN]
-        return [
-            frozenset(
-                i
-                for i, inner in narrow
-                if _kind(group) == PRODUCT and all(any(inside(w, path) for path, _ in group) for w, _ in inner)
-            )
-            for group in groups
-        ]
-
-    def numbers(self) -> list[int]:
-        """For each call that was found, the candidate it belongs to."""
-        groups = self._groups()
-        return [next(i for i, group in enumerate(groups) if key in group) for key in self._found]
-
-    def _groups(self) -> list[list[tuple[str, str]]]:
-        groups: list[list[tuple[str, str]]] = []
-        for where, kind in sorted(self._found, key=lambda key: len(key[0])):
+    def _groups(self) -> list[list[_Key]]:
+        """The calls that are one candidate, in the order in which they ran."""
+        groups: list[list[_Key]] = []
+        for where, kind in sorted(self.found, key=lambda key: len(key[0])):
             around = [group for group in groups if group[0][1] == kind and inside(where, group[0][0])]
             if around:
                 around[0].append((where, kind))
             else:
                 groups.append([(where, kind)])
-        order = list(self._found)
+        order = list(self.found)
         groups.sort(key=lambda group: min(map(order.index, group)))
-        while len(groups) > MOST:  # the two neighbours of one kind that lie nearest in the tree
-            pairs = [(_distance(a, b), i) for i, (a, b) in enumerate(itertools.pairwise(groups))]
-            _, place = min(pairs)
+        while len(groups) > MOST:  # the two neighbours of one kind that are nearest in the tree
+            _, place = min((_distance(a, b), i) for i, (a, b) in enumerate(itertools.pairwise(groups)))
             groups[place : place + 2] = [groups[place] + groups[place + 1]]
         return groups
 
 
-def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
+def _covered(where: str, kind: str, group: Sequence[_Key]) -> bool:
     """Whether another word of the group says this one too."""
     return any(
         inside(where, around) and ((other == kind and where != around) or (other, kind) == (PRODUCT, DOWN))
@@ -335,17 +297,13 @@ def _covered(where: str, kind: str, group: Sequence[tuple[str, str]]) -> bool:
     )
 
 
-def _kind(group: Sequence[tuple[str, str]]) -> str:
-    """The kind of the calls of a candidate."""
+def _kind(group: Sequence[_Key]) -> str:
+    """The kind of the calls of a candidate; of one that has products of both kinds, that of all products."""
     return next((kind for _, kind in group if kind == PRODUCT), group[0][1])
 
 
-def _can_be_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _distance(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[bool, int]:
-    """How far apart two groups lie: of different kinds, then by how little of their paths they share."""
+def _distance(one: Sequence[_Key], other: Sequence[_Key]) -> tuple[bool, int]:
+    """How far apart two groups are: of different kinds, then by how little of their paths they share."""
     a, b = one[-1][0].split("."), other[0][0].split(".")
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     return one[-1][1] != other[0][1], max(len(a), len(b)) - shared
@@ -358,24 +316,12 @@ Regions = Mapping[tuple[str, ...], frozenset[int]]
 
 @dataclass(frozen=True)
 class Guess:
-    """What a choice would cost.
+    """What a choice would cost."""
 
-    Attributes:
-        regions: The regions, with paths below the segment.
-        saved: Bytes stored.
-        rebuilt: Bytes made by the largest of its replays that backward needs.
-        seconds: Of the replays.
-    """
-
-    regions: tuple[Choice, ...]
-    saved: int
-    rebuilt: int
-    seconds: float
-
-    @property
-    def both(self) -> int:
-        """Bytes stored and rebuilt."""
-        return self.saved + self.rebuilt
+    regions: tuple[Choice, ...]  # with paths below the segment
+    saved: int  # bytes stored
+    rebuilt: int  # bytes made by the largest of its replays that backward needs
+    seconds: float  # of the replays
 
 
 def all_guesses(found: SegmentTrace, price: Callable[[Op], float]) -> list[Guess]:
@@ -396,7 +342,7 @@ def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int) -> lis
         ):
             best.append(guess)
     by_saved = _nearest(best, lambda guess: guess.saved)
-    by_both = _nearest(best, lambda guess: guess.both)
+    by_both = _nearest(best, lambda guess: guess.saved + guess.rebuilt)
     mixed = dict.fromkeys(itertools.chain.from_iterable(zip(by_saved, by_both, strict=True)))
     return list(mixed)[:most]
 
