@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,12 +41,9 @@ from ..memory.loop import COMMON, Loop
 from ..memory.measurement import SimulatedMeasurement
 from ..memory.operations import PHASES, ModuleStack
 from ..memory.workspaces import kept_by_cublas
-from ..state import DEFAULT
 from .fake_mode import FakeMode, Faker
 from .result import Moment, Simulation
 
-_WHAT = "simulate"
-USES = ("saved", "loss", "transient")
 Watch = Callable[[str, Any, Any, Any, Any], None]
 _WORTH_ADVICE = 0.1
 
@@ -73,23 +70,19 @@ def simulate_step(
         kwargs: Its keyword arguments.
         prepare: Called with the copy before the step.
         watch: Called with each operation of the step: its phase, overload, arguments, keyword arguments and result.
-        loss: From the model's output to a scalar.
+        loss: See `simulate`, as the next two and `rounding`.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: Where the step is to run.
         loop: The training loop around the call.
-        rounding: What sizes are rounded up to.
+        rounding: The multiple that sizes are rounded up to.
         composed: The device that functions are composed for, as "cuda 9.0", where it is another one.
-
-    Returns:
-        The figures.
 
     Raises:
         ArgumentError: An argument is not of its kind, or the model cannot be copied.
         RecomputeError: The model reads more from its tensors than can be known.
     """
-    check_call(_WHAT, model, args, kwargs, a_module=True)
+    check_call("simulate", model, args, kwargs, a_module=True)
     where = _device(model, device)
-    states = [(ambient, ambient.capture()) for ambient in DEFAULT]
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -97,8 +90,6 @@ def simulate_step(
             step.set_up(model, optimizer, prepare)
             return step.run(args, kwargs or {}, loss, loop)
     finally:
-        for ambient, state in states:
-            ambient.restore(state)
         touched = [parameter for parameter, grad in before if parameter.grad is not grad]
         for parameter, grad in before:
             parameter.grad = grad
@@ -130,21 +121,6 @@ def _loss_for(output: object) -> str:
     return "loss=lambda out: loss_fn(out, labels)"
 
 
-def _no_loss(output: object, scalars: int) -> str:
-    """Text for an output of which it cannot be told what is trained.
-
-    Args:
-        output: What the model returned.
-        scalars: How many scalars in it require grad.
-    """
-    several = "no scalar that requires grad" if not scalars else f"{scalars} scalars that require grad"
-    return (
-        f"the model returned {errors.say(output)}, and which loss it is trained with cannot be told: it has no `.loss` "
-        f"and {several}. The peak depends on it: a loss over logits keeps several tensors of their size.\n"
-        f"  Say how the loss is computed, where the plan or the figures are asked for:  {_loss_for(output)}"
-    )
-
-
 def loss_in(output: Any) -> tuple[torch.Tensor, str]:
     """The loss of an output and what it is called: its `.loss`, or the one scalar in it that requires grad.
 
@@ -161,7 +137,12 @@ def loss_in(output: Any) -> tuple[torch.Tensor, str]:
     leaves = _torch.tree_leaves(output)
     scalars = [(number, x) for number, x in enumerate(leaves) if isinstance(x, torch.Tensor) and _is_scalar(x)]
     if len(scalars) != 1:
-        raise errors.ArgumentError(_no_loss(output, len(scalars)))
+        several = "no scalar that requires grad" if not scalars else f"{len(scalars)} scalars that require grad"
+        raise errors.ArgumentError(
+            f"the model returned {errors.say(output)}, and which loss it is trained with cannot be told: it has no "
+            f"`.loss` and {several}. The peak depends on it: a loss over logits keeps several tensors of their size.\n"
+            f"  Say how the loss is computed, where the plan or the figures are asked for:  {_loss_for(output)}"
+        )
     ((number, scalar),) = scalars
     return scalar, f"the one scalar in the output, tensor {number} of {len(leaves)}"
 
@@ -211,14 +192,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 class _Step:
-    """One simulated step.
-
-    Args:
-        device: Where it is to run.
-        rounding: What sizes are rounded up to; None for the device's own.
-        watch: Called with each operation.
-        composed: The type of device that functions are composed for, where it is another one.
-    """
+    """One simulated step; the arguments are those of `simulate_step`."""
 
     def __init__(self, device: torch.device, rounding: int | None, watch: Watch | None, composed: str) -> None:
         self._watch, self._composed = watch, composed
@@ -228,7 +202,6 @@ class _Step:
         self._rounding = rounding or (512 if device.type == "cuda" else 1)
         self._fakes = FakeTensorMode()
         self._faker = Faker(self._fakes, device)
-        self._optimizer: torch.optim.Optimizer | None = None
 
     def set_up(self, model: nn.Module, optimizer: Any, prepare: Callable[[nn.Module], object] | None) -> None:
         """Copies the model and the optimizer."""
@@ -273,9 +246,9 @@ class _Step:
                 leaf.grad = None
         books = self._recording()
         books.track(self._model)
-        before = books.on(self._device).live_bytes
+        before = books.here.live
         books.track(*batch)
-        batch_bytes = books.on(self._device).live_bytes - before
+        batch_bytes = books.here.live - before
         capability = self._pretend.capability
         if capability is None and self._device.type == "cuda":
             capability = torch.cuda.get_device_capability(self._device)
@@ -286,20 +259,20 @@ class _Step:
             output = self._model(*args, **kwargs)
             returned = books.events
             self._modules.step = "loss"
-            logits = books.width_of(output, first_floating)
+            logits = books.width_of(first_floating(getattr(output, "logits", output)))
             value, words = loss_in(output) if loss is None else (loss(output), _called(loss))
             _check(value)
             if not loop.hold_output:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
-            books.forward_is_over(self._device)
+            books.forward_is_over()
             self._modules.step = "backward"
             self._backward(value)
             if not loop.hold_output:
                 del value
             if self._optimizer is not None:
                 self._modules.step = "optimizer"
-        recordings, state = [books], 0
+        parts, state = [books], 0
         if self._optimizer is not None:
             with self._pretend:
                 self._optimizer.step()
@@ -310,48 +283,42 @@ class _Step:
             with self._pretend, second:
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=loop.set_to_none)
-            recordings.append(second)
-        parts = [_Part(recording, recording.on(self._device)) for recording in recordings]
+            parts.append(second)
+        last = parts[-1].on(self._device)
         output = value = None  # what this frees, the step before has left until here
-        held = parts[-1].reading.live_bytes - recordings[-1].on(self._device).live_bytes
+        held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._composed.partition(" ")[0], self._device.type)
-        seen = replace(loop, loss=words, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
-        return self._result(parts, _Left(state, held, returned), seen, logits)
+        loop = replace(loop, loss=words, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
 
-    def _backward(self, value: torch.Tensor) -> None:
-        with torch.autocast(self._device.type, enabled=False):
-            value.backward()
+        def left(event: int) -> int:
+            """The output of the step before, which goes when the forward returns."""
+            return held if event <= returned else 0
 
-    def _recording(self) -> Recording:
-        return Recording(self._pretend, self._modules, self._device, self._rounding, self._watch)
-
-    def _result(self, parts: list[_Part], left: _Left, loop: Loop, logits: tuple[int, int] | None) -> Simulation:
-        device, books, last = self._device, parts[0].books, parts[-1].reading
         timeline = [
-            _moment(sample, part.books.at, left.before(sample.event) if part is parts[0] else 0, phase)
-            for part, phase in zip(parts, ("forward", "optimizer"), strict=False)
-            for sample in part.reading.timeline
+            *(_moment(sample, books.at, state + left(sample.event), "forward") for sample in books.here.timeline),
+            *(_moment(sample, part.at, 0, "optimizer") for part in parts[1:] for sample in part.here.timeline),
         ]
         peak = max(timeline, key=lambda moment: moment.live_bytes)
-        part = parts[-1] if peak in timeline[len(parts[0].reading.timeline) :] else parts[0]
-        alive = part.books.books(device).alive_after(peak.event)
+        in_first = peak in timeline[: len(books.here.timeline)]
+        alive = parts[0 if in_first else -1].here.alive_after(peak.event)
         activations = [(entry, nbytes) for entry, nbytes in alive if entry.rank == ACTIVATIONS]
         categories = by_category(alive)
-        if part is parts[0]:
-            categories["optimizer"] += left.state
-            categories["other"] += left.before(peak.event) - left.state
-        before = Block("other", left.output, 0, left.returned + 1, Place(0, "forward"))
-        blocks = blocks_of(*(one.books.books(device).changes for one in parts))
+        if in_first:
+            categories["optimizer"] += state
+            categories["other"] += left(peak.event)
+        blocks = blocks_of(*(part.here.changes for part in parts))
+        if held:
+            blocks = (Block("other", held, 0, returned + 1, Place(0, "forward")), *blocks)
         return Simulation(
-            device=device,
+            device=self._device,
             peak_bytes=peak.live_bytes,
             live_bytes=last.live_bytes,
             by_category=categories,
             activations_by_use=books.by_use(activations),
             live_by_category=last.live_by_category,
             timeline=tuple(timeline),
-            blocks=(before, *blocks) if left.output else blocks,
-            operations=tuple(place for one in parts for place in one.books.at.values() if place.op),
+            blocks=blocks,
+            operations=tuple(place for part in parts for place in part.at.values() if place.op),
             peak=peak,
             peak_by_module=_by_module(activations),
             saved_bytes=sum(nbytes for _, nbytes in books.kept),
@@ -363,11 +330,16 @@ class _Step:
             loop=loop,
         )
 
+    def _backward(self, value: torch.Tensor) -> None:
+        with torch.autocast(self._device.type, enabled=False):
+            value.backward()
+
+    def _recording(self) -> Recording:
+        return Recording(self._pretend, self._modules, self._device, self._rounding, self._watch)
+
 
 class Recording(SimulatedMeasurement):
     """The books of one simulated step: those of `measure`, where the step is, what it keeps for backward, and FLOPs.
-
-    FLOPs are those of products, by PyTorch's own formulas, each operation on its own.
 
     Args:
         pretend: The mode under which the step runs.
@@ -377,7 +349,8 @@ class Recording(SimulatedMeasurement):
         watch: Called with each operation: its phase, overload, arguments, keyword arguments and result.
 
     Attributes:
-        flops: FLOPs by phase.
+        at: Where each event was.
+        flops: FLOPs of products by phase, by PyTorch's own formulas.
         kept: What the (last) forward keeps for backward: entries of activations and their bytes.
     """
 
@@ -387,12 +360,9 @@ class Recording(SimulatedMeasurement):
         super().__init__(device, pretend)
         self._here = device
         self._held: torch.UntypedStorage | None = None
-        self._rounding = rounding
-        self._modules = modules
-        self._watched = watch
+        self._rounding, self._modules, self._watched = rounding, modules, watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
-        self._ever_kept: list[Entry] = []
         self.at: dict[int, Place] = {}
 
     @property
@@ -400,10 +370,15 @@ class Recording(SimulatedMeasurement):
         """The number of the last operation."""
         return self._events
 
+    @property
+    def here(self) -> Ledger:
+        """The books of the device."""
+        return self._ledger(self._here)
+
     def hold(self, nbytes: int) -> None:
         """Books memory that is there from the beginning and stays, which no forward keeps for its backward."""
         self._held = torch.UntypedStorage(nbytes, device="meta")
-        self.books(self._here).mark(self._held, ACTIVATIONS, Place())
+        self.here.mark(self._held, ACTIVATIONS, Place())
 
     def _ledger(self, device: torch.device) -> Ledger:
         if device not in self._ledgers:
@@ -412,7 +387,8 @@ class Recording(SimulatedMeasurement):
 
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         phase, module = self._modules.now()
-        shape = next((tuple(map(int, t.shape)) for t in _tensors(out)), ())
+        results = out if isinstance(out, (list, tuple)) else [out]
+        shape = next((tuple(map(int, x.shape)) for x in results if isinstance(x, torch.Tensor)), ())
         place = Place(self._events + 1, phase, module, str(func), shape, calls=self._modules.calls)
         for device, _ in storages(out):
             self._ledger(device)
@@ -439,18 +415,16 @@ class Recording(SimulatedMeasurement):
         super()._take(op, nbytes, inputs, place)
         self.at[self._events] = place._replace(event=self._events, op="")
 
-    def forward_is_over(self, device: torch.device) -> None:
+    def forward_is_over(self) -> None:
         """Notes what is kept for backward."""
-        ledger = self.books(device)
-        ledger.book_deaths()
-        alive = ((entry, nbytes) for entry, nbytes in ledger.alive() if entry.rank == ACTIVATIONS)
+        self.here.book_deaths()
+        alive = ((entry, nbytes) for entry, nbytes in self.here.alive() if entry.rank == ACTIVATIONS)
         self.kept = [(entry, nbytes) for entry, nbytes in alive if self._held is None or entry() is not self._held]
-        self._ever_kept += [entry for entry, _ in self.kept]
 
     def by_use(self, activations: Iterable[tuple[Entry, int]]) -> dict[str, int]:
         """Bytes of activations, by what they are there for."""
-        kept = {id(entry) for entry in self._ever_kept}
-        sums: dict[str, int] = dict.fromkeys(USES, 0)
+        kept = {id(entry) for entry, _ in self.kept}
+        sums = {"saved": 0, "loss": 0, "transient": 0}
         for entry, nbytes in activations:
             of_loss = entry.place.phase == "loss"
             sums["loss" if of_loss else "saved" if id(entry) in kept else "transient"] += nbytes
@@ -467,13 +441,10 @@ class Recording(SimulatedMeasurement):
             for entry, _ in books.alive():
                 storage = entry()
                 if storage is not None:
-                    mine.place = entry.place
-                    mine.mark(storage, entry.rank)
-            mine.place = Place()
+                    mine.mark(storage, entry.rank, entry.place)
 
-    def width_of(self, output: object, first: Callable[[Any], torch.Tensor | None]) -> tuple[int, int] | None:
-        """The operation that made an output's first floating tensor, and how wide that is."""
-        tensor = first(getattr(output, "logits", output))
+    def width_of(self, tensor: torch.Tensor | None) -> tuple[int, int] | None:
+        """The operation that made a tensor of two dimensions or more, and how wide that is."""
         if tensor is None or tensor.dim() < 2:
             return None
         for device, storage in storages(tensor):
@@ -481,34 +452,6 @@ class Recording(SimulatedMeasurement):
                 if entry() is storage:
                     return entry.place.event, int(tensor.shape[-1])
         return None
-
-    def books(self, device: torch.device) -> Ledger:
-        """The books of one device."""
-        return self._ledger(self._choose(device))
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in values if isinstance(item, torch.Tensor)]
-
-
-class _Part(NamedTuple):
-    """One recording of the step and its figures at its end."""
-
-    books: Recording
-    reading: Any
-
-
-class _Left(NamedTuple):
-    """What earlier steps have left: the optimizer's state, and the output, which goes when the forward returns."""
-
-    state: int
-    output: int
-    returned: int
-
-    def before(self, event: int) -> int:
-        """The bytes of it after an event."""
-        return self.state + (self.output if event <= self.returned else 0)
 
 
 def _check(value: object) -> None:
@@ -551,11 +494,10 @@ def _by_module(entries: list[tuple[Entry, int]]) -> dict[str, int]:
 
 
 def _advise(activations: list[tuple[Entry, int]], peak_bytes: int, logits: tuple[int, int] | None) -> str:
-    """What to say of the loss head's share of the peak, which no plan can free: the loss uses it at once; "" if small.
+    """The advice on the loss head's share of the peak, which no plan can free; "" where that is small.
 
     A loss over a large vocabulary keeps the logits, their copy in float32, the logarithm of their softmax, and in
-    backward their gradients alive at once, at the end of the forward. `logits`: the operation that made them, and how
-    wide they are.
+    backward their gradients alive at once. `logits`: the operation that made them, and how wide they are.
     """
     if logits is None:
         return ""
