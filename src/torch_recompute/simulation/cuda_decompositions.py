@@ -1,32 +1,19 @@
 """Operations that PyTorch puts together in another way on CUDA than on the CPU, as they are put together there.
 
-Problem. A model on meta is planned for a GPU on a machine without one, and its fakes then lie on the CPU. What
-PyTorch makes of a function may depend on where its arguments lie: an RMS norm is one kernel on CUDA, which keeps its
-input and a number per row, and six operations on the CPU, which in 16 bits keep four times as much; dropout keeps a
-byte per element on CUDA and an element on the CPU; attention whose keys and values differ in width keeps all scores on
-the CPU and none on CUDA. A plan made of the CPU's operations buys memory back that the step it is for never takes.
-
-Idea. A function mode meets these functions before PyTorch takes them apart, and calls the operation that CUDA's way
-leads to. Both are in every build as names with shapes; only their kernels are not.
-
-    F.rms_norm    aten::_fused_rms_norm, which has no autograd formula for the CPU's tensors, so the one that it has on
-                  CUDA is written down here: input, weight and reciprocal deviation are kept
-    F.dropout     aten::native_dropout
-    attention     aten::_scaled_dot_product_{cudnn,flash,efficient}_attention or the composite of products, whichever
-                  PyTorch's rules choose for these types, widths, heads and mask on a device of this capability, and
-                  among those that the user has enabled
-
-The conditions are PyTorch's own (`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp,
-`cuda/sdp_utils.cpp` of 2.13). Arguments are cast first where autocast is on.
+A model on meta is planned for a GPU on a machine without one, and its fakes are then on the CPU. There an RMS norm is
+six operations, on CUDA one kernel, which in 16 bits keeps a quarter as much; dropout keeps an element on the CPU and a
+byte on CUDA; attention may keep all scores. So a function mode meets these functions before PyTorch takes them apart,
+and calls the operation that CUDA's way leads to; both are in every build as names with shapes. Fakes that say they are
+on CUDA would not do: a build without it aborts where it asks for their stream. The conditions are PyTorch's own
+(`rms_norm_symint` in layer_norm.cpp, `is_fused_kernel_acceptable` in Dropout.cpp, `cuda/sdp_utils.cpp` of 2.13), among
+the kernels of attention that the user has enabled. Arguments are cast first where autocast is on.
 
 CUDA's autocast casts for another list of operations than the CPU's: norms, softmax, powers and sums are computed in 32
-bits, and keep what they keep in 32 bits. So what is in CUDA's list and not in the CPU's, by torch's own register of
-both, gets a kernel in the CPU's autocast for as long as the step is simulated (`autocast_of_cuda`). In the simulating
-thread the two autocasts are one, so that it does not matter which of them the model or its caller names, nor which of
-them a region takes down for its replay. What the CPU's list alone has keeps its cast to 32 bits: pooling and padding in
-three dimensions, factorisations and Fourier transforms. Such a step is promised a little more than it takes.
-
-Rejected: fakes that say they lie on CUDA; a build without it aborts where it asks for their stream.
+bits. So what is in CUDA's list and not in the CPU's, by torch's own register of both, gets a kernel in the CPU's
+autocast for as long as the step is simulated. In the simulating thread the two autocasts are one, so that it does not
+matter which of them the model, its caller or a region names. What the CPU's list alone has keeps its cast to 32 bits:
+pooling and padding in three dimensions, factorisations and Fourier transforms; such a step is promised a little more
+than it takes.
 """
 
 from __future__ import annotations
@@ -34,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +40,14 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def capability_of(composed: str) -> tuple[int, int] | None:
-    """What "cuda 9.0" says; 8.0 where no number is said."""
+    """The capability of "cuda 9.0"; 8.0 where no number is said, None for another device."""
     kind, _, number = composed.partition(" ")
     major, _, minor = (number or "8.0").partition(".")
     return (int(major), int(minor)) if kind == "cuda" else None
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Calls what CUDA's way leads to, in the place of functions whose ways differ.
-
-    Args:
-        capability: Of the device, as `torch.cuda.get_device_capability` says it.
-    """
+    """Calls what CUDA's way leads to, in the place of functions whose ways differ, for a device of a capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
@@ -108,7 +91,7 @@ def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
     if _torch.autocast_on(input.device.type):
-        input, weight = as_wide(input, weight)
+        input, weight = _all_cast(torch.float32, input, weight)
     mixed = weight is not None and weight.dtype is not input.dtype
     if mixed or input.is_complex() or _channels_last(input):
         return NotImplemented
@@ -126,10 +109,6 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return torch.native_dropout(input, p, True)[0]
 
 
-def _plain_dropout(input: torch.Tensor, p: float, train: bool) -> Any:
-    return _dropout(input, p, train)
-
-
 def _attention(
     capability: tuple[int, int],
     query: torch.Tensor,
@@ -142,9 +121,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     if _torch.autocast_on(query.device.type):
-        query, key, value, attn_mask = as_narrow(query, key, value, attn_mask)
+        query, key, value, attn_mask = _all_cast(torch.get_autocast_dtype("cpu"), query, key, value, attn_mask)
     call = _Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability)
-    backend = next((name for name in enabled_backends(capability) if getattr(call, name)), "math")
+    backend = next((name for name in enabled_backends(capability) if name == "math" or getattr(call, name)), "math")
     if backend == "math":
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -153,9 +132,8 @@ def _attention(
     if backend == "flash":
         scale = width**-0.5 if scale is None else scale
         query, key, value = (F.pad(x, (0, -width % 8)) if width % 8 else x for x in (query, key, value))
-        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
-            0
-        ]
+        flash = aten._scaled_dot_product_flash_attention
+        result = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return result[..., :width] if width % 8 else result
     bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
     sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -203,24 +181,16 @@ class _Attention(NamedTuple):
         return query if query == key else 0, value
 
     @property
-    def _trains(self) -> bool:
-        return any(x.requires_grad for x in (self.query, self.key, self.value))
-
-    @property
     def _half(self) -> bool:
         return self.query.dtype in ((torch.float16, torch.bfloat16) if self.capability >= (8, 0) else (torch.float16,))
-
-    @property
-    def math(self) -> bool:
-        """Anything."""
-        return True
 
     @property
     def flash(self) -> bool:
         """Equal widths of at most 256, in 16 bits, without a mask."""
         width, of_values = self._widths
         large = width > 192 and not (width > 224 and not self.dropout)
-        too_large = self._trains and large and self.capability in _SMALL_SHARED_MEMORY
+        trains = any(x.requires_grad for x in (self.query, self.key, self.value))
+        too_large = trains and large and self.capability in _SMALL_SHARED_MEMORY
         return (
             self._dense
             and self._half
@@ -285,7 +255,7 @@ _WAYS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     F.dropout: _dropout,
-    torch.dropout: _plain_dropout,
+    torch.dropout: lambda input, p, train: _dropout(input, p, train),
 }
 
 
@@ -299,9 +269,7 @@ _LOWER = frozenset(
     }
 )
 _WIDEST = frozenset(
-    {
-        *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"),
-    }
+    ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot")
 )
 _BY_DTYPE = frozenset(
     {"cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "log_softmax", "softmax", "sum"}
@@ -314,24 +282,16 @@ def autocast_of_cuda() -> Generator[None]:
     """A context in which autocast on the CPU is that of CUDA, for the thread that enters it."""
     here, known = threading.get_ident(), ExitStack()
 
-    def know() -> None:
-        if not cast:  # takes 13 ms, which most steps can do without
-            cast.append(True)
-            known.enter_context(casting((overload, _kernel(overload, here)) for overload in only_on_cuda()))
+    @cache
+    def know() -> None:  # takes 13 ms, which most steps can do without
+        known.enter_context(casting((overload, _kernel(overload, here)) for overload in only_on_cuda()))
 
-    cast: list[bool] = []
     with known, autocast_as_one(know):
         yield
 
 
-def as_wide(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors as an operation that is computed in 32 bits gets them under autocast."""
-    return [x if x is None else _cast(x, torch.float32) for x in tensors]
-
-
-def as_narrow(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors as a product gets them under autocast."""
-    dtype = torch.get_autocast_dtype("cpu")
+def _all_cast(dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors as an operation gets them under autocast that is computed in a dtype."""
     return [x if x is None else _cast(x, dtype) for x in tensors]
 
 
@@ -355,16 +315,12 @@ def _kernel(overload: Any, here: int) -> Callable[..., Any]:
                 if _eligible(args[0]) and not told:
                     kwargs = {**kwargs, "dtype": torch.float32}
                 return overload(*args, **kwargs)
+            wide: list[bool] = []
+            mapped((args, kwargs), lambda tensor: wide.append(tensor.dtype is torch.float32))
             dtype = torch.float32
-            if name in _LOWER or (name in _WIDEST and not _any_wide((args, kwargs))):
+            if name in _LOWER or (name in _WIDEST and not any(wide)):
                 dtype = torch.get_autocast_dtype("cpu")
             args, kwargs = mapped((args, kwargs), lambda tensor: _cast(tensor, dtype))
             return overload(*args, **kwargs)
 
     return run
-
-
-def _any_wide(arguments: Any) -> bool:
-    found: list[bool] = []
-    mapped(arguments, lambda tensor: found.append(tensor.dtype is torch.float32))
-    return any(found)

@@ -1,37 +1,27 @@
 """The mode under which a step is simulated, and the fake copies it runs on: small values are real, memory is fake.
 
-Problem. A fake tensor has no values, and models read some. Hugging Face looks at the attention mask: where nothing is
-masked it gives none to the kernel, which then keeps nothing of it. On a fake mask it cannot look (it asks for the
-tensor's class, and takes the other way for fake ones), so a plain fake run keeps masks that no real run has: 9 % too
-much for a small Llama. A mixture of experts reads which tokens go where, an optimizer the number of its step.
+A fake tensor has no values, and models read some: Hugging Face looks at the attention mask and gives none to the kernel
+where nothing is masked, a mixture of experts reads which tokens go where, an optimizer the number of its step. What is
+read is small and made of integers. So tensors of integers and booleans stay real as long as they come from real ones,
+up to `INTEGERS` elements, and so do floating tensors of up to `FLOATS`. Where one meets a fake tensor, the operation is
+simulated. Where integers come out of fake ones, values are made up: indices are spread evenly (`topk` of a router then
+sends as many tokens to each expert), booleans alternate, a float that is read is 1, also where values leave PyTorch
+(`x.numpy()`), and a factorization succeeds. Each such decision is noted by the operation and the module that made it.
 
-Idea. What is read is small and made of integers: token ids, positions, masks, routes. So tensors of integers and
-booleans stay real as long as they come from real ones, up to `INTEGERS` elements, and so do floating tensors of up to
-`FLOATS` (an optimizer's counters, constants). They are computed as ever; where one meets a fake tensor, the operation
-is simulated. The other way round, where integers come out of fake ones, a stand-in is taken: indices are spread evenly
-(`topk` of a router then sends as many tokens to each expert), booleans alternate, a float that is read is 1, also where
-values leave PyTorch (`x.numpy()` for a matcher), and a factorization succeeds. Each such decision is noted by the
-operation and the module that made it.
+`Faker` copies the model: `copy.deepcopy` does, and a function mode answers for its tensors. Tied parameters stay tied;
+tensors over one storage get fakes over one storage of its size. On meta, integers are taken to be ones, which as a mask
+hides nothing and as ids are valid. What a closure reaches is not copied; the caller checks afterwards that nothing of
+the original was touched.
 
-`Faker` copies the model: `copy.deepcopy` does, and a function mode answers for its tensors. Parameters are put into the
-memo beforehand, so those that are tied stay tied; tensors over one storage get fakes over one storage of its size. On
-meta, integers are taken to be ones, which as a mask hides nothing and as ids are valid. What a closure reaches is not
-copied, as `deepcopy` never does; the caller checks afterwards that nothing of the original was touched.
+PyTorch takes a third of a millisecond to say what an operation returns, and almost all operations are the same as in
+the layer before. So its first answer is kept as a recipe: new tensors of some layout, views over the memory of an
+argument, an argument itself; what fits none of these is asked each time. Where the answer is not what kernels do (the
+layout of a batch norm's result, the memory of a loss, one tensor twice), theirs is taken.
 
-PyTorch takes a third of a millisecond to say what an operation returns, and almost all operations of a model are the
-same as in the layer before. So its first answer is kept as a recipe: new tensors of some layout, views over the memory
-of an argument, an argument itself; what fits none of these is asked each time. Where the answer is not what kernels do
-(the layout of a batch norm's result, the memory of a loss, one tensor twice), theirs is taken.
-
-Rejected: `propagate_real_tensors` and `FakeTensor.constant`, whose tensors are fake by class all the same; patching
-the functions that look.
-
-It is a mode of its own, beside `memory.operations.Operations`, because it answers operations instead of running them;
-it shows them to the same books (`showing`).
-
-Invariants. No tensor of the caller's is written to, read (parameters) or held by a recipe: what stays real is a copy.
-Nothing fake ever holds memory, and nothing makes a reference cycle, which would be counted. What is drawn for real is
-given back: the generators are as they were before the mode.
+It is a mode of its own beside `memory.operations.Operations`, because it answers operations instead of running them; it
+shows them to the same books (`showing`). No tensor of the caller's is written to, read (parameters) or held by a
+recipe. Nothing fake ever holds memory, and nothing makes a reference cycle, which would be counted. The generators are
+as they were before the mode.
 """
 
 from __future__ import annotations
@@ -73,7 +63,7 @@ from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 
 INTEGERS = 2**24
 FLOATS = 2**10
-STAND_INS = 2**22
+MADE_UP = 2**22
 
 aten: Any = torch.ops.aten
 _MASKED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
@@ -89,22 +79,10 @@ _NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
-class _Kind(NamedTuple):
+@cache
+def _kind(func: Any) -> tuple[bool, bool, bool]:
     """Whether an operation returns views, writes to its arguments, reads values."""
-
-    views: bool
-    writes: bool
-    reads: bool
-
-
-_kinds: dict[Any, _Kind] = {}
-
-
-def _kind(func: Any) -> _Kind:
-    kind = _kinds.get(func)
-    if kind is None:
-        kind = _kinds[func] = _Kind(func.is_view, writes(func), not _READS.isdisjoint(func.tags))
-    return kind
+    return func.is_view, writes(func), not _READS.isdisjoint(func.tags)
 
 
 @cache
@@ -114,23 +92,17 @@ def _status(func: Any) -> int | None:
 
 
 class _Leaving(TorchFunctionMode):
-    """Gives stand-ins for the values of fake tensors to what is not PyTorch.
+    """Gives made-up values of fake tensors to what is not PyTorch; `where` says which module is running."""
 
-    Args:
-        stand_in: Makes them.
-        where: Says which module is running.
-    """
-
-    def __init__(self, stand_in: Callable[[torch.Tensor, str], torch.Tensor], where: Callable[[], str]) -> None:
+    def __init__(self, made_up: Callable[[torch.Tensor, str], torch.Tensor], where: Callable[[], str]) -> None:
         super().__init__()
-        self._stand_in = stand_in
-        self._where = where
+        self._made_up, self._where = made_up, where
 
     def __torch_function__(
         self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _LEAVING and type(args[0]) is FakeTensor:
-            values = self._stand_in(args[0], f"Tensor.{func.__name__}")
+            values = self._made_up(args[0], f"Tensor.{func.__name__}")
             args = (values.requires_grad_(args[0].requires_grad), *args[1:])
         elif func is torch.Tensor.data_ptr and type(args[0]) is FakeTensor:
             raise errors.RecomputeError(
@@ -156,10 +128,10 @@ class FakeMode(TorchDispatchMode):
     """Runs operations on real small tensors, simulates those on fake ones.
 
     Args:
-        fakes: What simulates; it is not active itself, which saves a turn of each operation.
+        fakes: The mode that simulates; it is not active itself, which saves a turn of each operation.
         where: Says which module is running.
         composed: "cuda", or "cuda 9.0" with a capability, where functions are to be composed as there, although the
-            fakes lie on the CPU.
+            fakes are on the CPU.
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
@@ -170,9 +142,7 @@ class FakeMode(TorchDispatchMode):
 
     def __init__(self, fakes: FakeTensorMode, where: Callable[[], str], composed: str = "") -> None:
         super().__init__()
-        self._fakes = fakes
-        self._kernels = Kernels(fakes)
-        self._where = where
+        self._fakes, self._where = fakes, where
         self.assumed: dict[str, None] = {}
         self._seen: Callable[..., None] | None = None
         self._composed = composed
@@ -184,7 +154,7 @@ class FakeMode(TorchDispatchMode):
             for ambient in DEFAULT:
                 stack.callback(ambient.restore, ambient.capture())
             stack.enter_context(flex_uncompiled())
-            stack.enter_context(_Leaving(self._stand_in, self._where))
+            stack.enter_context(_Leaving(self._made_up, self._where))
             if self.capability is not None:
                 stack.enter_context(autocast_of_cuda())
                 stack.enter_context(AsOnCuda(self.capability))
@@ -248,13 +218,14 @@ class FakeMode(TorchDispatchMode):
                 return func(*self._all_fake(args), **self._all_fake(kwargs))
         if not fake:
             return self._real(func, args, kwargs, real)
-        kind = _kind(func)
+        views, writing, reads = _kind(func)
         if func in _MASKED:
             args = self._by_index(args)
             real = True
-        elif kind.reads:
-            return self._kept(self._run(func, args, kwargs))
-        if real and kind.writes:
+        elif reads:  # integers stay as they are, the rest becomes fake
+            out = self._run(func, args, kwargs)
+            return mapped(out, lambda value: value if _stays(value) else self._fake(value))
+        if real and writing:
             written = _tensors(_torch.written_by(func, args, kwargs), {})
             if any(type(tensor) is not FakeTensor for tensor in written):
                 return self._run(func, args, kwargs)
@@ -264,7 +235,7 @@ class FakeMode(TorchDispatchMode):
         out = self._simulated(func, args, kwargs, real)
         if func in RECURRENT:
             return self._with_reserve(func, args, kwargs, out)
-        if kind.views or kind.writes or func in _DRAWS:
+        if views or writing or func in _DRAWS:
             return out
         return self._decided(func, args, out)
 
@@ -281,7 +252,7 @@ class FakeMode(TorchDispatchMode):
         if real:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
         try:
-            return self._kernels.run(func, args, kwargs)
+            return self._kernel(func, args, kwargs)
         except NOT_FAKED as error:
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
 
@@ -301,10 +272,10 @@ class FakeMode(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that reads or writes real values, with stand-ins for the fake ones."""
+        """An operation that reads or writes real values, with made-up ones for the fake ones."""
 
         def real(value: Any) -> Any:
-            return self._stand_in(value, str(func)) if type(value) is FakeTensor else value
+            return self._made_up(value, str(func)) if type(value) is FakeTensor else value
 
         given, named = mapped(args, real), mapped(kwargs, real)
         try:
@@ -320,7 +291,7 @@ class FakeMode(TorchDispatchMode):
         indices: list[Any] = []
         for index in args[1]:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
-                mask = self._stand_in(index, "indexing with a mask") if type(index) is FakeTensor else index
+                mask = self._made_up(index, "indexing with a mask") if type(index) is FakeTensor else index
                 with without_modes():
                     indices.extend(mask.nonzero().unbind(1))
             else:
@@ -328,16 +299,14 @@ class FakeMode(TorchDispatchMode):
         return (args[0], indices, *args[2:])
 
     def _decided(self, func: Any, args: Any, out: Any) -> Any:
-        """The results with stand-ins for integers, as far as they are new and small."""
+        """The results, with made-up integers as far as they are small."""
 
         def decide(value: Any) -> Any:
             integers = type(value) is FakeTensor and not _floats(value) and value.dtype not in _NO_CHOICE
-            if not integers or value.numel() > STAND_INS:
-                return value
-            return self._choice(func, args, value)
+            return self._choice(func, args, value) if integers and value.numel() <= MADE_UP else value
 
         if isinstance(out, torch.Tensor):
-            return decide(out) if not _floats(out) else out
+            return decide(out)
         status = _status(func)
         if status is not None:  # of a factorization, which went well
             info = out[status]
@@ -349,14 +318,14 @@ class FakeMode(TorchDispatchMode):
     def _choice(self, func: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         name = func.overloadpacket.__name__
         if name not in _CHOICES:
-            return self._stand_in(out, str(func))
+            return self._made_up(out, str(func))
         source = args[0]
         n = source.shape[-1] if out.dim() == source.dim() else max(1, source.numel() // max(1, out.numel()))
         self._note(str(func), "chooses evenly")
         with without_modes():
             return (torch.arange(out.numel()) % max(1, n)).view(out.shape).to(device=out.device, dtype=out.dtype)
 
-    def _stand_in(self, fake: torch.Tensor, what: str) -> torch.Tensor:
+    def _made_up(self, fake: torch.Tensor, what: str) -> torch.Tensor:
         if fake.numel() > INTEGERS:
             raise errors.RecomputeError(
                 f"simulate: {self._where() or 'the model'} reads the values of a tensor of shape {tuple(fake.shape)} "
@@ -376,16 +345,71 @@ class FakeMode(TorchDispatchMode):
         where = self._where()
         self.assumed[f"{what.removesuffix('.default')} {value}" + (f" in {where}" if where else "")] = None
 
-    def _kept(self, out: Any) -> Any:
-        """Results of a real operation on stand-ins: integers as they are, the rest fake."""
-        return mapped(out, lambda value: value if _stays(value) else self._fake(value))
-
     def _all_fake(self, values: Any) -> Any:
         return mapped(values, lambda value: value if type(value) is FakeTensor else self._fake(value))
 
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+
+    # --- the results of an operation on fake tensors, remembered ---
+
+    def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation none of whose arguments is a real tensor."""
+        out = self._answer(_LAID_OUT_AS.get(func, func), args, kwargs)
+        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
+            out.untyped_storage().resize_(args[0].nbytes)
+        if func in _BATCH_NORMS:
+            with self._fakes:
+                return _dense(out)
+        return out
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors: list[FakeTensor] = []
+        try:
+            key = (func, torch.get_default_dtype(), _layout(args, tensors), _layout(tuple(kwargs.items()), tensors))
+            recipe = _recipes.get(key)
+        except TypeError:  # an argument that cannot be looked up
+            return on_fakes(self._fakes, func, args, kwargs)
+        if recipe is None:
+            before = [_layout(t, []) for t in tensors]
+            out = self._apart(on_fakes(self._fakes, func, args, kwargs), tensors)
+            same = before == [_layout(t, []) for t in tensors]
+            if len(_recipes) >= _MOST:
+                _recipes.clear()
+            _recipes[key] = _recipe(out, tensors, set()) if same else _ASK
+            return out
+        if recipe is _ASK:
+            return on_fakes(self._fakes, func, args, kwargs)
+        return self._remade(recipe, tensors)
+
+    def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
+        """The results, of which no two are one tensor: some fakes return the gradient of two biases so."""
+        if type(out) is not tuple:
+            return out
+        made: list[Any] = []
+        for value in out:
+            again = type(value) is FakeTensor and any(value is other for other in made)
+            if again and not any(value is tensor for tensor in tensors):
+                with self._fakes:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            made.append(value)
+        return tuple(made)
+
+    def _remade(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
+        if recipe is _NOTHING:
+            return None
+        if type(recipe) is int:
+            return tensors[recipe]
+        if type(recipe) is not _Made:
+            kind, parts = recipe
+            return kind(self._remade(part, tensors) for part in parts)
+        shape, stride, offset, dtype, device, source = recipe
+        if source is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
+        return FakeTensor(self._fakes, made, device)
 
 
 def _floats(tensor: torch.Tensor) -> bool:
@@ -410,9 +434,6 @@ def _tensors(values: Any, more: dict[str, Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, torch.Tensor))
     return found
-
-
-# --- what an operation makes of fake tensors, remembered --------------------------------------------------------------
 
 
 class _Made(NamedTuple):
@@ -451,74 +472,6 @@ def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
     return (first, *rest)
 
 
-class Kernels:
-    """Simulates operations.
-
-    Args:
-        mode: What answers the first time.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation none of whose arguments is a real tensor."""
-        out = self._answer(_LAID_OUT_AS.get(func, func), args, kwargs)
-        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
-            out.untyped_storage().resize_(args[0].nbytes)
-        if func in _BATCH_NORMS:
-            with self._mode:
-                return _dense(out)
-        return out
-
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors: list[FakeTensor] = []
-        try:
-            key = (func, torch.get_default_dtype(), _layout(args, tensors), _layout(tuple(kwargs.items()), tensors))
-            recipe = _recipes.get(key)
-        except TypeError:  # an argument that cannot be looked up
-            return on_fakes(self._mode, func, args, kwargs)
-        if recipe is None:
-            before = [_layout(t, []) for t in tensors]
-            out = self._apart(on_fakes(self._mode, func, args, kwargs), tensors)
-            same = before == [_layout(t, []) for t in tensors]
-            if len(_recipes) >= _MOST:
-                _recipes.clear()
-            _recipes[key] = _recipe(out, tensors) if same else _ASK
-            return out
-        if recipe is _ASK:
-            return on_fakes(self._mode, func, args, kwargs)
-        return self._made(recipe, tensors)
-
-    def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
-        """The results, of which no two are one tensor: some fakes return the gradient of two biases so."""
-        if type(out) is not tuple:
-            return out
-        made: list[Any] = []
-        for value in out:
-            again = type(value) is FakeTensor and any(value is other for other in made)
-            if again and not any(value is tensor for tensor in tensors):
-                with self._mode:
-                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            made.append(value)
-        return tuple(made)
-
-    def _made(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
-        if recipe is _NOTHING:
-            return None
-        if type(recipe) is int:
-            return tensors[recipe]
-        if type(recipe) is not _Made:
-            kind, parts = recipe
-            return kind(self._made(part, tensors) for part in parts)
-        shape, stride, offset, dtype, device, source = recipe
-        if source is None:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
-        return FakeTensor(self._mode, made, device)
-
-
 def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
     """The part of an argument that the result depends on; adds its tensors to a list."""
     if type(value) is FakeTensor:
@@ -529,31 +482,26 @@ def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
     return type(value), value
 
 
-def _recipe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
-    """How to make this result again; `_ASK` where that is not known."""
-    sources = {_torch.storage_id(t): i for i, t in reversed(list(enumerate(tensors)))}
-    return _recipe_of(out, tensors, sources, set())
-
-
-def _recipe_of(out: Any, tensors: Sequence[FakeTensor], sources: dict[int, int], taken: set[int]) -> Any:
+def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:
+    """How to make this result again from these arguments; `_ASK` where that is not known."""
     if out is None:
         return _NOTHING
     if type(out) in (list, tuple):
-        parts = [_recipe_of(item, tensors, sources, taken) for item in out]
+        parts = [_recipe(item, tensors, taken) for item in out]
         return _ASK if any(part is _ASK for part in parts) else (type(out), parts)
     if type(out) is not FakeTensor or out.dtype.is_complex:
         return _ASK
     index = next((i for i, tensor in enumerate(tensors) if tensor is out), None)
     if index is not None:
         return index
-    storage = _torch.storage_id(out)
-    offset = int(out.storage_offset())
-    made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, sources.get(storage))
-    if made.source is not None:
+    storage, offset = _torch.storage_id(out), int(out.storage_offset())
+    source = next((i for i, tensor in enumerate(tensors) if _torch.storage_id(tensor) == storage), None)
+    made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, source)
+    if source is not None:
         return made
     size = out.untyped_storage().nbytes()
     exact = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta").untyped_storage().nbytes()
-    if storage in taken or made.offset or size != exact:
+    if storage in taken or offset or size != exact:
         return _ASK
     taken.add(storage)
     return made
@@ -599,13 +547,14 @@ class Faker:
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call: tensors as fakes, anything else as it is."""
-        leaves, spec = _torch.tree_flatten((args, kwargs))
-        names = _names(args, kwargs)
-        made = [
-            self.tensor(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf, name in zip(leaves, names, strict=True)
-        ]
-        return _torch.tree_unflatten(made, spec)
+
+        def faked(name: str, value: Any) -> Any:
+            leaves, spec = _torch.tree_flatten(value)
+            made = [self.tensor(leaf, name) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return _torch.tree_unflatten(made, spec)
+
+        positional = tuple(faked(f"args[{i}]", arg) for i, arg in enumerate(args))
+        return positional, {name: faked(name, value) for name, value in kwargs.items()}
 
     def tensor(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
         """The fake of a tensor, or a copy of one that stays real; the same one each time."""
@@ -624,7 +573,7 @@ class Faker:
             )
         if is_wrapper(tensor):
             made = fake_like(self._fakes, tensor)
-        elif tensor.layout is not torch.strided or not _simple(tensor):
+        elif tensor.layout is not torch.strided or not (_torch.is_plain(tensor) or type(tensor) is nn.Buffer):
             raise errors.ArgumentError(
                 f"simulate: {name or 'a tensor'} is {errors.say(tensor)}, of which no fake copy can be made: its class "
                 "or layout says nothing of where its memory lies.\n"
@@ -682,16 +631,3 @@ class _Copying(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__ or func is torch.Tensor.clone:  # the latter by nn.Parameter
             return self._faker.tensor(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _simple(tensor: torch.Tensor) -> bool:
-    return _torch.is_plain(tensor) or type(tensor) is nn.Buffer
-
-
-def _names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    names: list[str] = []
-    for i, arg in enumerate(args):
-        names.extend([f"args[{i}]"] * len(_torch.tree_leaves(arg)))
-    for key, value in kwargs.items():
-        names.extend([key] * len(_torch.tree_leaves(value)))
-    return names
