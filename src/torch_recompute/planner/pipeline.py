@@ -39,7 +39,7 @@ from .ops import Op
 from .planner import Planner
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
-from .stage_runs import StageRun
+from .stage_runs import StageRun, StageRunner
 
 ROUNDS, BISECTIONS = 8, 10
 LIFT = 1 << 50  # bytes that are added to those of one stage alone, so that differences to it are never below 0
@@ -88,7 +88,7 @@ class PipelinePlanner:
         self.planner, self.pipeline, self.optimizer = planner, pipeline, optimizer
         self.solver, self.megatron = solver, megatron
         self.profile = planner.profile
-        self.runner = planner.stage_runner(pipeline.bounds, megatron)
+        self.runner = StageRunner(planner, pipeline.bounds, megatron)
         self._runs: dict[Any, StageRun] = {}
         self._alike: dict[int, int] = {}
         self.ranks = [RankPlanner(self, number) for number in sorted(pipeline.orders)]

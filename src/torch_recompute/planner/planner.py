@@ -41,7 +41,6 @@ from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .prices import Measured, Roofline, prices_for, where
 from .segments import CapturedCall, capture, groups
-from .stage_runs import StageRunner
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
@@ -59,8 +58,10 @@ class Planner:
     the step without recomputation and how often each ran (in one of the steps that are accumulated).
 
     Attributes:
-        costs: Taken from the step without recomputation.
-        plain: That step, simulated.
+        plain: The step without recomputation, simulated.
+        costs: Taken from that step.
+        paths: The segments, in the order of their calls.
+        price: Gives the seconds of an operation.
     """
 
     def __init__(
@@ -76,19 +77,20 @@ class Planner:
         loop: Loop = COMMON,
         ran: Counter[tuple[str, Op]] | None = None,
     ) -> None:
-        self._model = model
-        self._call = args, kwargs or {}
+        self.model = model
+        self.call = args, kwargs or {}
         place = where(device, model)
-        self._composed = place.composed
+        self.composed = place.composed
         limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
         ran = Counter() if ran is None else ran
+        self.loss = loss or loss_of
         self.plain = self._simulated(Plan(), ran)
         self.price = place.roofline or prices_for(model, self.plain.device)
         self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        captured = capture(model, *self._call, self.plain.device, self._composed)
-        self._paths, self._kinds, self._routers = captured.paths, captured.kinds, captured.routers
+        captured = capture(model, *self.call, self.plain.device, self.composed)
+        self.paths, self._kinds, self._routers = captured.paths, captured.kinds, captured.routers
         self._loop = replace(self.plain.loop, autocast=captured.autocast)
         self._ways = kinds_for_all(self._tried(captured), loop.accumulate)
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
@@ -112,11 +114,11 @@ class Planner:
     def _priced(self) -> Profile:
         """What is known, in prices of single operations."""
         return Profile(
-            type(self._model).__name__,
+            type(self.model).__name__,
             self.price.name,
             self.costs,
             self.plain.peak_bytes,
-            tuple((path, described(self._model.get_submodule(path))) for path in dict.fromkeys(self._paths)),
+            tuple((path, described(self.model.get_submodule(path))) for path in dict.fromkeys(self.paths)),
             self._routers,
             untied(self.costs),
             self.plain.advice,
@@ -126,7 +128,7 @@ class Planner:
 
     def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        free = partial(free_bytes, self._model, self.plain.device, self._step["optimizer"], self._call)
+        free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
         for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
@@ -178,14 +180,6 @@ class Planner:
             if exact:
                 return
 
-    def stage_runner(self, stages: Sequence[tuple[int, int]], release: bool) -> StageRunner:
-        """The model in stages, given the layers of each; see `StageRunner`."""
-        loss, composed = self._step["loss"] or loss_of, self._composed
-        plain = self.plain
-        return StageRunner(
-            self._model, *self._call, loss, plain.device, plain.rounding, self._paths, stages, composed, release
-        )
-
     def _clocked(self, chosen: Checked | None) -> tuple[Profile, Scale | None]:
         """The profile in seconds of whole steps: the one of a choice, or without one that with the smallest peak.
 
@@ -201,19 +195,19 @@ class Planner:
     def _scale(self, chosen: Checked | None) -> Scale | str:
         """The scale of prices by steps that are run here; or why none is, in words."""
         device = self.plain.device
-        why = obstacle(self._model, *self._call, device)
+        why = obstacle(self.model, *self.call, device)
         if why:
             return why
         try:
-            held = (*self._model.buffers(), *(p.grad for p in self._model.parameters() if p.grad is not None))
-            room = free_bytes(self._model, device) - sum(tensor.nbytes for tensor in held)
+            held = (*self.model.buffers(), *(p.grad for p in self.model.parameters() if p.grad is not None))
+            room = free_bytes(self.model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
             return str(error)
         solution, simulation, _ = chosen or self.least
         if simulation.peak_bytes > room:
             return "there is no memory for one"
         plan = self._plan_of(solution)
-        run = partial(clock, self._model, *self._call, self._step["loss"] or loss_of, device=device)
+        run = partial(clock, self.model, *self.call, self.loss, device=device)
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
         try:
             times = self._loop.accumulate
@@ -237,32 +231,32 @@ class Planner:
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
         return simulate_step(
-            self._model, *self._call, prepare=prepare, watch=None if ran is None else count, **self._step
+            self.model, *self.call, prepare=prepare, watch=None if ran is None else count, **self._step
         )
 
     def _calibrated(
         self, simulation: Simulation, options: Sequence[Option], step_seconds: float, known: Costs | None
     ) -> Costs:
-        costs = calibrate(simulation.timeline, self._paths, self._kinds, options, self._ways, step_seconds, known)
+        costs = calibrate(simulation.timeline, self.paths, self._kinds, options, self._ways, step_seconds, known)
         return replace(costs, host=self._host)
 
     # --- the options of each kind of segment, by trials ---
 
     def _tried(self, captured: CapturedCall) -> dict[str, Kind]:
         ways: dict[str, Kind] = {}
-        several = {path for path, times in Counter(self._paths).items() if times > 1}
+        several = {path for path, times in Counter(self.paths).items() if times > 1}
         guessed: dict[str, list[Guess]] = {}
         traces: dict[str, SegmentTrace] = {}
         firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
         for kind, first in firsts.items():
-            path, call = self._paths[first], captured.calls[first]
+            path, call = self.paths[first], captured.calls[first]
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
                 traces[kind] = trace(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             guessed.setdefault(of, []).extend(guesses(traces[kind], self.price, TRIED))
         for kind, first in firsts.items():
-            path, call, found = self._paths[first], captured.calls[first], traces[kind]
+            path, call, found = self.paths[first], captured.calls[first], traces[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [plain.option((), plain, self.price)]

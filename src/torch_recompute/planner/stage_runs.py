@@ -33,8 +33,8 @@ from ..plan.plan import Plan
 from ..simulation import Moment
 from ..simulation.fake_mode import FakeMode, Faker
 from ..simulation.step import Recording
-from ..state import DEFAULT
 from .ops import Op, op_of
+from .planner import Planner
 from .rank_memory import StageBytes
 from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 
@@ -89,40 +89,21 @@ class StageRunner:
     """A model that can be run stage by stage.
 
     Args:
-        model: The whole model.
-        args: The positional arguments of a call with one microbatch.
-        kwargs: Its keyword arguments.
-        loss: From the model's output to a scalar.
-        device: Where it is to run.
-        rounding: What sizes are rounded up to.
-        paths: Its layers.
+        planner: What is known of the model and of a call with one microbatch.
         stages: The layers of each stage: the first, and the first of the next.
-        composed: See `simulate_step`.
         release: Whether the runtime releases what it has sent and what it receives as soon as autograd does.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Callable[[Any], torch.Tensor],
-        device: torch.device,
-        rounding: int,
-        paths: Sequence[str],
-        stages: Sequence[tuple[int, int]],
-        composed: str,
-        release: bool,
-    ) -> None:
+    def __init__(self, planner: Planner, stages: Sequence[tuple[int, int]], release: bool) -> None:
         fakes = FakeTensorMode()
-        faker = Faker(fakes, device)
-        self.model: nn.Module = faker.copy(model)
-        self.call = faker.arguments(args, kwargs)
-        self.loss, self.device, self.stages, self.release = loss, device, stages, release
+        self.device, self._rounding = planner.plain.device, planner.plain.rounding
+        faker = Faker(fakes, self.device)
+        self.model: nn.Module = faker.copy(planner.model)
+        self.call = faker.arguments(*planner.call)
+        self.loss, self.stages, self.release = planner.loss, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], composed)
-        self.layers = [_Layer(self.model.get_submodule(path)) for path in paths]
-        self._rounding = rounding
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], planner.composed)
+        self.layers = [_Layer(self.model.get_submodule(path)) for path in planner.paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
             for layer in self.layers:
                 stack.callback(layer.module.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
@@ -144,15 +125,12 @@ class StageRunner:
     @contextlib.contextmanager
     def _running(self) -> Generator[None]:
         """Where operations run on the fakes, with grad; the parameters have no gradients before and after."""
-        states = [(ambient, ambient.capture()) for ambient in DEFAULT]
         self.model.zero_grad()
         try:
             with torch.inference_mode(False), torch.enable_grad(), self.pretend:
                 yield
         finally:
             self.model.zero_grad()
-            for ambient, state in states:
-                ambient.restore(state)
 
     def run(self, stage: int, plan: Plan, kinds: Iterable[str]) -> StageRun:
         """Runs two microbatches through a stage.
