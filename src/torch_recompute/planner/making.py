@@ -39,12 +39,12 @@ def profile(
     accumulate: int = 1,
     set_to_none: bool = True,
 ) -> Profile:
-    """What a training step of a model costs, segment by segment and choice by choice, as data for `solve`.
+    """Returns what a training step costs, segment by segment and choice by choice, as data for `solve`.
 
-    Where the model's weights are on the device, single operations are run, to time them, and then the forward and the
-    backward of a copy over the same weights, so that the seconds are those of whole steps: with the regions that need
-    the least memory and, if there is room, without. Nothing is changed, and the optimizer's step is not run.
-    `Profile.timing` says what was run, or why nothing was. See `simulate` for what the step is.
+    Where the model's weights are on the device, single operations are timed, and then the forward and the backward of a
+    copy over the same weights, so that the seconds are those of whole steps: with the regions that need the least
+    memory and, if there is room, without. Nothing is changed, and the optimizer's step is not run. `Profile.timing`
+    says what was run, or why nothing was.
 
     Args:
         model: The model; on the meta device if it is too large for this machine.
@@ -52,16 +52,13 @@ def profile(
         kwargs: Its keyword arguments.
         loss: From the model's output to a scalar; see `simulate`.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: What the seconds are to be of: a device of this machine, or by its data sheet "a100", "h100", "h200",
-            "b200" or "rtx4090". By default where the model is.
+        device: Where the step is to run: a device of this machine, or by its data sheet "a100", "h100", "h200", "b200"
+            or "rtx4090". By default where the model is.
         offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
             of it, as a number or text as "64GiB".
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
         accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
         set_to_none: Whether gradients are gone when forward begins.
-
-    Returns:
-        The profile.
 
     Raises:
         ArgumentError: See `simulate`, also on `loss`; or the model has no part that could be recomputed.
@@ -132,9 +129,11 @@ def make_plan(
     accumulate: int = 1,
     set_to_none: bool = True,
 ) -> Plan | StagePlans:
-    """A plan for a budget of memory: what to keep, what to recompute, and what the step will take.
+    """Returns a plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
         plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
+        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])  # batches of these lengths
+        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")  # of any length, up to that of the batch
         apply(model, plan)
 
     The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
@@ -142,22 +141,16 @@ def make_plan(
     the predicted seconds are those of whole steps (`Prediction.timing`); the step without it is not run unless the plan
     has no region. With a device by name (`device="h100"`) nothing is run.
 
-    Where batches differ in length, name the lengths, the largest that may come last; or have them found, up to that of
-    the batch:
-
-        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])
-        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")
-
     Args:
         model: The model; on the meta device if it is too large for this machine.
         args: The positional arguments of one call.
         kwargs: Its keyword arguments; with `sizes`, those of every call.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction above 0 and below 1 of what lies between the least feasible peak and that
-            of the step without recomputation; or "fit": what is free on the device now.
-        loss: From the model's output to a scalar; see `simulate`.
+            or text as "24GiB"; or a fraction above 0 and below 1 of the way from the least feasible peak to that of
+            the step without recomputation; or "fit": what is free on the device now.
+        loss: See `profile`, as the next two.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: See `profile`.
+        device: Where the step is to run.
         solver: "auto"; or "highs", a slow second opinion that needs the package highspy.
         sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
@@ -169,14 +162,11 @@ def make_plan(
         stages: The pipeline that the model is split into: a `Stages`, or a schedule of
             `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
             the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
-            one of a list of parameters.
-        offload: Whether inputs of regions may be kept in host memory, see `profile`. Not with `stages`.
-        hold_output: Whether the loop holds the model's output through backward, as `out = model(**batch);
-            out.loss.backward()` does; False for a loop that lets go of it. See `simulate`, as for the next two. None of
-            them goes with `stages`: a schedule says what it holds.
-        accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
-        set_to_none: Whether gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and for a
-            `zero_grad()` between forward and backward.
+            one of a list of parameters. Not with `sizes`, `offload` and the words of the loop.
+        offload: See `profile`, as the next three.
+        hold_output: Whether the loop holds the model's output through backward.
+        accumulate: How many forwards and backwards come before the optimizer's step.
+        set_to_none: Whether gradients are gone when forward begins.
 
     Returns:
         The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are

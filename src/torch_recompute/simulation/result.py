@@ -21,10 +21,10 @@ class Moment(NamedTuple):
     Attributes:
         event: The number of the operation in the step.
         op: The operation, as `aten.gelu.default`; "" where a workspace was given back.
-        live_bytes: The bytes alive after it, its workspace included.
+        live_bytes: Alive after it, its workspace included.
         phase: "forward", "loss", "backward", "replay" or "optimizer".
-        module: Path of the module that ran it, or whose backward it belongs to; "" for none and for the model itself.
-        calls: Of that module and those around it, the path and the number of the call.
+        module: Path of the module that ran it, or whose backward it belongs to; "" for the model itself and for none.
+        calls: The path and the number of the call, of that module and those around it.
     """
 
     event: int
@@ -125,13 +125,9 @@ def _grouped(sums: dict[str, int]) -> list[tuple[str, int]]:
     """Sums by path, with those that differ only in numbers as one."""
     groups: dict[str, list[int]] = {}
     for path, nbytes in sums.items():
-        groups.setdefault(_INDEX.sub("*", path), []).append(nbytes)
+        groups.setdefault(_INDEX.sub("*", path) or "(the model itself, the loss)", []).append(nbytes)
     named = [
-        (
-            f"{path or '(the model itself, the loss)'}" + (f"  ({len(parts)} modules)" if len(parts) > 1 else ""),
-            sum(parts),
-        )
-        for path, parts in groups.items()
+        (f"{path}  ({len(parts)} modules)" if len(parts) > 1 else path, sum(parts)) for path, parts in groups.items()
     ]
     return sorted(named, key=lambda item: -item[1])
 
