@@ -29,17 +29,10 @@ def calibrate(
     step_seconds: float,
     known: Costs | None = None,
 ) -> Costs:
-    """The costs of a step, taken from a simulation of it.
+    """The costs of a step without recomputation, taken from the timeline of one with an option for each segment.
 
-    Args:
-        timeline: Of the step, with some option chosen for each segment.
-        paths: The segments, in the order of their forwards.
-        kinds: The kind of each.
-        options: The option that each had; those after the first of a span repeat the span's.
-        ways: The kinds.
-        step_seconds: Of the step without recomputation.
-        known: Costs from another simulation. Segments that were recomputed together are seen only as one; what lives
-            besides, from one to the next, and between them, is taken from there.
+    Segments that were recomputed together are seen only as one, and their options repeat that of the first. What lives
+    besides, from one to the next, and between them, is taken from costs that are `known` from another simulation.
     """
     first = [start for start in begins(options) for _ in range(options[start].span)]
     own = (option.saved_bytes if first[i] == i else 0 for i, option in enumerate(options))

@@ -69,12 +69,7 @@ class TriedPlan:
 class PipelinePlanner:
     """The stages of a model, and what is known of each; `ranks` are planned one by one.
 
-    Args:
-        planner: What is known of the whole model.
-        pipeline: Its stages, and the schedule.
-        optimizer: From a list of parameters to an optimizer, or None.
-        solver: See `make_plan`.
-        megatron: Whether Megatron's runtime runs the stages: it releases what it sends, and has buffers for gradients.
+    With `megatron` its runtime runs the stages: it releases what it sends, and has buffers for gradients.
     """
 
     def __init__(
@@ -286,10 +281,6 @@ class RankPlanner:
         In the backward of one layer of the stage that runs, those after it are released by this microbatch, not by
         those that wait. What these hold is no constant; it is taken from what was tried, but not where that is
         everything.
-
-        Args:
-            tried: What the costs are taken from.
-            step: The action.
         """
         active = step.action.stage
         waiting = sum(step.whole(s) * sum(_saved(tried.chosen[s])) for s in self.stages)
@@ -329,11 +320,7 @@ class RankPlanner:
     def planned(self, groups: Sequence[Sequence[int]], tried: TriedPlan, wanted: int, times: int) -> list[Plan]:
         """A plan for each of some groups of stages, with what is promised of the whole rank.
 
-        Args:
-            groups: The stages that one plan is of.
-            tried: What was chosen.
-            wanted: The budget.
-            times: How many microbatches the lines of the prediction are of.
+        The lines of the predictions are of so many `times` a microbatch.
         """
         of, microbatches = self._of, self._of.pipeline.microbatches
         kinds = kinds_for_all({name: Kind(kind.options) for name, kind in of.profile.costs.kinds.items()}, times)

@@ -58,27 +58,17 @@ class RankPeak:
 
 
 class RankMemory:
-    """The memory of one rank.
-
-    Args:
-        steps: What it does.
-        microbatches: How many there are in a step.
-        to_the_end: Whether what was sent is held until all actions have run.
-        here: Stages whose next one is on the same rank, to which nothing is sent.
-        optimizer: Bytes of the optimizer's state, and the most that its step takes besides.
-        preallocated: Whether gradients have buffers from the start.
-        reserved: Bytes that something else holds throughout the step.
-    """
+    """The memory of one rank."""
 
     def __init__(
         self,
         steps: Sequence[ScheduleStep],
-        microbatches: int,
-        to_the_end: bool,
-        here: frozenset[int] = frozenset(),
-        optimizer: tuple[int, int] = (0, 0),
-        preallocated: bool = False,
-        reserved: int = 0,
+        microbatches: int,  # in a step
+        to_the_end: bool,  # whether what was sent is held until all actions have run
+        here: frozenset[int] = frozenset(),  # stages whose next one is on the same rank, to which nothing is sent
+        optimizer: tuple[int, int] = (0, 0),  # bytes of its state, and the most that its step takes besides
+        preallocated: bool = False,  # whether gradients have buffers from the start
+        reserved: int = 0,  # bytes that something else holds throughout the step
     ) -> None:
         if preallocated:  # nothing is kept of microbatches that are through: one action with so much in flight will do
             steps = list({(s.action.stage, s.action.kind, *map(s.live, s.forwards)): s for s in steps}.values())

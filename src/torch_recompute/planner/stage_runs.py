@@ -133,12 +133,9 @@ class StageRunner:
             self.model.zero_grad()
 
     def run(self, stage: int, plan: Plan, kinds: Iterable[str]) -> StageRun:
-        """Runs two microbatches through a stage.
+        """Runs two microbatches through a stage, under a plan in the paths of the whole model.
 
-        Args:
-            stage: Its number.
-            plan: What is recomputed, in the paths of the whole model.
-            kinds: The kinds of its actions; a stage that has whole backwards and halves is run both ways.
+        A stage whose actions are of such `kinds` that it has whole backwards and halves is run both ways.
         """
         found = self._run(stage, plan, halves=INPUTS in kinds)
         if INPUTS in kinds and BACKWARD in kinds:
@@ -177,20 +174,15 @@ class StageRunner:
 
 
 class _Books(Recording):
-    """A recording that counts only while it is told to.
+    """A recording that counts only while it is told to."""
 
-    Attributes:
-        preparing: Whether the model computes what comes before the stage.
-        prepared: The storages that were made then; they are booked when the stage reads them.
-        labels: The storages that the loss reads and no operation made, by identity. They are not in the books.
-    """
-
-    counting = preparing = False
+    counting = False
+    preparing = False  # whether the model computes what comes before the stage
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.prepared: dict[int, torch.UntypedStorage] = {}
-        self.labels: dict[int, torch.UntypedStorage] = {}
+        self.prepared: dict[int, torch.UntypedStorage] = {}  # made then; booked when the stage reads them
+        self.labels: dict[int, torch.UntypedStorage] = {}  # read by the loss, and made by no operation; never booked
 
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.counting:

@@ -57,6 +57,7 @@ from .._torch.fakes import (
     writes,
 )
 from ..arguments import mapped
+from ..memory.operations import leaves
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
 from ..state import DEFAULT
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
@@ -206,7 +207,7 @@ class FakeMode(TorchDispatchMode):
 
     def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fake = real = False
-        for kind in map(type, _tensors(args, kwargs)):
+        for kind in map(type, leaves((args, kwargs))):
             if kind is FakeTensor:
                 fake = True
             elif _torch.is_plain_kind(kind):
@@ -225,10 +226,9 @@ class FakeMode(TorchDispatchMode):
         elif reads:  # integers stay as they are, the rest becomes fake
             out = self._run(func, args, kwargs)
             return mapped(out, lambda value: value if _stays(value) else self._fake(value))
-        if real and writing:
-            written = _tensors(_torch.written_by(func, args, kwargs), {})
-            if any(type(tensor) is not FakeTensor for tensor in written):
-                return self._run(func, args, kwargs)
+        written = leaves(_torch.written_by(func, args, kwargs)) if real and writing else ()
+        if any(type(tensor) is not FakeTensor for tensor in written):
+            return self._run(func, args, kwargs)
         if func is _GROUPED:
             with self._fakes:
                 return grouped(*args, **kwargs)
@@ -243,7 +243,7 @@ class FakeMode(TorchDispatchMode):
         """An operation on real tensors alone, or on none."""
         if not any(_kind(func)):
             out = self._simulated(func, args, kwargs, real)
-            if not all(map(_stays, _tensors(out, {}))):
+            if not all(map(_stays, leaves(out))):
                 return out
         with without_modes():
             return func(*args, **kwargs)
@@ -277,13 +277,11 @@ class FakeMode(TorchDispatchMode):
         def real(value: Any) -> Any:
             return self._made_up(value, str(func)) if type(value) is FakeTensor else value
 
-        given, named = mapped(args, real), mapped(kwargs, real)
+        given, named = mapped((args, kwargs), real)
         try:
             with without_modes():
                 return func(*given, **named)
         except RuntimeError as error:
-            if given is args and named is kwargs:
-                raise
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
 
     def _by_index(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -419,21 +417,6 @@ def _floats(tensor: torch.Tensor) -> bool:
 def _stays(tensor: torch.Tensor) -> bool:
     """Whether a tensor that could be real is."""
     return tensor.numel() <= (FLOATS if _floats(tensor) else INTEGERS)
-
-
-def _tensors(values: Any, more: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments or results, which are at most lists of them."""
-    found: list[torch.Tensor] = []
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if not isinstance(values, (list, tuple)):
-        return found
-    for value in (*values, *more.values()):
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
 
 
 class _Made(NamedTuple):

@@ -39,7 +39,7 @@ from ..memory.ledger import (
 )
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import SimulatedMeasurement
-from ..memory.operations import PHASES, ModuleStack
+from ..memory.operations import PHASES, ModuleStack, leaves
 from ..memory.workspaces import kept_by_cublas
 from .fake_mode import FakeMode, Faker
 from .result import Moment, Simulation
@@ -62,20 +62,11 @@ def simulate_step(
     rounding: int | None = None,
     composed: str = "",
 ) -> Simulation:
-    """Simulates one training step; `simulate` is this with a plan.
+    """Simulates one training step on a fake copy of the model; `simulate` is this with a plan, and says the rest.
 
-    Args:
-        model: The model; only a fake copy of it is used.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
-        prepare: Called with the copy before the step.
-        watch: Called with each operation of the step: its phase, overload, arguments, keyword arguments and result.
-        loss: See `simulate`, as the next two and `rounding`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
-        device: Where the step is to run.
-        loop: The training loop around the call.
-        rounding: The multiple that sizes are rounded up to.
-        composed: The device that functions are composed for, as "cuda 9.0", where it is another one.
+    `prepare` is called with the copy before the step, `watch` with each operation of the step: its phase, overload,
+    arguments, keyword arguments and result. `composed` is the device that functions are composed for, as "cuda 9.0",
+    where it is another one than that of the step.
 
     Raises:
         ArgumentError: An argument is not of its kind, or the model cannot be copied.
@@ -134,8 +125,8 @@ def loss_in(output: Any) -> tuple[torch.Tensor, str]:
         return output["loss"], 'output["loss"]'
     if isinstance(output, torch.Tensor) and _is_scalar(output):
         return output, "the output"
-    leaves = _torch.tree_leaves(output)
-    scalars = [(number, x) for number, x in enumerate(leaves) if isinstance(x, torch.Tensor) and _is_scalar(x)]
+    parts = _torch.tree_leaves(output)
+    scalars = [(number, x) for number, x in enumerate(parts) if isinstance(x, torch.Tensor) and _is_scalar(x)]
     if len(scalars) != 1:
         several = "no scalar that requires grad" if not scalars else f"{len(scalars)} scalars that require grad"
         raise errors.ArgumentError(
@@ -144,7 +135,7 @@ def loss_in(output: Any) -> tuple[torch.Tensor, str]:
             f"  Say how the loss is computed, where the plan or the figures are asked for:  {_loss_for(output)}"
         )
     ((number, scalar),) = scalars
-    return scalar, f"the one scalar in the output, tensor {number} of {len(leaves)}"
+    return scalar, f"the one scalar in the output, tensor {number} of {len(parts)}"
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -170,8 +161,9 @@ def _is_scalar(tensor: torch.Tensor) -> bool:
 
 def first_floating(output: Any) -> torch.Tensor | None:
     """The first floating tensor in an output."""
-    leaves = _torch.tree_leaves(output)
-    return next((x for x in leaves if isinstance(x, torch.Tensor) and x.dtype.is_floating_point), None)
+    return next(
+        (x for x in _torch.tree_leaves(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point), None
+    )
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -341,13 +333,6 @@ class _Step:
 class Recording(SimulatedMeasurement):
     """The books of one simulated step: those of `measure`, where the step is, what it keeps for backward, and FLOPs.
 
-    Args:
-        pretend: The mode under which the step runs.
-        modules: Knows where the step is.
-        device: The device whose figures are wanted.
-        rounding: Sizes are rounded up to multiples of this many bytes.
-        watch: Called with each operation: its phase, overload, arguments, keyword arguments and result.
-
     Attributes:
         at: Where each event was.
         flops: FLOPs of products by phase, by PyTorch's own formulas.
@@ -387,8 +372,7 @@ class Recording(SimulatedMeasurement):
 
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         phase, module = self._modules.now()
-        results = out if isinstance(out, (list, tuple)) else [out]
-        shape = next((tuple(map(int, x.shape)) for x in results if isinstance(x, torch.Tensor)), ())
+        shape = next((tuple(map(int, x.shape)) for x in leaves(out)), ())
         place = Place(self._events + 1, phase, module, str(func), shape, calls=self._modules.calls)
         for device, _ in storages(out):
             self._ledger(device)
