@@ -29,7 +29,7 @@ def calibrate(
     step_seconds: float,
     known: Costs | None = None,
 ) -> Costs:
-    """The costs of a step without recomputation, taken from the timeline of one with an option for each segment.
+    """The costs of a step, taken from the timeline of one in which each segment had some option.
 
     Segments that were recomputed together are seen only as one, and their options repeat that of the first. What lives
     besides, from one to the next, and between them, is taken from costs that are `known` from another simulation.

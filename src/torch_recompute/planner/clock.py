@@ -130,12 +130,16 @@ def clock(
             same = _copy(model)
             apply(same, plan)
             began = time.perf_counter()
-            found = [_step(same, args, kwargs, loss, device)]  # warms up
+
+            def forward() -> torch.Tensor:
+                return loss(same(*_fresh(args), **_fresh(kwargs)))
+
+            found = [_step(same, forward, device)]  # warms up
             while True:
                 spent, times = time.perf_counter() - began, len(found)
                 if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
                     break
-                found.append(_step(same, args, kwargs, loss, device))
+                found.append(_step(same, forward, device))
     finally:
         for ambient, state in states:
             ambient.restore(state)
@@ -153,20 +157,16 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _step(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], torch.Tensor],
-    device: torch.device,
+    model: nn.Module, forward: Callable[[], torch.Tensor], device: torch.device
 ) -> tuple[float, float, float, float]:
     """Seconds of one forward without gradients, of one with them, of its backward, and of the replays in that."""
     with torch.no_grad():
         early = now(device)
-        loss(model(*_fresh(args), **_fresh(kwargs)))
+        forward()
     replays = Replays(device)
     start = now(device)
     with observing(replays):
-        value = loss(model(*_fresh(args), **_fresh(kwargs)))
+        value = forward()
     turn = now(device)
     value.backward()
     end = now(device)

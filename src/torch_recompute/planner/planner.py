@@ -40,7 +40,7 @@ from .clock import Scale, clock, obstacle
 from .hosts import HostApart, limit_of, link_of, waited
 from .ops import Op, op_of
 from .prices import Measured, Roofline, prices_for, where
-from .segments import CapturedCall, capture, groups
+from .segments import capture, groups
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
@@ -89,10 +89,10 @@ class Planner:
         self.price = place.roofline or prices_for(model, self.plain.device)
         self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        captured = capture(model, *self.call, self.plain.device, self.composed)
+        self._captured = captured = capture(model, *self.call, self.plain.device, self.composed)
         self.paths, self._kinds, self._routers = captured.paths, captured.kinds, captured.routers
         self._loop = replace(self.plain.loop, autocast=captured.autocast)
-        self._ways = kinds_for_all(self._tried(captured), loop.accumulate)
+        self._ways = kinds_for_all(self._tried(), loop.accumulate)
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
@@ -242,8 +242,8 @@ class Planner:
 
     # --- the options of each kind of segment, by trials ---
 
-    def _tried(self, captured: CapturedCall) -> dict[str, Kind]:
-        ways: dict[str, Kind] = {}
+    def _tried(self) -> dict[str, Kind]:
+        captured, ways = self._captured, dict[str, Kind]()
         several = {path for path, times in Counter(self.paths).items() if times > 1}
         guessed: dict[str, list[Guess]] = {}
         traces: dict[str, SegmentTrace] = {}
@@ -261,20 +261,18 @@ class Planner:
                 plain = attempt(call, [], captured.pretend)
                 options = [plain.option((), plain, self.price)]
                 for regions in dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind]):
-                    tried = self._alone(captured, path, call, regions)
+                    tried = self._alone(path, call, regions)
                     if tried is not None:
                         options.append(tried.option(regions, plain, self.price))
                 graph = replace(found.graph(self.price), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
-                    options += self._offloaded(captured, path, call, undominated(options), plain, forward)
-                options += self._grouped(captured, first, plain, found.kinds)
+                    options += self._offloaded(path, call, undominated(options), plain, forward)
+                options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
 
-    def _alone(
-        self, captured: CapturedCall, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()
-    ) -> Tried | None:
+    def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:
         """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.
 
         It refuses to keep a call whose result the model changes in place.
@@ -285,34 +283,28 @@ class Planner:
             paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
             choices.append(replace(region, paths=paths, carry=carry))
         try:
-            return attempt(call, choices, captured.pretend)
+            return attempt(call, choices, self._captured.pretend)
         except errors.RecomputeError:
             return None
 
     def _offloaded(
-        self,
-        captured: CapturedCall,
-        path: str,
-        call: SegmentCall,
-        options: Sequence[Option],
-        plain: Tried,
-        forward: float,
+        self, path: str, call: SegmentCall, options: Sequence[Option], plain: Tried, forward: float
     ) -> Iterator[Option]:
         """The options of one segment with the inputs of their regions in host memory."""
         assert self._link is not None
         step = sum(self.price(op) * count for op, count in plain.ops.items())
         for option in options[1:]:
             regions = tuple(replace(region, store="host") for region in option.regions)
-            tried = self._alone(captured, path, call, regions)
+            tried = self._alone(path, call, regions)
             if tried is not None and tried.saved_bytes < option.saved_bytes:
                 here = tried.option(regions, plain, self.price)
                 wait = waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
                 yield replace(here, seconds=here.seconds + wait)
 
-    def _grouped(self, captured: CapturedCall, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
+    def _grouped(self, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
-        for call, paths, region in groups(captured, first, kinds):
-            tried = self._alone(captured, "", call, [region], paths)
+        for call, paths, region in groups(self._captured, first, kinds):
+            tried = self._alone("", call, [region], paths)
             if tried is not None:
                 yield tried.option((region,), plain, self.price, len(paths))
 
