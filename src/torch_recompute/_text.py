@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,25 @@ def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def paragraph(text: str, indent: int = 0, hanging: int = 0, width: int = 112) -> list[str]:
+    """A text as lines that are not too long, with so many spaces before each; later ones may hang."""
+    spaces = " " * indent
+    more = spaces + " " * hanging
+    return textwrap.wrap(
+        text, width, initial_indent=spaces, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things, as `1 region` or `3 regions`."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def times(number: int) -> str:
+    """As `once` or `3 times`."""
+    return "once" if number == 1 else f"{number} times"
 
 
 def document(command: str, schema_version: int, data: Mapping[str, Any]) -> str:

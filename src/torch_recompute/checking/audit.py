@@ -16,7 +16,6 @@ import contextlib
 import fnmatch
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import table
+from .._text import counted, paragraph, table, times
 from ..arguments import Captures, check_call, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
@@ -106,9 +105,8 @@ class Audit(NamedTuple):
         return json.dumps({"ok": self.ok, "regions": self.regions, "perturb": self.perturb, "rows": rows})
 
     def __str__(self) -> str:
-        count = len(self.regions)
         noise = f", and again with inputs off by {self.perturb:g}" if self.perturb else ""
-        title = f"audit of {count} region{'' if count == 1 else 's'}, each run twice{noise}: "
+        title = f"audit of {counted(len(self.regions), 'region')}, each run twice{noise}: "
         if self.ok:
             return title + "nothing to report"
         groups: dict[AuditRow, list[AuditRow]] = {}
@@ -125,12 +123,8 @@ class Audit(NamedTuple):
         lines = [title + ", ".join(found)]
         for head, rows in zip(table(heads, right=0), groups.values(), strict=True):
             first = "" if len({row.detail for row in rows}) == 1 else "the first: "
-            lines += ["", head, *_wrapped(first + rows[0].detail), *_wrapped(f"Write: {rows[0].advice}")]
+            lines += ["", head, *paragraph(first + rows[0].detail, 4), *paragraph(f"Write: {rows[0].advice}", 4)]
         return "\n".join(lines)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
 
 
 # --- the audit --------------------------------------------------------------------------------------------------------
@@ -621,10 +615,10 @@ class _Rows:
 
     def _syncs(self, first: RegionRun, second: SecondRun) -> None:
         modules = {(sync.what, sync.line): sync.module for sync in first.syncs}  # the second run is called by none
-        for sync, times in Counter(second.syncs if second.ops else first.syncs).items():
-            detail = f"the replay waits for the device {'once' if times == 1 else f'{times} times'}"
+        for sync, count in Counter(second.syncs if second.ops else first.syncs).items():
+            detail = f"the replay waits for the device {times(count)}"
             module = modules.get((sync.what, sync.line), sync.module)
-            self.put(AuditRow("syncs", sync.region, sync.what, module, sync.line, detail, _SYNC, times))
+            self.put(AuditRow("syncs", sync.region, sync.what, module, sync.line, detail, _SYNC, count))
 
 
 _ASKING = frozenset({"doing_recompute", "is_recomputing", "get_recompute_data"})

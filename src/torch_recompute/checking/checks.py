@@ -10,13 +10,12 @@ numbers in their names were.
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from .. import errors
-from .._text import document
+from .._text import counted, document, paragraph, times
 from .._torch.modes import NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
@@ -25,7 +24,6 @@ from .simulated import Account, SimulatedSteps, starred
 from .watch import Observations
 
 SCHEMA_VERSION = 1
-_WIDTH = 112
 
 UNUSED = 0.2  # of what the allocator reserved: more than this in pieces is fragmentation
 FULL = 0.8  # of the device: memory is short
@@ -68,9 +66,7 @@ class Finding:
     def __str__(self) -> str:
         lines = [f"{self.kind}  {self.where}".rstrip()]
         for text in (self.seen, f"Confirmed: {self.confirmed}", f"Write: {self.write}"):
-            lines += textwrap.wrap(
-                text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-            )
+            lines += paragraph(text, 4)
         return "\n".join(lines)
 
 
@@ -116,13 +112,12 @@ class Report:
         reasons = self.reasons()
         lines += [""] if reasons else []
         for reason in reasons:
-            lines += textwrap.wrap(reason, _WIDTH + 4)
+            lines += paragraph(reason)
         return "\n".join(lines)
 
     def summary(self) -> str:
         """How many findings, in words."""
-        count = len(self.findings)
-        found = "nothing found" if not count else f"{count} finding{'' if count == 1 else 's'}"
+        found = counted(len(self.findings), "finding") if self.findings else "nothing found"
         return f"{found}; {len(self.looked_for)} kinds looked for"
 
     def reasons(self) -> list[str]:
@@ -254,8 +249,7 @@ def _audited(
 def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Parameters that are not trained, because a reentrant checkpoint is given inputs that need no gradient.
 
-    Such a checkpoint makes a node in the graph only if one of its *inputs* needs a gradient. Behind a frozen embedding,
-    as with LoRA, or on the first stage of a pipeline none does: the parameters in it get no gradient.
+    So it is behind a frozen embedding, as with LoRA, or on the first stage of a pipeline.
     """
     plainly = observed.trained_plainly
     if not observed.backwards and plainly is None:
@@ -267,7 +261,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
             confirmed += "; with plain calls in the place of torch's reentrant checkpoints they are handed one"
         yield _found(
             where,
-            f"{len(names)} trainable parameter{'' if len(names) == 1 else 's'} ({names[0]}) got no gradient: the "
+            f"{counted(len(names), 'trainable parameter')} ({names[0]}) got no gradient: the "
             "module ran without grad, as inside a reentrant checkpoint none of whose inputs needs a gradient.",
             f"{confirmed}.",
             "torch_recompute.checkpoint in the place of the reentrant one, or use_reentrant=False.",
@@ -276,16 +270,13 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
 
 
 def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Buffers that are updated by the forward and again by a replay: statistics, counters, the maxima of FP8 recipes.
-
-    Regions of this library put the buffers of their modules back; a checkpoint of another library does not.
-    """
+    """Buffers that are updated by the forward and again by the replay of another library's checkpoint."""
     changed = observed.changed_buffers
     for where, names in _grouped(changed, starred).items():
         yield _found(
             where,
-            f"{len(names)} buffer{'' if len(names) == 1 else 's'} ({names[0]}): changed by the forward, and "
-            f"again in {_times(max(changed[name] for name in names))} of {observed.backwards} backwards.",
+            f"{counted(len(names), 'buffer')} ({names[0]}): changed by the forward, and "
+            f"again in {times(max(changed[name] for name in names))} of {observed.backwards} backwards.",
             "real steps: the buffers were compared when a backward had ended with what its forward left.",
             "torch_recompute.checkpoint in the place of torch.utils.checkpoint.checkpoint (the same "
             "arguments), or a plan: their replays put buffers back.",
@@ -294,18 +285,14 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
 
 
 def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Checkpoints that run a backward inside backward.
-
-    DDP counts the gradients of each parameter to know when to reduce them, and ends with "marked as ready twice";
-    `torch.autograd.grad` refuses them.
-    """
+    """Checkpoints that run a backward inside backward: DDP ends with "marked as ready twice"."""
     around = "is around this model" if observed.parallel else "is not around this model, which trains without it"
     groups = _grouped(observed.reentrant, lambda one: (one.function, starred(one.path), one.library))
     for (function, path, library), checkpoints in groups.items():
         calls = sum(one.calls for one in checkpoints)
         yield _found(
             path or function,
-            f"{function} is checkpointed {_times(calls)} by {library}, reentrant: each call runs a backward inside "
+            f"{function} is checkpointed {times(calls)} by {library}, reentrant: each call runs a backward inside "
             "backward and marks its parameters as ready again, which DistributedDataParallel refuses. That "
             f"{around}.",
             "the graph of a real step was walked, and these nodes are in it.",
@@ -355,11 +342,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
 
 
 def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
-    """Memory that the allocator holds and cannot give out: fragmentation rather than capacity.
-
-    The allocator keeps what is freed, in pieces. Where sizes change from step to step the pieces fit nothing any more,
-    and an allocation fails although enough is unused. No recomputation helps: what is missing is not bytes.
-    """
+    """Memory that the allocator holds in pieces that fit nothing: fragmentation, which no recomputation helps."""
     stats = observed.allocator
     if stats is None:
         return
@@ -378,18 +361,13 @@ def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Foun
         stats.device,
         f"{_mib(stats.allocated_bytes)} were allocated at most and {_mib(stats.reserved_bytes)} reserved, of "
         f"{_mib(stats.total_bytes)}: {_mib(unused)} lay unused in pieces. The allocator had to give memory back and "
-        f"ask again {_times(stats.retries)}.",
+        f"ask again {times(stats.retries)}.",
         "torch.cuda.memory_stats, the peaks of the steps that were watched.",
         write,
         allocated_bytes=stats.allocated_bytes,
         reserved_bytes=stats.reserved_bytes,
         retries=stats.retries,
     )
-
-
-def _no_cuda(evidence: Evidence) -> str:
-    no_cuda = evidence.observed is not None and evidence.observed.allocator is None
-    return "the model is not on a CUDA device, whose allocator it is about" if no_cuda else ""
 
 
 def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
@@ -434,11 +412,6 @@ def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     )
 
 
-def _no_output(evidence: Evidence) -> str:
-    held = evidence.simulated is None or evidence.simulated.step.loop.hold_output
-    return "" if held else "the training loop holds no output (hold_output=False)"
-
-
 def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """What no recomputation frees fills the budget, or the peak is in the optimizer's step."""
     step, budget, gradients = simulated.step, evidence.budget, simulated.gradient_bytes
@@ -464,16 +437,12 @@ def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[
 
 
 def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions with nothing to drop, and choices whose modules were not called.
-
-    The label that matched a module whose norm is fused into the next layer, the identity in the place of an activation,
-    the tower that runs in eval mode or without grad.
-    """
+    """Regions with nothing to drop, and choices whose modules were not called."""
     for account in simulated.outermost:
         if not account.dropped_bytes:
             yield _found(
                 account.name,
-                f"{_regions(account.calls)} dropped 0 bytes: all that autograd saves in there are inputs and "
+                f"{counted(account.calls, 'region')} dropped 0 bytes: all that autograd saves in there are inputs and "
                 "parameters, which are alive anyway.",
                 "one simulated step, in which each tensor that autograd saved in a region was counted"
                 f"{evidence.compared(account.name)}.",
@@ -487,7 +456,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
     for name, paths in _grouped(idle, starred).items():
         yield _found(
             name,
-            f"{_regions(len(paths))} of the plan never ran: {paths[0]} was not called with gradients.",
+            f"{counted(len(paths), 'region')} of the plan never ran: {paths[0]} was not called with gradients.",
             "one simulated step, in which the calls of every region were counted.",
             f"a plan without {name}; or call the module: a model in eval mode may take another way.",
             regions=len(paths),
@@ -495,27 +464,24 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
 
 
 def _is_pinned(account: Account) -> bool:
-    """Whether most of what a region drops stays alive all the same."""
-    return account.dropped_bytes > 0 and account.pinned_bytes >= PINNED * account.dropped_bytes
+    return 0 < account.dropped_bytes <= account.pinned_bytes / PINNED
 
 
 def _is_fused_attention(account: Account) -> bool:
-    """Whether a region holds a fused attention and little else."""
-    return account.attention_flops > 0 and account.attention_flops >= FUSED * account.forward_flops
+    return 0 < FUSED * account.forward_flops <= account.attention_flops
 
 
 def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions most of whose bytes are held elsewhere: what they drop is their own result, saved by the next operation.
 
-    So it is with fused attention, softmax, and every activation function that is differentiated by its result. Systems
-    that list "core attention" among what is recomputed free next to nothing there.
+    So it is with fused attention, softmax, and every activation function that is differentiated by its result.
     """
     for account in simulated.outermost:
         if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
             continue  # what is worse than this has a kind of its own
         yield _found(
             account.name,
-            f"{_regions(account.calls)} dropped {_mib(account.dropped_bytes)}, of which "
+            f"{counted(account.calls, 'region')} dropped {_mib(account.dropped_bytes)}, of which "
             f"{_mib(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
             "a region that reaches through the consumer, the consumer being a saved call: "
@@ -528,20 +494,16 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
 
 
 def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions that keep more than they free: an input that nothing kept before.
-
-    Operations that are differentiated by their result (softmax, sigmoid, tanh, exp) let go of their input. A region
-    around one keeps the input for its replay, while the result is kept by its consumer.
-    """
+    """Regions that keep more than they free: the input of an operation that is differentiated by its result."""
     for account in simulated.outermost:
         plain = evidence.without(account.name) if account.freed_bytes < 0 else None
         if account.freed_bytes >= 0 or (plain is not None and plain.saved_bytes >= simulated.step.saved_bytes):
             continue
         yield _found(
             account.name,
-            f"{_regions(account.calls)} keep {_mib(account.held_bytes)} of inputs that nothing else keeps, and free "
-            f"{_mib(account.dropped_bytes - account.pinned_bytes)}: {_mib(-account.freed_bytes)} more than the plain "
-            "call.",
+            f"{counted(account.calls, 'region')} keep {_mib(account.held_bytes)} of inputs that nothing else keeps, "
+            f"and free {_mib(account.dropped_bytes - account.pinned_bytes)}: {_mib(-account.freed_bytes)} more than "
+            "the plain call.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
             f"a plan without {account.name}: the result of such an operation is all that its backward needs.",
             regions=account.calls,
@@ -560,9 +522,8 @@ def _is_nested(account: Account) -> bool:
 def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions whose operations are replayed more than once, and attention that is run again for little.
 
-    An inner region runs in the forward, in the replay of the outer one, and in its own. That may be meant, where it
-    lowers the peak. A fused attention keeps no scores and makes them again in its backward; a region around it alone
-    runs the whole kernel once more and frees little.
+    An inner region runs in the forward, in the replay of the outer one, and in its own, which may lower the peak. A
+    region around a fused attention alone runs the whole kernel once more and frees little.
     """
     step = simulated.step
     for account in simulated.accounts:
@@ -576,7 +537,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 confirmed += f"; the peak is {_mib(step.peak_bytes)} with it and {_mib(outer.peak_bytes)} without"
             yield _found(
                 account.name,
-                f"{_regions(account.calls)} are in {around}, which is a region as well: "
+                f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
                 f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
                 f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
                 f"{confirmed}.",
@@ -588,9 +549,9 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
             yield _found(
                 account.name,
-                f"{_regions(account.calls)} hold a fused attention, whose backward makes the scores again by itself; "
-                f"its forward is run once more ({_gflop(account.replay_flops)}) to free {_mib(account.freed_bytes)}, "
-                f"since its result is held by {', '.join(account.pinned_by)}.",
+                f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
+                f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
+                f"{_mib(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
                 "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
                 "what.",
                 f'no region on {account.name}; in a region around the whole layer, keep it: keep=("@attention",).',
@@ -612,7 +573,7 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
         path = paths[0]
         yield _found(
             name,
-            f"{path or 'the model'} was called {_times(calls[path])} in forward and {_times(again[path])} in "
+            f"{path or 'the model'} was called {times(calls[path])} in forward and {times(again[path])} in "
             "backward: one recomputation is inside another.",
             f"{observed.steps} real steps, in which each module's calls were counted.",
             "recompute in one place only: turn the model's own checkpointing off where a plan is in it "
@@ -623,7 +584,7 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
 
 
 def _is_near_its_bound(evidence: Evidence) -> bool:
-    """Whether the plan's own bound says that no schedule is much better: it pays what the budget costs."""
+    """By the plan's own bound no schedule is much better."""
     gap = None if evidence.plan is None else evidence.plan.gap
     return gap is not None and gap <= NEAR
 
@@ -703,7 +664,7 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             )
         yield _found(
             evidence.name,
-            f"{reason}: {_times(count)}. There {what}, and no choice of what to save reaches across.",
+            f"{reason}: {times(count)}. There {what}, and no choice of what to save reaches across.",
             "the compiler's own counters, before and after the steps.",
             write,
             count=count,
@@ -720,9 +681,25 @@ CHECKS = (
     Check("updated_twice", observed=_buffers_updated_twice, audited=_CHANGED),
     Check("reentrant", observed=_reentrant),
     Check("over_budget", simulated=_over_budget, unless=lambda e: "no budget was given" if e.budget is None else ""),
-    Check("fragmentation", observed=_fragmentation, unless=_no_cuda),
+    Check(
+        "fragmentation",
+        observed=_fragmentation,
+        unless=lambda e: (
+            "the model is not on a CUDA device, whose allocator it is about"
+            if e.observed is not None and e.observed.allocator is None
+            else ""
+        ),
+    ),
     Check("loss_head", simulated=_loss_head),
-    Check("output_held", simulated=_output_held, unless=_no_output),
+    Check(
+        "output_held",
+        simulated=_output_held,
+        unless=lambda e: (
+            "the training loop holds no output (hold_output=False)"
+            if e.simulated is not None and not e.simulated.step.loop.hold_output
+            else ""
+        ),
+    ),
     Check("optimizer_state", simulated=_optimizer_state),
     Check("saves_nothing", simulated=_saves_nothing),
     Check("output_pins", simulated=_output_pins),
@@ -756,14 +733,6 @@ def _as_budget(count: int) -> str:
         if count >= 10 * unit:
             return f"{count * 100 // unit / 100:.2f}{name}"
     return str(count)
-
-
-def _regions(count: int) -> str:
-    return "1 region" if count == 1 else f"{count} regions"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _gflop(count: float) -> str:

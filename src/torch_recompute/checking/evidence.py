@@ -44,17 +44,11 @@ DEPTH = 4
 
 
 class TensorSample(NamedTuple):
-    """What is kept of a tensor: a digest of all its bits, and all values or evenly spaced ones.
+    """A digest of all bits of a tensor, and all its values or evenly spaced ones, flat."""
 
-    Attributes:
-        digest: A fingerprint of all bits; it stays on the tensor's device until it is compared.
-        values: The values, flat.
-        size: How many values the tensor has.
-    """
-
-    digest: torch.Tensor
+    digest: torch.Tensor  # on the tensor's device until it is compared
     values: torch.Tensor
-    size: int
+    size: int  # of the tensor
 
     def same(self, other: TensorSample) -> bool:
         """Whether all bits are the same."""
@@ -193,13 +187,7 @@ def _pairs(
 
 
 class ModelCall:
-    """A model and one call of it, and all that the call can change as it is now.
-
-    Args:
-        model: The model, or any callable.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """A model, or any callable, and one call of it, and all that the call can change as it is now."""
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self._args, self._kwargs = model, args, kwargs
@@ -226,9 +214,7 @@ class ModelCall:
     def step(self, loss: Callable[[Any], Any], *, needs_grad: bool = True) -> StepResult:
         """Runs forward, loss and backward on copies of the arguments; gradients are put back at once.
 
-        Args:
-            loss: From the output to a scalar.
-            needs_grad: A loss that needs no gradient is an error.
+        With `needs_grad`, a loss that needs no gradient is an error.
         """
         before = {name: leaf.grad for name, leaf in self._leaves.items()}
         handles: list[Any] = []

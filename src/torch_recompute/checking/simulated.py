@@ -44,38 +44,24 @@ from ..values import thread
 
 @dataclass
 class Account:
-    """The regions of one name, all their calls in one step together.
+    """The regions of one name, numbers as `*`, with all their calls in one step.
 
-    Attributes:
-        name: The name, numbers as `*`.
-        paths: The names themselves, in order of their calls.
-        calls: How often they were called in forward.
-        inside: The name of the region that they are called in; "" for none.
-        dropped_bytes: What autograd saved in them and they did not keep. This and the next three are 0 for regions
-            inside others: what those drop is counted with the outermost.
-        pinned_bytes: What of that something else holds.
-        pinned_by: What: nodes of the graph, as `MmBackward0 (self)`, and other regions.
-        held_bytes: What they keep, inputs mostly, and nothing else does.
-        forward_ops: Operations in their forwards.
-        replay_ops: Operations in their replays, and in replays of regions around them.
-        forward_flops: FLOPs of products and attention in their forwards.
-        replay_flops: The same for replays.
-        attention_flops: The FLOPs of fused attention in `forward_flops`.
+    The bytes are 0 for regions inside others: what those drop is counted with the outermost.
     """
 
     name: str
-    paths: list[str] = field(default_factory=list)
-    calls: int = 0
-    inside: str = ""
-    dropped_bytes: int = 0
-    pinned_bytes: int = 0
-    pinned_by: list[str] = field(default_factory=list)
-    held_bytes: int = 0
+    paths: list[str] = field(default_factory=list)  # the names themselves, in order of their calls
+    calls: int = 0  # in forward
+    inside: str = ""  # the name of the region that they are called in
+    dropped_bytes: int = 0  # saved by autograd in them and not kept
+    pinned_bytes: int = 0  # of these, held by something else
+    pinned_by: list[str] = field(default_factory=list)  # nodes of the graph, as `MmBackward0 (self)`, and other regions
+    held_bytes: int = 0  # kept by them, inputs mostly, and by nothing else
     forward_ops: int = 0
-    replay_ops: int = 0
-    forward_flops: float = 0
+    replay_ops: int = 0  # also in replays of regions around them
+    forward_flops: float = 0  # of products and attention
     replay_flops: float = 0
-    attention_flops: float = 0
+    attention_flops: float = 0  # of fused attention, in `forward_flops`
 
     @property
     def freed_bytes(self) -> int:

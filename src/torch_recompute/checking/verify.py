@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._text import counted, paragraph
 from ..arguments import check_call
 from ..plan import Choice, Plan, apply
 from ..simulation.step import any_loss
@@ -90,28 +90,25 @@ class Verification:
         return json.dumps(self.as_data())
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{count} {_WORDS.get(kind, kind)}" for kind, count in self.counts.items() if count)
+        compared = ", ".join(f"{count} {_WORDS.get(kind, kind)}" for kind, count in self.counts.items() if count)
         noise = f"two plain steps differ by {self.noise:.2g}" if self.noise else "two plain steps are the same"
-        regions = "1 region" if self.regions == 1 else f"{self.regions} regions"
-        head = f"{self.model} on {self.device}, {regions}, against the plain step ({noise}): "
+        head = f"{self.model} on {self.device}, {counted(self.regions, 'region')}, against the plain step ({noise}): "
         if self.ok:
             within = " within its noise" if self.noise else " to the last bit"
-            return _wrapped(f"{head}the same{within}: {counted}", "")
-        lines = [_wrapped(f"{head}{len(self.differences)} of {sum(self.counts.values())} differ ({counted})", "")]
-        lines += [_wrapped(str(row), "  ") for row in self.differences[:SHOWN]]
+            return "\n".join(paragraph(f"{head}the same{within}: {compared}", hanging=2))
+        lines = paragraph(
+            f"{head}{len(self.differences)} of {sum(self.counts.values())} differ ({compared})", hanging=2
+        )
+        for row in self.differences[:SHOWN]:
+            lines += paragraph(str(row), 2, hanging=2)
         if len(self.differences) > SHOWN:
             lines.append(f"  and {len(self.differences) - SHOWN} more")
         if self.likely:
             names = ", ".join(self.likely[:SHOWN]) + (" ..." if len(self.likely) > SHOWN else "")
             how = "the step differs with this region alone" if self.tried else "by where the first difference is"
-            lines += [_wrapped(f"Likely: {names} ({how}).", "")]
+            lines += paragraph(f"Likely: {names} ({how}).", hanging=2)
             lines += ["Write, to see the operation: with the plan applied, print(audit(model, args))"]
         return "\n".join(lines)
-
-
-def _wrapped(text: str, indent: str) -> str:
-    lines = textwrap.wrap(text, 110 - len(indent), break_long_words=False, break_on_hyphens=False)
-    return "\n".join(indent + "  " * bool(number) + line for number, line in enumerate(lines))
 
 
 def verify(
@@ -167,20 +164,9 @@ def compare_calls(
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Verification:
-    """Compares the step of a callable with that of another one, as `verify` does with a plan.
+    """Compares the step of a callable with regions with that of one without, as `verify` does with a plan.
 
-    Args:
-        tested: A module or function, with regions.
-        plain: The same without; another object with the same names of parameters, or one that shares them.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
-        loss: From the output to a scalar.
-
-    Returns:
-        What differs.
-
-    Raises:
-        ArgumentError: An argument is not of its kind.
+    They have the same names of parameters, or share them.
     """
     for one in (tested, plain):
         check_call("assert_same_gradients", one, args, kwargs)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,63 +35,35 @@ CLOSELY = 3
 """How many steps are looked at with all hooks."""
 
 
-@dataclass(frozen=True)
-class AllocatorStats:
-    """What the CUDA allocator counted.
-
-    Attributes:
-        device: The device.
-        allocated_bytes: The most that tensors held at once while it was watched.
-        reserved_bytes: The most that the allocator held at once.
-        retries: How often it had to give everything unused back and ask again, since the process began.
-        total_bytes: What the device has.
-    """
+class AllocatorStats(NamedTuple):
+    """Counts of the CUDA allocator."""
 
     device: str
-    allocated_bytes: int
-    reserved_bytes: int
-    retries: int
-    total_bytes: int
+    allocated_bytes: int  # the most that tensors held at once while it was watched
+    reserved_bytes: int  # the most that the allocator held at once
+    retries: int  # how often it had to give everything unused back and ask again, since the process began
+    total_bytes: int  # of the device
 
 
 @dataclass
 class Observations:
-    """What was observed of a model's steps.
+    """The observations of a model's steps."""
 
-    Attributes:
-        steps: Calls of the model, with gradients.
-        seconds: From one call to the next, on the average; 0 where there were too few.
-        replay_seconds: Seconds that replays took of each, by the region's name; those of a plan in the model.
-        calls: How often each module was called in forward, by path.
-        calls_in_backward: The same in backward.
-        backwards: How many backwards have ended.
-        changed_buffers: Buffers that a backward has changed, and in how many.
-        reentrant: Checkpoints that call backward inside backward.
-        without_grad: Modules with trainable parameters that ran without grad although the model ran with it.
-        gradients: How often each trainable parameter was given a gradient, by name.
-        owners: The path of the module of each trainable parameter, by name.
-        trained_plainly: Parameters that are given a gradient when torch's reentrant checkpoints are plain calls; None
-            where that was not tried.
-        parallel: Whether `DistributedDataParallel` is around the model or in it.
-        fallbacks: What `torch.compile` did not compile meanwhile, and how often.
-        allocator: What the allocator says; None without CUDA.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-    replay_seconds: dict[str, float] = field(default_factory=dict[str, float])
-    calls: Counter[str] = field(default_factory=Counter[str])
+    steps: int = 0  # calls of the model, with gradients
+    seconds: float = 0.0  # from one call to the next, on the average; 0 where there were too few
+    replay_seconds: dict[str, float] = field(default_factory=dict[str, float])  # by region of a plan in the model
+    calls: Counter[str] = field(default_factory=Counter[str])  # of each module in forward, by path
     calls_in_backward: Counter[str] = field(default_factory=Counter[str])
-    backwards: int = 0
-    changed_buffers: Counter[str] = field(default_factory=Counter[str])
-    reentrant: tuple[Reentrant, ...] = ()
-    without_grad: tuple[str, ...] = ()
-    gradients: Counter[str] = field(default_factory=Counter[str])
-    owners: dict[str, str] = field(default_factory=dict[str, str])
-    trained_plainly: frozenset[str] | None = None
-    parallel: bool = False
-    fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])
-    allocator: AllocatorStats | None = None
+    backwards: int = 0  # that have ended
+    changed_buffers: Counter[str] = field(default_factory=Counter[str])  # by a backward, and in how many
+    reentrant: tuple[Reentrant, ...] = ()  # checkpoints that call backward inside backward
+    without_grad: tuple[str, ...] = ()  # modules with trainable parameters that ran without grad in a model with it
+    gradients: Counter[str] = field(default_factory=Counter[str])  # given to each trainable parameter
+    owners: dict[str, str] = field(default_factory=dict[str, str])  # paths of the modules of trainable parameters
+    trained_plainly: frozenset[str] | None = None  # given a gradient when reentrant checkpoints are plain calls
+    parallel: bool = False  # `DistributedDataParallel` is around the model or in it
+    fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])  # left to eager execution by `torch.compile`
+    allocator: AllocatorStats | None = None  # None without CUDA
 
     @property
     def untrained(self) -> list[str]:
@@ -234,13 +206,9 @@ class StepWatcher:
         return given
 
 
-def _cuda_device(model: nn.Module) -> torch.device | None:
-    return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
-
-
 def _allocator_stats(model: nn.Module) -> AllocatorStats | None:
     """What the CUDA allocator of the device that a model is on has counted."""
-    device = _cuda_device(model)
+    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     if device is None:
         return None
     stats = torch.cuda.memory_stats(device)
