@@ -36,7 +36,7 @@ from ..plan import Choice, Plan, apply
 from ..state import TensorState
 from ..values import CallRecord, thread
 from .evidence import ModelCall, SideEffects, sample_of
-from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun, Written
+from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun
 
 _WORDS = {
     "differs": "differs in the second run",
@@ -576,7 +576,13 @@ class _Rows:
 
         for key, written in {**second.written, **first.written}.items():
             if (written.argument and not written.is_among(first.frame.restored)) or key in second.rewritten:
-                label, advice = self._label(written, second)
+                label = second.names.get(key, "a tensor from outside of the region")
+                advice = _TENSOR
+                if key in self._names:
+                    kind, owner = self._names[key]
+                    label, advice = f"{kind} '{owner}'", _BUFFER if kind == "buffer" else _TENSOR
+                elif written.argument:
+                    label, advice = written.argument, _ARGUMENT
                 self.put(_row("mutates", written.op, f"{label} is changed in place", advice))
         for place in second.places:
             whole("mutates", f"{place} is changed", _ATTRIBUTE)
@@ -587,19 +593,14 @@ class _Rows:
             whole("mutates", str(second.changed).partition("\n")[0], _CHANGED)
         if not second.inputs_differ:
             self._compare(first, second)
-        self._syncs(first, second)
+        modules = {(sync.what, sync.line): sync.module for sync in first.syncs}  # the second run is called by none
+        for sync, count in Counter(second.syncs if second.ops else first.syncs).items():
+            detail = f"the replay waits for the device {times(count)}"
+            module = modules.get((sync.what, sync.line), sync.module)
+            self.put(AuditRow("syncs", sync.region, sync.what, module, sync.line, detail, _SYNC, count))
         known = isinstance(error, errors.MismatchError) and len(self._rows) > before
         if error is not None and not known and not second.inputs_differ:
             whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", _FAILS)
-
-    def _label(self, written: Written, second: SecondRun) -> tuple[str, str]:
-        key = id(written.storage)
-        if key in self._names:
-            kind, name = self._names[key]
-            return f"{kind} '{name}'", _BUFFER if kind == "buffer" else _TENSOR
-        if written.argument:
-            return written.argument, _ARGUMENT
-        return second.names.get(key, "a tensor from outside of the region"), _TENSOR
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
         trace = first.frame.trace
@@ -612,13 +613,6 @@ class _Rows:
         for op, moved in _flips(first.ops, second.ops):
             if found is None or op is not found.op:
                 self.put(_row("flips", op, moved, _CARRY))
-
-    def _syncs(self, first: RegionRun, second: SecondRun) -> None:
-        modules = {(sync.what, sync.line): sync.module for sync in first.syncs}  # the second run is called by none
-        for sync, count in Counter(second.syncs if second.ops else first.syncs).items():
-            detail = f"the replay waits for the device {times(count)}"
-            module = modules.get((sync.what, sync.line), sync.module)
-            self.put(AuditRow("syncs", sync.region, sync.what, module, sync.line, detail, _SYNC, count))
 
 
 _ASKING = frozenset({"doing_recompute", "is_recomputing", "get_recompute_data"})

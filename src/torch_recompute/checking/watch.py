@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,7 +35,8 @@ CLOSELY = 3
 """How many steps are looked at with all hooks."""
 
 
-class AllocatorStats(NamedTuple):
+@dataclass(frozen=True)
+class AllocatorStats:
     """Counts of the CUDA allocator."""
 
     device: str
@@ -172,9 +173,8 @@ class StepWatcher:
             leaf.register_hook(self._in_backward)
 
     def _in_backward(self, _gradient: torch.Tensor) -> None:
-        task = _torch.graph_task_id()
-        if task != self._task:  # an output of several tensors has a hook on each
-            self._task = task
+        before, self._task = self._task, _torch.graph_task_id()
+        if before != self._task:  # an output of several tensors has a hook on each
             _torch.after_backward(self._backward_over)
 
     def _backward_over(self) -> None:

@@ -172,32 +172,10 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss.item()
 
-    def timed_step(self, number: int, text: Tensor) -> None:
-        """A step whose seconds and loss are kept."""
-        start = time.perf_counter()
-        loss = self.step(number, text)
-        self.seconds.append(time.perf_counter() - start)
-        self.losses.append(loss)
-
-    def count_bytes(self, number: int, text: Tensor) -> None:
-        """A step whose bytes at the peak are counted."""
-        with measure(self.model, self.optimizer).track(text) as m:
-            self.step(number, text)
-        self.by_category = m.by_category
-
-    def count_flops(self, number: int, text: Tensor) -> None:
-        """A step whose matrix products are counted."""
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            self.step(number, text)
-        self.flops = counter.get_total_flops()
-
     def outcome(self, plain: Trainer) -> Outcome:
         """All of it, beside the plain setting."""
-        differing = [
-            step
-            for step, (mine, its) in enumerate(zip(self.losses, plain.losses, strict=True))
-            if mine.hex() != its.hex()
-        ]
+        pairs = enumerate(zip(self.losses, plain.losses, strict=True))
+        differing = [step for step, (mine, its) in pairs if mine.hex() != its.hex()]
         return Outcome(
             name=self.setting.name,
             title=self.setting.title,
@@ -277,14 +255,8 @@ def run(
 ) -> DemoResult:
     """Trains all settings side by side and measures them; the first one is what the others are compared with.
 
-    Args:
-        config: The size.
-        path: The text, or None for the Python standard library.
-        settings: What to compare.
-        progress: Called after each of the `ticks(config, settings)` pieces of work, with a word on it.
-
-    Returns:
-        What was seen.
+    The text is at `path`, or else the Python standard library. `progress` is called after each of the
+    `ticks(config, settings)` pieces of work, with a word on it.
     """
     config.check()
     name, text = read_text(path, config.seq)
@@ -298,13 +270,19 @@ def run(
             step, batch = next(numbered)
             turn = step % len(trainers)
             for trainer in trainers[turn:] + trainers[:turn]:
-                trainer.timed_step(step, batch)
+                start = time.perf_counter()
+                trainer.losses.append(trainer.step(step, batch))
+                trainer.seconds.append(time.perf_counter() - start)
                 progress(f"step {step + 1} of {config.steps}, loss {trainer.losses[-1]:.3f}")
         memory_step, flops_step = next(numbered), next(numbered)
         for trainer in trainers:
-            trainer.count_bytes(*memory_step)
+            with measure(trainer.model, trainer.optimizer).track(memory_step[1]) as m:
+                trainer.step(*memory_step)
+            trainer.by_category = m.by_category
             progress("measuring bytes")
-            trainer.count_flops(*flops_step)
+            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+                trainer.step(*flops_step)
+            trainer.flops = counter.get_total_flops()
             progress("counting FLOPs")
     parameters = sum(parameter.numel() for parameter in trainers[0].model.parameters())
     return DemoResult(config, name, parameters, [trainer.outcome(trainers[0]) for trainer in trainers])

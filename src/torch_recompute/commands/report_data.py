@@ -264,7 +264,9 @@ def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[in
     """The bytes alive after some events, in rising order, by layer."""
     changes: dict[int, list[tuple[str, int]]] = {}
     for block in blocks:
-        layer = layer_of(block)
+        layer = block.category
+        if layer == "activations":
+            layer = {"replay": "rebuilt", "backward": "backward"}.get(block.made.phase, layer)
         changes.setdefault(block.born, []).append((layer, block.nbytes))
         if block.died is not None:
             changes.setdefault(block.died, []).append((layer, -block.nbytes))
@@ -278,13 +280,6 @@ def stacked(blocks: Sequence[Block], events: Sequence[int]) -> dict[str, list[in
         for layer in LAYERS:
             found[layer].append(live[layer])
     return found
-
-
-def layer_of(block: Block) -> str:
-    """Where a block is stacked."""
-    if block.category != "activations":
-        return block.category
-    return {"replay": "rebuilt", "backward": "backward"}.get(block.made.phase, "activations")
 
 
 def in_force(
@@ -312,23 +307,15 @@ def placements(
     groups: dict[tuple[str, str], list[Choice]] = {}
     for choice in choices:
         groups.setdefault((re.sub(r"\d+", "*", ", ".join(choice.paths)), _what(choice)), []).append(choice)
-    return tuple(_line(pattern, what, alike, step, plain) for (pattern, what), alike in groups.items())
-
-
-def _line(pattern: str, what: str, choices: list[Choice], step: Timed, plain: Timed) -> Line:
-    """One row, its figures the mean of regions that are treated alike."""
-    paths = [path for choice in choices for path in choice.modules]
-    count = len(choices)
-    kept = _sum(step.simulation.saved_by_module, paths)
-    return Line(
-        pattern if count > 1 else ", ".join(choices[0].paths),
-        count,
-        what,
-        round(kept / count),
-        round(max(0, _sum(plain.simulation.saved_by_module, paths) - kept) / count),
-        _sum(step.replayed, paths) / count,
-        round(_sum(step.sent, paths) / count),
-    )
+    lines: list[Line] = []
+    for (pattern, what), alike in groups.items():  # figures are the mean of regions that are treated alike
+        paths, count = [path for choice in alike for path in choice.modules], len(alike)
+        kept = _sum(step.simulation.saved_by_module, paths)
+        freed = max(0, _sum(plain.simulation.saved_by_module, paths) - kept)
+        where = pattern if count > 1 else ", ".join(alike[0].paths)
+        seconds, sent = _sum(step.replayed, paths) / count, round(_sum(step.sent, paths) / count)
+        lines.append(Line(where, count, what, round(kept / count), round(freed / count), seconds, sent))
+    return tuple(lines)
 
 
 def _sum(by_module: dict[str, Any], paths: list[str]) -> Any:
