@@ -206,9 +206,13 @@ class StepWatcher:
         return given
 
 
+def _cuda_device(model: nn.Module) -> torch.device | None:
+    return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+
+
 def _allocator_stats(model: nn.Module) -> AllocatorStats | None:
     """What the CUDA allocator of the device that a model is on has counted."""
-    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    device = _cuda_device(model)
     if device is None:
         return None
     stats = torch.cuda.memory_stats(device)
