@@ -257,6 +257,14 @@ def test_a_changed_argument_is_named() -> None:
     assert row.detail.startswith("argument 0 of early has been changed in place")
 
 
+def test_the_line_in_a_model_of_torchs_modules() -> None:
+    """Where no code of the user's runs in the model, the line is that in torch's module, not the audit's own call."""
+    inner = nn.Sequential(nn.Embedding(4, WIDTH, max_norm=0.1), nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+    found = audit(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), (torch.arange(4),), modules=["0"])
+    assert [row.op for row in found.rows] == ["aten.embedding_renorm_"]
+    assert "nn/functional.py:" in found.rows[0].line
+
+
 def test_a_buffer_in_evaluation_mode_is_named() -> None:
     """A buffer that a module in evaluation mode changes, which the engine does not put back, is named by its path."""
 

@@ -288,6 +288,8 @@ class Recorder(Operations):
         frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and not (line and near is not None):
             code = frame.f_code
+            if code is Recorder.run.__code__:
+                break
             kind = kind_of(code.co_filename)
             if code is RegionCall.forward.__code__ or (again is not None and code is again[0]):
                 ours, near = False, line or fallback if near is None else near
