@@ -73,12 +73,12 @@ class TensorSample(NamedTuple):
         return f"by up to {float(finite.max()):.2g}, in values of up to {largest:.2g}{some}"
 
 
-def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> TensorSample | None:
+def sample_of(tensor: torch.Tensor) -> TensorSample | None:
     """A sample of a tensor; None of one that holds no values, or is of a subclass."""
     if tensor.device.type == "meta" or tensor.numel() == 0 or not _torch.is_plain(tensor):
         return None
     flat = _flat(tensor)
-    return TensorSample(arguments.digest(tensor), flat[:: -(-flat.numel() // most)].clone(), flat.numel())
+    return TensorSample(arguments.digest(tensor), flat[:: -(-flat.numel() // SAMPLE)].clone(), flat.numel())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,10 +322,9 @@ class _Container(NamedTuple):
         if now.keys() == then.keys() and all(now[key] is then[key] for key in now):
             return
         if isinstance(container, types.CellType):
+            del container.cell_contents
             if then:
                 container.cell_contents = then[""]
-            else:
-                del container.cell_contents
         elif isinstance(container, dict):
             for key in now if self.counts is None else now.keys() - then.keys():
                 dict.__delitem__(cast("dict[Any, Any]", container), key)
