@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import torch_recompute
-from test_messages import CASES
+from test_messages import ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -63,7 +63,7 @@ def test_figures_of_the_readme_are_made() -> None:
 
 def test_quotes_are_of_real_errors() -> None:
     """What `docs/troubleshooting.md` quotes in italics, between its dots, is part of a text that the tests pin."""
-    texts = "\n".join(case.text for case in CASES)
+    texts = "\n".join(text for _, text, _ in ROWS)
     text = re.sub(r"`[^`]*`", "", FENCED.sub("", (DOCS / "troubleshooting.md").read_text("utf-8")))
     quotes = re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", re.sub(r"\s+", " ", text))
     parts = [part.strip() for quote in quotes for part in quote.split("...") if len(part.strip()) > 3]
