@@ -26,7 +26,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
+import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -463,6 +466,83 @@ class Captured(NamedTuple):
         return f"{self.kind} '{self.name}' of {self.owner.__name__}" if self.kind else self.name
 
 
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_NAMED = Sequence[tuple[str, torch.Tensor]]
+
+
+class _Scan:
+    """The modules below one, found once; a region that is called again only checks that they are still those.
+
+    Compared are each module's children and, except for torch's own layers, how many attributes it has and their types.
+    Modules are held weakly, so that a scan keeps nothing alive.
+    """
+
+    __slots__ = ("_attributes", "_children", "_kinds", "_refs", "_tensors", "root")
+
+    def __init__(self, root: nn.Module) -> None:
+        modules = list(root.modules())
+        self.root = weakref.ref(root, functools.partial(_forget, id(root)))
+        self._refs = [weakref.ref(module) for module in modules]
+        self._children = _children(modules)
+        self._attributes: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
+        self._tensors: list[tuple[int, str]] = []
+        for i, module in enumerate(modules):
+            own = module.__dict__
+            names = [name for name in own if name not in _OF_EVERY_MODULE]
+            self._tensors += [(i, name) for name in names if type(own[name]) is torch.Tensor]
+            if not type(module).__module__.startswith("torch.nn.modules."):  # "_modules": a getter of one has no tuple
+                self._attributes.append((i, operator.itemgetter("_modules", "_modules", *names)))
+        self._kinds = self._look(modules)
+
+    def _look(self, modules: Sequence[nn.Module]) -> list[Any]:
+        found: list[Any] = []
+        for i, look in self._attributes:
+            own = modules[i].__dict__
+            found += len(own), *map(type, look(own))
+        return found
+
+    def found(self) -> tuple[list[nn.Module], _NAMED] | None:
+        """The modules, the root first, and the tensors that are attributes of theirs; None where they have changed."""
+        modules: list[Any] = [*map(_present, self._refs)]
+        try:
+            if None in modules or _children(modules) != self._children or self._look(modules) != self._kinds:
+                return None
+        except KeyError:
+            return None
+        if not self._tensors:
+            return modules, ()
+        some = [(modules[i], name) for i, name in self._tensors]
+        return modules, [(f"attribute '{name}' of {type(m).__name__}", m.__dict__[name]) for m, name in some]
+
+
+_children_of, values_of = operator.attrgetter("_modules"), operator.methodcaller("values")
+_present: Callable[[Any], Any] = weakref.ref.__call__
+
+
+def _children(modules: Sequence[nn.Module]) -> list[int]:
+    return [*map(id, itertools.chain.from_iterable(map(values_of, map(_children_of, modules))))]
+
+
+_scans: dict[int, _Scan] = {}
+
+
+def _forget(key: int, ref: Any) -> None:
+    scan = _scans.get(key)
+    if scan is not None and scan.root is ref:
+        del _scans[key]
+
+
+def scanned(root: nn.Module) -> tuple[list[nn.Module], _NAMED]:
+    """The modules below `root`, itself first, and the tensors that are plain attributes of theirs, with their names."""
+    scan = _scans.get(id(root))
+    found = None if scan is None or scan.root() is not root else scan.found()
+    if found is None:
+        scan = _scans[id(root)] = _Scan(root)
+        found = scan.found()
+        assert found is not None
+    return found
+
+
 class Captures:
     """Everything that a function was seen to reach at one moment.
 
@@ -470,17 +550,26 @@ class Captures:
         modules: Every module reached, submodules included.
         generators: `torch.Generator`s in closures and globals.
         tensors: Tensors that closure cells hold, in order.
+        whole: How many of the modules belong to the function itself, not merely to its closure; they come first.
     """
 
-    __slots__ = ("_names", "_others", "_whole", "generators", "modules", "tensors", "template")
+    modules: Sequence[torch.nn.Module] = ()
+    generators: Sequence[torch.Generator] = ()
+    tensors: Sequence[torch.Tensor] = ()
+    whole = 0
+    _names: Sequence[str] = ()
+    _others: _NAMED = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Captures:
+        """What one module reaches: the short way, since most regions are modules."""
+        found = cls.__new__(cls)
+        found.template = module
+        found.modules, found._others = scanned(module)
+        found.whole = len(found.modules)
+        return found
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
-        self.modules: list[torch.nn.Module] = []
-        self.generators: list[torch.Generator] = []
-        self.tensors: list[torch.Tensor] = []
-        self._names: list[str] = []
-        self._others: list[tuple[str, torch.Tensor]] = []
-        self._whole = 0  # modules[:_whole] belong to fn itself, not merely to its closure
         seen: dict[int, Any] = {}
         self.template = self._function(fn, seen)
         for module in modules:
@@ -497,9 +586,9 @@ class Captures:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 yield module._buffers  # pyright: ignore[reportPrivateUsage]
 
-    def idle(self, cells: bool) -> bool:
-        """Whether there is no module or tensor to watch (`cells`: those in closure cells counted)."""
-        return not (self.modules or self._others or (cells and self.tensors))
+    def others(self, cells: bool) -> bool:
+        """Whether there are tensors that belong to no module (`cells`: those in closure cells counted)."""
+        return bool(self._others or (cells and self.tensors))
 
     def mutable(self, cells: bool) -> Iterator[Captured]:
         """Buffers, and tensors without grad in closures (`cells`)."""
@@ -507,21 +596,23 @@ class Captures:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
                     if buffer is not None and not buffer.requires_grad:
-                        yield Captured("buffer", name, type(module), buffer, i < self._whole, module.training)
+                        yield Captured("buffer", name, type(module), buffer, i < self.whole, module.training)
         for name, tensor in self._named(cells):
             if not wants_grad(tensor):
                 yield Captured("", name, type(None), tensor, True, True)
 
     def parameters(self, cells: bool) -> Iterator[Captured]:
         """Parameters, and other tensors that require grad: in buffers, in closures (`cells`)."""
+        yield from parameters_of(self.modules, self.whole)
+        yield from self.with_grad(cells)
+
+    def with_grad(self, cells: bool) -> Iterator[Captured]:
+        """Tensors that require grad and are no parameters of a module: in buffers, in closures (`cells`)."""
         for i, module in enumerate(self.modules):
-            for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
-                if parameter is not None:
-                    yield Captured("parameter", name, type(module), parameter, i < self._whole, module.training)
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
                 for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
                     if buffer is not None and buffer.requires_grad:
-                        yield Captured("buffer", name, type(module), buffer, i < self._whole, module.training)
+                        yield Captured("buffer", name, type(module), buffer, i < self.whole, module.training)
         for name, tensor in self._named(cells):
             if wants_grad(tensor):
                 yield Captured("", name, type(None), tensor, True, True)
@@ -535,6 +626,10 @@ class Captures:
 
     def _function(self, fn: Any, seen: dict[int, Any]) -> Any:
         """Looks at `fn`; returns what `rebuild` makes it from."""
+        if isinstance(fn, torch.nn.Module):
+            self._module(fn, seen)
+            self.whole = len(self.modules)
+            return fn
         if isinstance(fn, types.FunctionType):
             return self._closure(fn, seen)
         if isinstance(fn, functools.partial):
@@ -542,12 +637,9 @@ class Captures:
                 self._value(f"argument {i} of a partial", value, seen)
             inner = self._function(fn.func, seen)
             return _Partial(inner, fn.args, fn.keywords) if isinstance(inner, Held) else fn
-        if isinstance(fn, torch.nn.Module):
-            self._module(fn, seen)
-            self._whole = len(self.modules)
-        elif isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
+        if isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
             self._module(fn.__self__, seen)
-            self._whole = len(self.modules)
+            self.whole = len(self.modules)
         elif isinstance(fn, types.MethodType):
             self._object(fn.__self__, seen)
         elif not isinstance(fn, _SIMPLE):
@@ -573,8 +665,8 @@ class Captures:
                 cells.append(value)
             elif isinstance(value, torch.Tensor):
                 cells.append(Hole(len(self.tensors)))
-                self.tensors.append(value)
-                self._names.append(f"closure variable '{name}'")
+                self.tensors = [*self.tensors, value]
+                self._names = [*self._names, f"closure variable '{name}'"]
             elif kind is types.FunctionType and id(value) not in seen:
                 seen[id(value)] = value
                 cells.append(self._closure(value, seen))
@@ -593,9 +685,9 @@ class Captures:
         elif isinstance(value, torch.Tensor):
             if id(value) not in seen:
                 seen[id(value)] = value
-                self._others.append((name, value))
+                self._others = [*self._others, (name, value)]
         elif type(value) is torch.Generator:
-            self.generators.append(value)
+            self.generators = [*self.generators, value]
         elif type(value) in _FOLLOWED and id(value) not in seen:
             seen[id(value)] = value
             if type(value) is types.MethodType and not isinstance(value.__self__, torch.nn.Module):
@@ -604,17 +696,24 @@ class Captures:
                 if type(element) not in _PLAIN:
                     self._value(name, element, seen)
 
-    def _module(self, module: torch.nn.Module, seen: dict[int, Any]) -> None:
-        if id(module) in seen:
+    def _module(self, root: torch.nn.Module, seen: dict[int, Any]) -> None:
+        if id(root) in seen:
             return
-        seen[id(module)] = module
-        self.modules.append(module)
-        for name, value in module.__dict__.items():
-            if type(value) is torch.Tensor:
-                self._value(f"attribute '{name}' of {type(module).__name__}", value, seen)
-        for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
-            if child is not None:
-                self._module(child, seen)
+        modules, tensors = scanned(root)
+        if self.modules:
+            modules = [*self.modules, *(module for module in modules if id(module) not in seen)]
+        self.modules = modules
+        seen.update(zip(map(id, modules), modules, strict=True))
+        for name, tensor in tensors:
+            self._value(name, tensor, seen)
+
+
+def parameters_of(modules: Sequence[torch.nn.Module], whole: int) -> Iterator[Captured]:
+    """The parameters of modules, of which the first `whole` belong to the function itself."""
+    for i, module in enumerate(modules):
+        for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+            if parameter is not None:
+                yield Captured("parameter", name, type(module), parameter, i < whole, module.training)
 
 
 _FOLLOWED = frozenset({list, tuple, dict, types.FunctionType, types.MethodType, functools.partial})
@@ -656,6 +755,8 @@ def rebuild(template: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any
 def reach(fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> Captures | None:
     """What `fn` and the `modules` passed to it reach; None where that is nothing."""
     if not modules:
+        if isinstance(fn, nn.Module):
+            return Captures.of(fn)
         if isinstance(fn, types.FunctionType):
             simple = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
             if simple and not _look(fn.__code__, fn.__globals__).names:

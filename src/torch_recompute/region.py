@@ -60,8 +60,9 @@ def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwar
     outer = thread.run
     assert outer is not None
     outer.event()
-    trace = outer.next_child() if outer.replaying else None
-    run = Run(name, trace, outer.replaying, outer.ambients)
+    run = Run(name, outer.ambients)
+    if outer.replaying:
+        run.read(outer.next_child())
     entered = outer.key()
     thread.run = run
     try:

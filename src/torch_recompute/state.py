@@ -21,20 +21,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
+import operator
 import random
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _torch, errors
 from ._torch import leads_to, version_of
 from ._torch.devices import captured_state, capturing, set_captured_state
-from .arguments import Captured, Captures, apart, each_once
+from .arguments import Captured, Captures, apart, each_once, parameters_of, values_of
 
 
 class CpuRng:
@@ -327,6 +330,7 @@ def _small(tensor: torch.Tensor) -> bool:
 
 
 _LAZY = frozenset({UninitializedParameter, UninitializedBuffer})
+_ORDINARY = frozenset({Parameter})
 _quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
 
 
@@ -340,8 +344,7 @@ class _Hooks:
     """The hooks of modules that a forward found and left; who registers one for a forward alone takes it away then."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        some = [module.__dict__ for module in modules]
-        hooked = [d for d in some if d.get("_forward_pre_hooks") or d.get("_forward_hooks")]
+        hooked = [m.__dict__ for m in modules if m._forward_pre_hooks or m._forward_hooks]  # pyright: ignore[reportPrivateUsage]
         every: list[dict[Any, Any]] = [d[name] for d in hooked for name in _HOOKS if name in d]
         self._kept = [(hooks, dict(hooks)) for hooks in every]
 
@@ -371,17 +374,50 @@ def _remove(hooks: dict[Any, Any], keys: Sequence[Any]) -> None:
         hooks.pop(key, None)
 
 
-class _Reached:
-    """The tensors and modules that a region's function reaches, as the forward found them."""
+_look = operator.attrgetter("training", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
+_training_of = operator.attrgetter("training")
+_is_there = functools.partial(operator.is_not, None)
+_NO_MODULES: tuple[tuple[Any, ...], ...] = ((),) * 5
+_NOTHING_COPIED: tuple[TensorState, list[torch.Tensor]] = TensorState(), []
 
-    __slots__ = ("_buffers", "_copies", "_hooks", "_late", "_state", "_training", "_watched")
+
+class _Reached:
+    """The tensors and modules that a region's function reaches, as the forward found them.
+
+    Attributes:
+        weights: The modules' parameters. They are held as they are: the region's function holds them anyway.
+        versions: Their versions.
+    """
+
+    __slots__ = (
+        *("_buffers", "_copies", "_hooks", "_late", "_modules", "_state", "_training", "_watched", "_whole"),
+        *("versions", "weights"),
+    )
 
     def __init__(self, reach: Captures, cells: bool) -> None:
-        self._training = [(module, module.training) for module in reach.modules]
-        self._hooks = _Hooks(reach.modules)
-        self._buffers = [(buffers, dict(buffers)) for buffers in reach.buffers()]
+        self._modules = reach.modules
+        self._whole = reach.whole
+        self._hooks: _Hooks | None = None
+        self._buffers: list[tuple[Any, dict[str, Any]]] = []
+        self._training, parameters, buffers, before, after = (
+            zip(*map(_look, reach.modules), strict=True) if reach.modules else _NO_MODULES
+        )
+        if any(before) or any(after):
+            self._hooks = _Hooks(reach.modules)
+        if any(buffers):
+            self._buffers = [(some, dict(some)) for some in buffers if some]
+        weights: Any = [*filter(_is_there, chain.from_iterable(map(values_of, parameters)))]
+        if not _ORDINARY.issuperset(map(type, weights)):
+            weights = [p if type(p) is Parameter else apart(p) for p in weights if type(p) not in _LAZY]
+        self.weights: list[torch.Tensor] = weights
+        self.versions = [*map(version_of, weights)]
         self._watched: list[tuple[Captured, int]] = []
         self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
+        self._state, self._copies = _NOTHING_COPIED
+        if self._buffers or reach.others(cells):
+            self._watch(reach, cells)
+
+    def _watch(self, reach: Captures, cells: bool) -> None:
         copied: list[torch.Tensor] = []
         for seen in reach.mutable(cells):
             if type(seen.tensor) in _LAZY:
@@ -392,21 +428,23 @@ class _Reached:
             self._watched.append((seen, version_of(seen.tensor)))
         self._watched.extend(
             (seen._replace(tensor=apart(seen.tensor)), version_of(seen.tensor))
-            for seen in reach.parameters(cells)
+            for seen in reach.with_grad(cells)
             if type(seen.tensor) not in _LAZY
         )
         self._state = TensorState(*copied)
         self._copies = self._state.capture()
 
     def settle(self) -> None:
-        self._hooks.settle()
+        if self._hooks is not None:
+            self._hooks.settle()
         if self._copies:
             self._settle_copies()
         if self._late:  # they had no values before the forward; the replay may do to them what it likes
             self._state = TensorState(*self._state.tensors, *(tensor.detach() for tensor in self._late))
             self._copies = [*self._copies, *copies(self._state.tensors[len(self._copies) :])]
             self._late = []
-        self._watched = [(seen._replace(tensor=apart(seen.tensor)), version) for seen, version in self._watched]
+        if self._watched:
+            self._watched = [(seen._replace(tensor=apart(seen.tensor)), version) for seen, version in self._watched]
 
     def _settle_copies(self) -> None:
         changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
@@ -422,7 +460,13 @@ class _Reached:
         self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
-        for seen, version in self._watched:
+        watched = self._watched
+        if [*map(version_of, self.weights)] != self.versions:
+            places = {_torch.storage_id(seen.tensor): seen for seen in parameters_of(self._modules, self._whole)}
+            some = zip(self.weights, self.versions, strict=True)
+            found = ((places.get(_torch.storage_id(tensor)), tensor, version) for tensor, version in some)
+            watched = [(seen._replace(tensor=tensor), version) for seen, tensor, version in found if seen] + watched
+        for seen, version in watched:
             now = version_of(seen.tensor)
             if now != version and (seen.surely or _is_waited_for(seen.tensor)):
                 raise errors.ChangedError(
@@ -439,8 +483,9 @@ class _Reached:
         if self._copies:
             stack.callback(self._state.restore, self._state.capture())
             self._state.restore(self._copies)
-        self._hooks.restore(stack)
-        for module, training in self._training:
+        if self._hooks is not None:
+            self._hooks.restore(stack)
+        for module, training in zip(self._modules, self._training, strict=True):
             if module.training is not training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
@@ -450,9 +495,9 @@ class _Reached:
 
     @property
     def differs(self) -> bool:
-        return bool(self._copies or self._buffers or self._hooks.differ) or any(
-            module.training is not training for module, training in self._training
-        )
+        if self._copies or self._buffers or (self._hooks is not None and self._hooks.differ):
+            return True
+        return self._training != tuple(map(_training_of, self._modules))
 
 
 class ReplayState:
@@ -476,7 +521,7 @@ class ReplayState:
         self._consumed: Sequence[tuple[Ambient, Any]] = ()
         if ambients:
             self._consumed = [(ambient, ambient.capture()) for ambient in ambients]
-        self._reached = None if reach is None or reach.idle(cells) else _Reached(reach, cells)
+        self._reached = _Reached(reach, cells) if reach is not None and (reach.modules or reach.others(cells)) else None
 
     def settle(self) -> None:
         """After the forward: forgets what it did not touch, and takes the kernels that it chose for good."""
@@ -497,6 +542,11 @@ class ReplayState:
         self._cpu = None
         self._consumed = ()
         self._reached = None
+
+    def versions(self) -> dict[int, int]:
+        """The version of each parameter that the modules of the function hold, by its identity."""
+        reached = self._reached
+        return {} if reached is None else dict(zip(map(id, reached.weights), reached.versions, strict=True))
 
     def restored(self) -> frozenset[int]:
         """The storages of the tensors that have other contents during a replay than outside of it."""

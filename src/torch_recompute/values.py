@@ -74,15 +74,17 @@ class Run:
         ambients: The generators and states that a saved call in it may advance.
     """
 
-    __slots__ = ("_child", "_record", "ambients", "name", "replaying", "trace")
+    trace: CallRecord | None = None
+    replaying = False
+    _record = _child = 0
 
-    def __init__(self, name: str, trace: CallRecord | None, replaying: bool, ambients: Sequence[Ambient] = ()) -> None:
+    def __init__(self, name: str, ambients: Sequence[Ambient] = ()) -> None:
         self.name = name
-        self.trace = trace
-        self.replaying = replaying
         self.ambients = ambients
-        self._record = 0
-        self._child = 0
+
+    def read(self, trace: CallRecord | None) -> None:
+        """Makes this a replay over what the forward left."""
+        self.trace, self.replaying = trace, True
 
     def saved(self) -> int:
         """How many tensors of its own the run has saved by now."""

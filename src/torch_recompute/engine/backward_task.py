@@ -39,14 +39,16 @@ class Task:
 
     Attributes:
         id: PyTorch's number of the call.
+        kept: Whether it was asked to retain its graph.
         frames: What is told when it ends.
         split: Whether it was seen to leave out a part of the graph that it was asked to retain.
     """
 
-    __slots__ = ("frames", "id", "split")
+    __slots__ = ("frames", "id", "kept", "split")
 
     def __init__(self, number: int) -> None:
         self.id = number
+        self.kept = _torch.graph_is_kept()
         self.frames: list[weakref.ref[Ending]] = []
         self.split = False
 
@@ -63,7 +65,6 @@ def this_task() -> Task:
     now, task = _torch.graph_task_id(), _running.task
     if task is None or task.id != now:
         started = task = _running.task = Task(now)
-        kept = _torch.graph_is_kept()
 
         def end() -> None:
             last = _running.task  # another than the one started, if a backward inside this one came in between
@@ -71,7 +72,7 @@ def this_task() -> Task:
             for ref in started.frames:  # on whichever thread the call ends: with several devices there are several
                 frame = ref()
                 if frame is not None:
-                    frame.end(kept, split)
+                    frame.end(started.kept, split)
 
         _torch.after_backward(end)
     return task

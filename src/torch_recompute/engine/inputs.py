@@ -12,15 +12,17 @@ No caller has to say which regions form a chain, nor in which order they are dis
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .. import errors
-from .._torch import is_parameter, storage_id
+from .._torch import is_parameter, storage_id, version_of
 from ..arguments import Call, apart, wants_grad
 from ..stores import Hooks, Kept, Store
 from .shape_only import ShapeOnly, missing
@@ -37,6 +39,9 @@ class _Detached:
 
     def open(self) -> torch.Tensor:
         return self.tensor.detach().requires_grad_()
+
+
+_is_view = operator.methodcaller("_is_view")
 
 
 def _open(held: Any) -> torch.Tensor:
@@ -68,37 +73,37 @@ class Inputs:
         self._spoiled: tuple[int, int] | None = None
         self._storages: set[int] | None = None
         leaves = call.leaves
-        given: list[torch.Tensor] = []
+        self._given = given = [*map(leaves.__getitem__, call.tensors), *cells]
         for i in call.tensors:
-            given.append(leaves[i])
             leaves[i] = None
-        given += cells
-        versions: list[int] = []
-        held: list[Any] = []
-        ids: dict[int, int] = {}
-        for tensor in given:
-            version = tensor._version
-            versions.append(version)
-            if id(tensor) in ids:  # one tensor twice stays one
-                held.append(next(kept for other, kept in zip(given, held, strict=False) if other is tensor))
-                if isinstance(store, Around):
-                    store.put(tensor)
-            else:
-                ids[id(tensor)] = version
-                held.append(self._hold(tensor, region))
-        self._given = given
-        self._versions = versions
-        self._held = held
-        self._shared = len(ids) != len(given)
+        self._versions = versions = [*map(version_of, given)]
+        ids = dict(zip(map(id, given), versions, strict=True))
         self.ids: dict[int, int] = ids if store is None else {}
+        self._shared = len(ids) != len(given)
+        hold = functools.partial(self._hold, region)
+        self._held: list[Any] = [*map(hold, given)] if not self._shared else self._each_once(given, hold)
 
-    def _hold(self, tensor: torch.Tensor, region: str) -> Any:
+    def _each_once(self, given: Sequence[torch.Tensor], hold: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """What is held of tensors of which some are passed more than once: one tensor stays one."""
+        held: dict[int, Any] = {}
+        for tensor in given:
+            if id(tensor) not in held:
+                held[id(tensor)] = hold(tensor)
+            elif isinstance(self._store, Around):
+                self._store.put(tensor)
+        return [held[id(tensor)] for tensor in given]
+
+    def _hold(self, region: str, tensor: torch.Tensor) -> Any:
         if type(tensor) is ShapeOnly:
             raise missing(tensor, f"the region {region}, whose input it is")
         if self._store is not None:
             return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
         held = apart(tensor)
         return _Detached(held) if held is not tensor and wants_grad(tensor) else held
+
+    def any_views(self) -> bool:
+        """Whether a tensor that is no view of an input may have the memory of one, since an input is a view itself."""
+        return any(map(_is_view, self._given))
 
     @property
     def storages(self) -> set[int]:

@@ -22,7 +22,7 @@ import contextlib
 import math
 import weakref
 from _thread import RLock
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -72,40 +72,28 @@ def _more(region: str, expected: int) -> str:
 class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
-    __slots__ = (
-        "_borrowed",
-        "_check",
-        "_done",
-        "_fingerprints",
-        "_frame",
-        "_ids",
-        "_last",
-        "_module_hook",
-        "_restored",
-        "_slots",
-        "_stop",
-        "_unfinished",
-        "filled",
-    )
+    pack: Callable[..., Packed]
+    filled = 0
+    _done = False
+    _unfinished = -1
+    _fingerprints: Fingerprints | None = None
+    _module_hook: RemovableHandle | None = None
+    _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
 
-    def __init__(self, frame: RegionCall, ids: Container[int], stop: Key | None) -> None:
-        super().__init__(frame.name, frame.trace, True, frame.ambients)
+    def __init__(self, frame: RegionCall, ids: Container[int]) -> None:
+        super().__init__(frame.name, frame.ambients)
+        self.read(frame.trace)
         self._frame = frame
-        self._stop = stop
-        self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
-        self._slots = frame.slots
-        self._unfinished = -1
-        self._fingerprints = None if frame.fingerprints is None else Fingerprints()
-        self._check = frame.options.check != "none"
-        self._done = False
-        self._module_hook: RemovableHandle | None = None
-        self.filled = 0
         self._ids = ids
         self._restored = frame.restored
-        self._borrowed: list[tuple[Slot, torch.Tensor]] = []
+        self._stop = stop = frame.need() if frame.options.early_stop else None
+        self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
+        if frame.fingerprints is not None:
+            self._fingerprints = Fingerprints()
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
+        self.pack = self._packer()
         _torch.push_hooks(self.pack, unpack)
         try:
             result = fn(*args, **kwargs)
@@ -115,6 +103,7 @@ class Replay(Run):
             return
         finally:
             _torch.pop_hooks()
+            del self.pack  # which refers to this replay
             if self._module_hook is not None:
                 self._module_hook.remove()
             if self._borrowed:  # before the world is put back, and running statistics with it
@@ -123,7 +112,7 @@ class Replay(Run):
                 self._fingerprints.flush()
         expected = len(self._frame.slots)
         if self.filled < expected and not self._done:
-            waiting = [slot for ref in self._slots[self.filled :] if (slot := ref()) is not None]
+            waiting = [slot for ref in self._frame.slots[self.filled :] if (slot := ref()) is not None]
             op = reader_of(waiting[0]) if waiting else ""
             raise errors.MismatchError(_fewer(self.name, expected, self.filled, op))
         if self._frame.later is not None:
@@ -170,43 +159,60 @@ class Replay(Run):
         if thread.run is self:
             raise Stop(self)
 
-    @_torch.see_through
-    def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
-        """The pack hook of the replay: fills the next slot."""
-        index = self.filled
-        ref = self._slots[index] if index < len(self._slots) else None
-        if ref is KEPT:
+    def _packer(self) -> Callable[..., Packed]:
+        """The pack hook of the replay: fills the next slot. What it needs for every tensor is a local of its own."""
+        frame, ids, sequence_number = self._frame, self._ids, _torch.sequence_number
+        slots, count, check, kept = frame.slots, len(frame.slots), frame.options.check != "none", KEPT
+        special = bool(self._restored or self._fingerprints is not None or frame.streams)
+        recorded = frame.trace is not None
+
+        def pack(tensor: torch.Tensor, finished: bool = False) -> Packed:
+            index = self.filled
+            ref = slots[index] if index < count else None
+            if ref is kept:
+                self.filled = index + 1
+                return tensor, tensor._version
+            if self._done:
+                raise Stop(self)
             self.filled = index + 1
-            return tensor, tensor._version
-        if self._done:
-            raise Stop(self)
-        self.filled = index + 1
-        slot = None if ref is None else ref()
-        if type(tensor) is ShapeOnly:
-            raise missing(tensor, "autograd, which saves it")
-        rebuilt = tensor.detach()
-        restored = self._restored and storage_id(tensor) in self._restored
+            if recorded and type(tensor) is ShapeOnly:
+                raise missing(tensor, "autograd, which saves it")
+            rebuilt = tensor.detach()
+            slot = None
+            if ref is not None:
+                slot = ref()
+            elif frame.complete:  # else for a backward inside its own forward, not there yet
+                raise errors.MismatchError(_more(self.name, count))
+            if slot is not None:
+                if check and (slot.meta != (tensor.shape, tensor.dtype, tensor.device) or id(tensor) in ids):
+                    self._differs(slot, index, tensor)
+                slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
+                if not special:
+                    slot.tensor = rebuilt
+            if special:
+                self._fill(slot, index, tensor, rebuilt)
+            if not tensor.requires_grad:
+                self._unfinished = sequence_number()
+            if index == self._last:
+                self._done = True
+                if finished or (tensor.requires_grad and self._unfinished != sequence_number()):
+                    raise Stop(self)
+                self._module_hook = register_module_forward_hook(self._module_ends)
+            return rebuilt
+
+        return _torch.see_through(pack)
+
+    def _fill(self, slot: Slot | None, index: int, tensor: torch.Tensor, rebuilt: torch.Tensor) -> None:
+        """Fills a slot where there are streams, fingerprints or tensors that hold other contents after the replay."""
+        borrowed = self._restored and storage_id(tensor) in self._restored
         if slot is not None:
-            if self._check and (slot.meta != meta(tensor) or id(tensor) in self._ids):
-                self._differs(slot, index, tensor)
             slot.stream = _torch.stream_for(rebuilt) if self._frame.streams else None
-            slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
-            if restored:
-                self._borrowed.append((slot, rebuilt))
+            if borrowed:
+                self._borrowed = [*self._borrowed, (slot, rebuilt)]
             else:
                 slot.tensor = rebuilt
-        elif ref is None and self._frame.complete:  # else for a backward inside its own forward, not there yet
-            raise errors.MismatchError(_more(self.name, len(self._slots)))
-        if self._fingerprints is not None and not restored:
+        if self._fingerprints is not None and not borrowed:
             self._fingerprints.add(index, tensor)
-        if not tensor.requires_grad:
-            self._unfinished = _torch.sequence_number()
-        if index == self._last:
-            self._done = True
-            if finished or (tensor.requires_grad and self._unfinished != _torch.sequence_number()):
-                raise Stop(self)
-            self._module_hook = register_module_forward_hook(self._module_ends)
-        return rebuilt
 
     def put(self, tensor: torch.Tensor) -> Packed:
         """Keeps an input of a region inside this one; it is finished, whether it requires grad or not."""
@@ -234,7 +240,7 @@ class Replay(Run):
             index, was, new = found
             raise errors.MismatchError(
                 f"the replay of {self.name} saved a tensor with other values than its forward at position {index}; "
-                f"those before it are the same to the last bit.{_needed_by(reader_of(self._slots[index]()))}\n"
+                f"those before it are the same to the last bit.{_needed_by(reader_of(self._frame.slots[index]()))}\n"
                 f"      forward: {was}\n"
                 f"      replay:  {new}\n"
                 f"{errors.REASONS}"
@@ -249,7 +255,7 @@ class Replay(Run):
 
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
 NEVER: Key = (-1, 0)
-_NONE: dict[int, torch.Tensor] = {}
+_NONE: Mapping[int, torch.Tensor] = {}
 _END: Key = (math.inf, math.inf)
 
 
@@ -275,48 +281,46 @@ class RegionCall(Run):
         observers: Who observes it; None for nobody.
     """
 
-    __slots__ = (
-        *("__weakref__", "_aliased", "_aliases", "_contexts", "_ids"),
-        *("_lock", "_first", "_nested", "_template", "_state"),
-        *("brief", "complete", "fingerprints", "inputs", "later", "observers", "options"),
-        *("overrides", "slots", "store", "streams", "transient"),
-    )
+    pack: Callable[[torch.Tensor], Packed]
+    later: SavedCall | None = None
+    fingerprints: Fingerprints | None = None
+    streams: tuple[Any, ...] = ()
+    transient = brief = complete = _aliased = False
+    _aliases: Mapping[int, torch.Tensor] = _NONE
+    _contexts: contextlib.AbstractContextManager[Any] | None = None
+    _nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
 
     def __init__(
         self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None
     ) -> None:
-        super().__init__(options.name, None, False, options.ambients)
+        self.name, self.store, self.ambients, check = options.name, options.store, options.ambients, options.check
+        self.options = options
         if outer is not None:
             outer.event()
             if outer.replaying:
-                self.trace, self.replaying = outer.next_child(), True
-        self.options = options
+                self.read(outer.next_child())
         self.overrides, self.observers = thread.overrides, here.observers
-        self.transient = self.brief = self.complete = self._aliased = False
-        self._aliases: dict[int, torch.Tensor] = _NONE
-        self._nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
-        self.store = options.store or _ambient_store(outer)
-        self.later: SavedCall | None = None
         self.slots: list[weakref.ref[Slot]] = []
-        self.fingerprints = Fingerprints() if options.check == "values" else None
         self._first, self._lock = _torch.sequence_number(), RLock()
-        self._contexts: contextlib.AbstractContextManager[Any] | None = None
+        if check == "values":
+            self.fingerprints = Fingerprints()
         call = arguments.Call(args, kwargs)
-        self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors) if _torch.in_use() else ()
+        if _torch.in_use():
+            self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors)
         found = reach(fn, self._look_at(call) if call.others else ())
-        if found is None:
-            self._template: Any = fn
-        else:
-            self._template = found.template
+        captured: Sequence[torch.Tensor] = ()
+        self._template: Any = fn
+        if found is not None:
+            self._template, captured = found.template, found.tensors
             if found.generators and options.rng:
                 self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
-        if self.store is None and waiting.results:
-            captured = () if found is None else found.tensors
-            self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
+        if self.store is None:
+            self.store = _ambient_store(outer)
+            if self.store is None and waiting.results:
+                self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
         self._state = state.ReplayState(found, self.ambients, cells=self.store is None)
         thread.calls += 1
-        self.inputs = Inputs(call, () if found is None else found.tensors, self.store, self.name)
-        self._ids = self.inputs.ids
+        self.inputs = Inputs(call, captured, self.store, self.name)
 
     def _look_at(self, call: arguments.Call) -> list[torch.nn.Module]:
         """The modules among the arguments; takes generators, refuses iterators."""
@@ -367,31 +371,6 @@ class RegionCall(Run):
         slots = self.slots
         return slots.count(KEPT) < len(slots) or self.trace is not None or not self.options.early_stop
 
-    @_torch.see_through
-    def pack(self, tensor: torch.Tensor) -> Packed:
-        """The pack hook of the forward."""
-        version = self._ids.get(id(tensor))
-        if version is not None:
-            now = tensor._version  # once changed here, its history leads to the very node that saves it
-            self.slots.append(KEPT)
-            return (tensor if now == version else tensor.detach()), now
-        if type(tensor) is not torch.Tensor or self._aliased or tensor._is_view():
-            parameter = parameter_of(tensor)
-            if parameter is not None:
-                self.slots.append(KEPT)
-                return (tensor if tensor is parameter else tensor.detach()), tensor._version
-            storage = storage_id(tensor)
-            if storage in self.inputs.storages or storage in self._aliases:
-                self.slots.append(KEPT)
-                return tensor.detach(), tensor._version
-        slot = Slot(self, meta(tensor))
-        self.slots.append(weakref.ref(slot))
-        if self.fingerprints is not None:
-            self.fingerprints.add(len(self.slots) - 1, tensor)
-        if self.observers is not None:
-            self.observers.dropped(self, tensor)
-        return slot
-
     def dropped(self, tensor: torch.Tensor) -> None:
         """Notes what a saved call leaves to the replay."""
         if self.observers is not None:
@@ -401,6 +380,50 @@ class RegionCall(Run):
         """Keeps an input of a region inside this one."""
         return without_history(self.pack(tensor))
 
+    def _packer(self) -> Callable[[torch.Tensor], Packed]:
+        """The pack hook of the forward. What it needs for every tensor is a local of its own.
+
+        Parameters and inputs are known by identity, and so are their views. What has their storage without being a
+        view of them is looked for only where there can be such: where an input is a view, or a saved call has returned
+        a tensor that is kept.
+        """
+        slots, fingerprints, observers = self.slots, self.fingerprints, self.observers
+        alive = {**self._state.versions(), **self.inputs.ids}.get
+        views, add, new, ref, plain = self.inputs.any_views(), slots.append, Slot, weakref.ref, torch.Tensor
+
+        def pack(tensor: torch.Tensor) -> Packed:
+            version = alive(id(tensor))
+            if version is None:
+                if tensor._is_view():
+                    base = tensor._base
+                    version = alive(id(base))
+                    if version is None and (views or self._aliased or type(base) is not plain):
+                        version = self._is_alive(tensor)
+                elif self._aliased or type(tensor) is not plain:
+                    version = self._is_alive(tensor)
+            if version is not None:
+                add(KEPT)
+                now = tensor._version  # once changed here, its history leads to the very node that saves it
+                return (tensor if now == version else tensor.detach()), now
+            slot = new()
+            slot.owner = self
+            slot.meta = tensor.shape, tensor.dtype, tensor.device
+            add(ref(slot))
+            if fingerprints is not None:
+                fingerprints.add(len(slots) - 1, tensor)
+            if observers is not None:
+                observers.dropped(self, tensor)
+            return slot
+
+        return _torch.see_through(pack)
+
+    def _is_alive(self, tensor: torch.Tensor) -> int | None:
+        """Whether a tensor has the storage of an input, a parameter or a kept output; -1 if so, which is no version."""
+        storage = storage_id(tensor)
+        if parameter_of(tensor) is not None or storage in self.inputs.storages or storage in self._aliases:
+            return -1
+        return None
+
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function under the hooks."""
         if self.options.contexts is not None:
@@ -408,6 +431,7 @@ class RegionCall(Run):
             fn = _within(before, fn)
         if self.observers is not None:
             fn = self.observers.around("forward", self.name, self, fn)
+        self.pack = self._packer()
         _torch.push_hooks(self.pack, unpack)
         thread.run = self
         try:
@@ -420,6 +444,7 @@ class RegionCall(Run):
         finally:
             thread.run = outer
             _torch.pop_hooks()
+            del self.pack  # which refers to this call
             self.inputs.settle()
             self._aliases = _NONE  # an identity means something only while what it identifies is alive
         self.complete = True
@@ -436,18 +461,20 @@ class RegionCall(Run):
 
     def _settle(self, outer: Run | None) -> None:
         if self.trace is not None:
-            mark_not_needed(self.trace, self._need() if self.options.early_stop else _END)
+            mark_not_needed(self.trace, self.need() if self.options.early_stop else _END)
             if self.trace.values:
                 alive = [ref() is not None for ref in self.slots]
                 self.trace.live = alive, [ref is not None and ref() is not None for ref in self._nested]
         hand_over(self.trace, outer, weakref.ref(self))
 
-    def _need(self) -> Key:
+    def need(self) -> Key:
         """The last moment of the forward that backward still waits for; `NEVER` if none."""
         last = len(self.slots) - 1
         while last >= 0 and self.slots[last]() is None:
             last -= 1
         need: Key = (last, math.inf) if last >= 0 else NEVER
+        if self.trace is None and self.later is None:
+            return need
         for record in self._saved_calls():
             if record.needed:
                 need = max(need, record.key)
@@ -465,11 +492,14 @@ class RegionCall(Run):
         """Replays the region, unless another thread has done it meanwhile, and returns the slot's tensor."""
         with self._lock:
             if not isinstance(slot.tensor, torch.Tensor):
+                replay = self._replay
+                if self.observers is not None:
+                    replay = self.observers.around("rebuild", self.name, self, replay)
                 try:
-                    with _torch.on_streams(self.streams):
-                        replay = self._replay
-                        if self.observers is not None:
-                            replay = self.observers.around("rebuild", self.name, self, replay)
+                    if self.streams:
+                        with _torch.on_streams(self.streams):
+                            filled = replay()
+                    else:
                         filled = replay()
                 except errors.MismatchError as error:
                     self.release()
@@ -498,7 +528,7 @@ class RegionCall(Run):
         fn = rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
-        run = Replay(self, ids, self._need() if self.options.early_stop else None)
+        run = Replay(self, ids)
         if self.observers is not None:
             fn = self.observers.around("replay", self.name, run, fn)
         grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
@@ -518,12 +548,13 @@ class RegionCall(Run):
     def _decide_lifetime(self) -> None:
         """Says how long the rebuilt tensors live: until they are read, or to the second half of this backward."""
         self.brief = False
-        if not _torch.in_backward():
+        if _torch.graph_task_id() == _torch.NO_TASK:
             self.transient = True
             self.release()
             return
-        kept, task = _torch.graph_is_kept(), this_task()
-        if _torch.exec_group() is not None or (kept and leaves_undone(self._first)):
+        task = this_task()
+        kept = task.kept
+        if (kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
             self.transient, task.split = False, True
         else:
             self.transient, self.brief = kept, not kept
@@ -577,7 +608,7 @@ def _ambient_store(outer: Run | None) -> Store | None:
     hooks = _torch.ambient_hooks()
     if hooks is None:
         return None
-    if isinstance(outer, (RegionCall, Replay)) and getattr(hooks[0], "__self__", None) is outer:
+    if isinstance(outer, (RegionCall, Replay)) and getattr(outer, "pack", None) is hooks[0]:
         return Around(outer.put, lend)
     return Hooks(*hooks)
 

@@ -127,7 +127,8 @@ class SavedCall:
         geometry = arguments.geometry(tensor, base)
         if geometry is None:
             return None
-        slot = Slot(owner, arguments.meta(tensor))
+        slot = Slot()
+        slot.owner, slot.meta = owner, arguments.meta(tensor)
         self._views.append((weakref.ref(slot), index, geometry))
         return slot
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from .. import errors
-from .._torch import current_node, in_backward, reads_once, wait_for
+from .._torch import current_node, in_backward, read_once, reads_once, wait_for
 from .._torch.modes import eagerly
 from ..arguments import Meta, apart
 from ..stores import Kept
@@ -58,14 +58,19 @@ class Slot:
     """
 
     __slots__ = ("__weakref__", "meta", "owner", "stream", "tensor", "version")
+    meta: Meta
+    owner: Owner
+    stream: Any
+    tensor: torch.Tensor | weakref.ref[torch.Tensor] | None
+    version: int
 
-    def __init__(self, owner: Owner, meta: Meta) -> None:
-        self.owner = owner
-        self.meta = meta
-        self.tensor: torch.Tensor | weakref.ref[torch.Tensor] | None = None
+    def __getattr__(self, name: str) -> None:
+        """`tensor` and `stream` are None until they are set, which this way costs nothing where slots are made."""
+        if name not in ("tensor", "stream"):
+            raise AttributeError(name)
 
 
-KEPT: weakref.ref[Slot] = weakref.ref(Slot(cast("Any", None), ()))
+KEPT: weakref.ref[Slot] = weakref.ref(Slot())
 """Stands among a frame's slots for a tensor that the graph holds itself. The reference is dead from the start."""
 
 
@@ -98,23 +103,30 @@ def _changed_saved(region: str, was: int, now: int) -> str:
     )
 
 
+def _filled(slot: Slot) -> torch.Tensor:
+    """The tensor of a slot, rebuilt where it is not there."""
+    tensor = slot.tensor
+    if type(tensor) is weakref.ref:
+        tensor = tensor()
+    return eagerly(slot.owner.rebuild, slot) if tensor is None else cast("torch.Tensor", tensor)
+
+
 def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook of every region, replay and saved call."""
     kind = type(packed)
     if kind is Slot:
-        tensor = packed.tensor
-        if type(tensor) is weakref.ref:
-            tensor = tensor()
-        if tensor is None:
-            tensor = eagerly(packed.owner.rebuild, packed)
-        if tensor._version != packed.version:
-            raise errors.ChangedError(_changed_saved(packed.owner.name, packed.version, tensor._version))
-        if packed.stream is not None:
-            wait_for(packed.stream, tensor)
         owner = packed.owner
+        tensor = packed.tensor if owner.brief else None
+        if tensor is None:
+            tensor = _filled(packed)
+        if tensor._version != packed.version:
+            raise errors.ChangedError(_changed_saved(owner.name, packed.version, tensor._version))
+        if owner.streams:
+            wait_for(packed.stream, tensor)
         if owner.brief:
-            if reads_once(current_node()):
-                packed.tensor = weakref.ref(tensor)
+            node = current_node()
+            if type(node) in read_once or reads_once(node):
+                packed.tensor = None
         elif owner.transient:
             owner.let_go(packed, tensor)
         return tensor
