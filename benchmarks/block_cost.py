@@ -78,7 +78,7 @@ class Count(TorchDispatchMode):
 
 
 def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """torch's form of: keep the products and the attention."""
+    """Torch's form of: keep the products and the attention."""
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

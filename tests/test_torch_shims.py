@@ -158,6 +158,7 @@ def test_reads_once() -> None:
     """A node of torch's own reads what it saved once; a Function of a user may read it again."""
     x = vector()
     assert _torch.reads_once((x * x).grad_fn)
+    assert type((x * x).grad_fn) in _torch.read_once
     assert not _torch.reads_once(Look.apply(x, print).grad_fn)
 
 
@@ -509,10 +510,16 @@ def test_settings_are_put_back() -> None:
 def test_preferred_kernels_are_read_again() -> None:
     """What the process prefers now is taken into settings that were read before; what else has changed is not."""
     taken = _torch.settings()
-    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
+    order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(order, set_priority=True), torch.autocast("cpu", torch.bfloat16):
+        wanted = torch._C._get_sdp_priority_order()
         _torch.update_kernels(taken)
-    with sdpa_kernel(SDPBackend.MATH):
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(wanted)
+    try:
         assert taken == _torch.settings()
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 def test_without_the_newer_interface_to_precision(monkeypatch: pytest.MonkeyPatch) -> None:

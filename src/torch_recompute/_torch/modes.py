@@ -1,9 +1,7 @@
 """What decides how an operation runs: autocast, the kernels that are allowed, precision, and the ambient modes.
 
-Each flag is a getter and the setter that takes what it returned. Reading them all takes a fiftieth of what a region
-costs, so those that only kernels of an accelerator look at are read where torch was built for one. The order in which
-attention kernels are tried is also set by torch itself while it runs: the first attention on a Hopper GPU puts cuDNN
-at its head.
+Each flag is a getter and the setter that takes what it returned. Which kernels a process prefers is also set by torch
+itself while it runs: the first attention on a Hopper GPU puts cuDNN at the head of the SDPA priority order.
 
 The precision of float32 has two interfaces over one state. The newer one (`torch.backends.fp32_precision`, and the
 same of cuda.matmul, cudnn.conv, mkldnn.matmul ...) is a tree: what is "none" takes after its parent, and all that can
@@ -112,45 +110,41 @@ def _put_precision(backend: str, op: str, value: str) -> None:
             _C._set_fp32_precision_setter(backend, op, attempt)
 
 
-def _precisions(*backends: str) -> list[Flag]:
+def _precisions() -> list[Flag]:
     """The tree of the newer interface, from the root down."""
     if _precision_of is None:
         return []
-    branches = [("generic", "all"), *((backend, "all") for backend in backends)]
-    leaves = [(backend, op) for backend in backends for op in ("matmul", "conv", "rnn")]
+    branches = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
+    leaves = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
     return [(partial(_precision_of, *node), partial(_put_precision, *node)) for node in (*branches, *leaves)]
 
 
-def _flags(device: str | None) -> tuple[list[Flag], list[Flag], list[Flag]]:
-    """What a build of torch for this kind of accelerator looks at: flags, precisions, and their older interface."""
-    flags = [
-        *_autocast("cpu"),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-        *_flag("flash_sdp_enabled", "sdp_use_flash"),
-        *_flag("math_sdp_enabled", "sdp_use_math"),
-        *_flag("mkldnn_enabled"),
-    ]
-    if device is None:
-        return flags, _precisions("mkldnn"), [*_flag("float32_matmul_precision")]
-    flags = [
-        *_flag("sdp_priority_order"),
-        *flags,
-        *(_autocast(device) if torch.amp.is_autocast_available(device) else ()),
-        *_flag("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
-        *_flag("cudnn_sdp_enabled", "sdp_use_cudnn"),
-        *_flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
-        *_flag("cudnn_enabled"),
-    ]
-    older = [*_flag("cublas_allow_tf32"), *_flag("float32_matmul_precision"), *_flag("cudnn_allow_tf32")]
-    return flags, _precisions("cuda", "mkldnn"), older
-
-
-_SOME, _PRECISIONS, _OLDER = _flags(ACCELERATOR)
-_FLAGS = [*_SOME, *_PRECISIONS]
+_THREAD: list[Flag] = [
+    *_autocast("cpu"),
+    *(_autocast(ACCELERATOR) if ACCELERATOR is not None and torch.amp.is_autocast_available(ACCELERATOR) else ()),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+]
+_PROCESS: list[Flag] = [
+    *_flag("flash_sdp_enabled", "sdp_use_flash"),
+    *_flag("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+    *_flag("math_sdp_enabled", "sdp_use_math"),
+    *_flag("cudnn_sdp_enabled", "sdp_use_cudnn"),
+    *_flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
+    *_flag("sdp_priority_order"),
+    *_flag("cudnn_enabled"),
+    *_flag("mkldnn_enabled"),
+]
+_PRECISIONS = _precisions()
+_FLAGS = [*_THREAD, *_PROCESS, *_PRECISIONS]
+_OLDER: list[Flag] = [
+    *_flag("cublas_allow_tf32"),
+    *_flag("float32_matmul_precision"),
+    *_flag("cudnn_allow_tf32"),
+]
 _get_flags = [get for get, _ in _FLAGS]
+_get_orders = [(_get_flags.index(get), get) for get, _ in _flag("sdp_priority_order")]
 _get_older = [get for get, _ in _OLDER]
-_get_order = _get_flags[0] if ACCELERATOR is not None and hasattr(_C, "_get_sdp_priority_order") else None
-_tree = slice(len(_SOME), len(_FLAGS))
+_tree = slice(len(_FLAGS) - len(_PRECISIONS), len(_FLAGS))
 _refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: who of the older interface has no word for it
 
 
@@ -185,9 +179,9 @@ def settings() -> list[Any]:
 
 
 def update_kernels(values: list[Any]) -> None:
-    """Takes into `values`, from `settings`, the order of attention kernels, which torch itself sets as it runs."""
-    if _get_order is not None:
-        values[0] = _get_order()
+    """Takes into `values`, from `settings`, the order in which the process now tries kernels of attention."""
+    for place, get in _get_orders:
+        values[place] = get()
 
 
 def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:

@@ -80,13 +80,13 @@ class Replay(Run):
     _module_hook: RemovableHandle | None = None
     _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
 
-    def __init__(self, frame: RegionCall, ids: Container[int]) -> None:
+    def __init__(self, frame: RegionCall, ids: Container[int], stop: Key | None) -> None:
         super().__init__(frame.name, frame.ambients)
         self.read(frame.trace)
         self._frame = frame
         self._ids = ids
         self._restored = frame.restored
-        self._stop = stop = frame.need() if frame.options.early_stop else None
+        self._stop = stop
         self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
         if frame.fingerprints is not None:
             self._fingerprints = Fingerprints()
@@ -461,13 +461,13 @@ class RegionCall(Run):
 
     def _settle(self, outer: Run | None) -> None:
         if self.trace is not None:
-            mark_not_needed(self.trace, self.need() if self.options.early_stop else _END)
+            mark_not_needed(self.trace, self._need() if self.options.early_stop else _END)
             if self.trace.values:
                 alive = [ref() is not None for ref in self.slots]
                 self.trace.live = alive, [ref is not None and ref() is not None for ref in self._nested]
         hand_over(self.trace, outer, weakref.ref(self))
 
-    def need(self) -> Key:
+    def _need(self) -> Key:
         """The last moment of the forward that backward still waits for; `NEVER` if none."""
         last = len(self.slots) - 1
         while last >= 0 and self.slots[last]() is None:
@@ -528,7 +528,7 @@ class RegionCall(Run):
         fn = rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
-        run = Replay(self, ids)
+        run = Replay(self, ids, self._need() if self.options.early_stop else None)
         if self.observers is not None:
             fn = self.observers.around("replay", self.name, run, fn)
         grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
@@ -548,7 +548,7 @@ class RegionCall(Run):
     def _decide_lifetime(self) -> None:
         """Says how long the rebuilt tensors live: until they are read, or to the second half of this backward."""
         self.brief = False
-        if _torch.graph_task_id() == _torch.NO_TASK:
+        if not _torch.in_backward():
             self.transient = True
             self.release()
             return
@@ -608,7 +608,7 @@ def _ambient_store(outer: Run | None) -> Store | None:
     hooks = _torch.ambient_hooks()
     if hooks is None:
         return None
-    if isinstance(outer, (RegionCall, Replay)) and getattr(outer, "pack", None) is hooks[0]:
+    if isinstance(outer, (RegionCall, Replay)) and getattr(outer, "pack", None) == hooks[0]:
         return Around(outer.put, lend)
     return Hooks(*hooks)
 
