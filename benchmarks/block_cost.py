@@ -1,13 +1,13 @@
 """Claim: around a transformer block a region costs at most 0.42 x what torch.utils.checkpoint costs, beyond the work.
 
-The work of a recomputed block is forward + forward + backward. What a step takes beyond that is the engine's: ours, under
-an applied plan, and with the products and the attention kept; torch's two engines, and its selective checkpointing with
-the same policy. The block has width 32 and a batch of 2 x 8, so that nearly all is engine. CPU time, one thread,
-interleaved, medians.
+The work of a recomputed block is forward + forward + backward. What a step takes beyond that is the engine's: ours,
+under an applied plan, and with the products and the attention kept; torch's two engines, and its selective
+checkpointing with the same policy. The block has width 32 and a batch of 2 x 8, so that nearly all is engine. CPU
+time, one thread, interleaved, medians.
 
-Then, without a clock: the operations that a region adds to a block of three convolutions with BatchNorm, whose running
-statistics are updated once by ours and twice by torch's; and what a region costs under `no_grad`. Last, where a GPU would
-wait for launches: 24 layers of width 256, microseconds that each adds to a layer.
+Then, without a clock, the operations that a region adds to three convolutions with BatchNorm, whose running statistics
+are updated once by ours and twice by torch's. Last, where a GPU would wait for launches: 24 layers of width 256, and
+the microseconds that each engine adds to a layer.
 
     python benchmarks/block_cost.py
 """

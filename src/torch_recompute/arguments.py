@@ -213,12 +213,11 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 Meta = tuple[Any, ...]
 
 
-def meta(tensor: torch.Tensor) -> Meta:
-    """What the forward and the replay must agree on for a saved tensor: shape, dtype, device.
+meta: Callable[[torch.Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
+"""What the forward and the replay must agree on for a saved tensor.
 
-    Strides are compared with `check="values"` only: other strides give the same gradient, and reading them costs.
-    """
-    return tensor.shape, tensor.dtype, tensor.device
+Strides are compared with `check="values"` only: other strides give the same gradient, and reading them costs.
+"""
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:

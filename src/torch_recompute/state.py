@@ -255,28 +255,34 @@ class TensorState:
 
     def capture(self) -> list[torch.Tensor]:
         """A copy of each tensor."""
-        return copies([_writable(tensor.detach()) for tensor in self.tensors])
+        with torch.no_grad():
+            return copies([*map(_writable, self.tensors)])
 
     def restore(self, value: list[torch.Tensor]) -> None:
         """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
-        targets = [_writable(tensor.data) for tensor in self.tensors]
-        for some in _alike(targets):
-            if len(some) == 1:
-                targets[some[0]].copy_(value[some[0]])
-            else:
+        with _torch.versions_kept(self.tensors):
+            targets = [*map(_writable, self.tensors)]
+            for some in _alike(targets):
                 _torch.copy_each([targets[i] for i in some], [value[i] for i in some])
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A copy of each tensor. Small ones that are alike share memory and one operation: BatchNorms have many."""
+    """A copy of each tensor. Small ones that are alike share memory and two operations: BatchNorms have many."""
     found: dict[int, torch.Tensor] = {}
     for some in _alike(tensors):
-        if len(some) == 1:
-            found[some[0]] = tensors[some[0]].clone()
+        each = [tensors[i] for i in some]
+        parts: Sequence[torch.Tensor]
+        if len(each) == 1:
+            parts = [each[0].clone()]
+        elif all(tensor.shape == each[0].shape for tensor in each):
+            parts = torch.stack(each).unbind()
         else:
-            flat = torch.cat([tensors[i].view(-1) for i in some])
-            parts = flat.split([tensors[i].numel() for i in some])
-            found.update((i, part.view(tensors[i].shape)) for i, part in zip(some, parts, strict=True))
+            flat = torch.cat([tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in each])
+            parts = [
+                part if tensor.dim() == 1 else part.view(tensor.shape)
+                for part, tensor in zip(flat.split([tensor.numel() for tensor in each]), each, strict=True)
+            ]
+        found.update(zip(some, parts, strict=True))
     return [found[i] for i in range(len(tensors))]
 
 
@@ -381,6 +387,11 @@ _NO_MODULES: tuple[tuple[Any, ...], ...] = ((),) * 5
 _NOTHING_COPIED: tuple[TensorState, list[torch.Tensor]] = TensorState(), []
 
 
+def _held(seen: Captured) -> torch.Tensor:
+    """What may be held of a tensor: itself, where its module holds it anyway."""
+    return seen.tensor if seen.kind else apart(seen.tensor)
+
+
 class _Reached:
     """The tensors and modules that a region's function reaches, as the forward found them.
 
@@ -427,7 +438,7 @@ class _Reached:
                 copied.append(seen.tensor)
             self._watched.append((seen, version_of(seen.tensor)))
         self._watched.extend(
-            (seen._replace(tensor=apart(seen.tensor)), version_of(seen.tensor))
+            (seen._replace(tensor=_held(seen)), version_of(seen.tensor))
             for seen in reach.with_grad(cells)
             if type(seen.tensor) not in _LAZY
         )
@@ -443,16 +454,17 @@ class _Reached:
             self._state = TensorState(*self._state.tensors, *(tensor.detach() for tensor in self._late))
             self._copies = [*self._copies, *copies(self._state.tensors[len(self._copies) :])]
             self._late = []
-        if self._watched:
-            self._watched = [(seen._replace(tensor=apart(seen.tensor)), version) for seen, version in self._watched]
+        if any(not seen.kind for seen, _ in self._watched):
+            self._watched = [(seen._replace(tensor=_held(seen)), version) for seen, version in self._watched]
 
     def _settle_copies(self) -> None:
         changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
+        own = {id(seen.tensor) for seen, _ in self._watched if seen.kind}
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         restored: set[int] = set()
         for tensor, copy in zip(self._state.tensors, self._copies, strict=True):
             if _small(tensor) or id(tensor) in changed:
-                kept.append((tensor.detach(), copy))
+                kept.append((tensor if id(tensor) in own else tensor.detach(), copy))
                 restored.add(id(tensor))
             else:
                 _quiet[tensor] = None

@@ -21,7 +21,7 @@ import operator
 import os
 import weakref
 from collections import deque, namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -266,6 +266,19 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 """Copies each tensor of the second list into that of the first; on a device in one launch if they are alike."""
+
+
+@contextlib.contextmanager
+def versions_kept(tensors: Sequence[torch.Tensor]) -> Generator[None]:
+    """Within it nothing is recorded for backward; after it the tensors have the versions that they had before."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    versions = tuple(map(version_of, counted))
+    with torch.no_grad():
+        try:
+            yield
+        finally:
+            _autograd._unsafe_set_version_counter(counted, versions)
+
 
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Fails once the device has found a tensor of one element to be zero: the next wait for the device raises."""

@@ -9,7 +9,8 @@ forward alone tells inputs and stored outputs from the rest. A replay could not:
 there, if it is an input and also a global, a carried value, or the output of a saved call.
 
 Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak (softmax, exp), so
-what the replay's own graph holds is the detached tensor too; that graph is dropped at once.
+what the replay's own graph holds is the detached tensor too; that graph is dropped at once. A tensor that requires no
+grad has no node, and is held as it is.
 
 Where a replay ends is said in `region.py`. Ending means raising `Stop` through the user's function; nothing else leaves
 it. A module that ends after the last slot was filled ends the replay before its own forward hooks run: backward is
@@ -177,25 +178,26 @@ class Replay(Run):
             self.filled = index + 1
             if recorded and type(tensor) is ShapeOnly:
                 raise missing(tensor, "autograd, which saves it")
-            rebuilt = tensor.detach()
+            differentiable = tensor.requires_grad
+            rebuilt = tensor.detach() if differentiable else tensor
             slot = None
             if ref is not None:
                 slot = ref()
             elif frame.complete:  # else for a backward inside its own forward, not there yet
                 raise errors.MismatchError(_more(self.name, count))
             if slot is not None:
-                if check and (slot.meta != (tensor.shape, tensor.dtype, tensor.device) or id(tensor) in ids):
+                if check and (slot.meta != meta(tensor) or id(tensor) in ids):
                     self._differs(slot, index, tensor)
                 slot.version = rebuilt._version  # before the tensor: another thread may be waiting for that
                 if not special:
                     slot.tensor = rebuilt
             if special:
                 self._fill(slot, index, tensor, rebuilt)
-            if not tensor.requires_grad:
+            if not differentiable:
                 self._unfinished = sequence_number()
             if index == self._last:
                 self._done = True
-                if finished or (tensor.requires_grad and self._unfinished != sequence_number()):
+                if finished or (differentiable and self._unfinished != sequence_number()):
                     raise Stop(self)
                 self._module_hook = register_module_forward_hook(self._module_ends)
             return rebuilt
@@ -407,7 +409,7 @@ class RegionCall(Run):
                 return (tensor if now == version else tensor.detach()), now
             slot = new()
             slot.owner = self
-            slot.meta = tensor.shape, tensor.dtype, tensor.device
+            slot.meta = meta(tensor)
             add(ref(slot))
             if fingerprints is not None:
                 fingerprints.add(len(slots) - 1, tensor)
