@@ -654,6 +654,19 @@ def test_copy_each() -> None:
     assert [t.tolist() for t in targets] == [[1, 1], [2, 2, 2]]
 
 
+def test_versions_kept() -> None:
+    """What is written within keeps its version and is not recorded; tensors of inference mode, which have none, pass."""
+    tensor, weight = torch.zeros(2), torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    with _torch.versions_kept([tensor, inference]):
+        tensor.add_(weight)
+        inference.add_(1)
+    assert tensor.tolist() == inference.tolist() == [1, 1]
+    assert tensor._version == 0
+    assert not tensor.requires_grad
+
+
 def test_assert_on_device() -> None:
     """Nothing is said of a tensor that is true; one that is false raises, on the CPU at once, with the text."""
     _torch.assert_on_device(torch.tensor(True), "never")

@@ -55,6 +55,13 @@ def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
     return frame.forward(fn, args, kwargs, outer)
 
 
+def run(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `fn` as a region: traced where the compiler looks on, plainly where there is no grad."""
+    if torch.is_grad_enabled():
+        return (_traced if torch.compiler.is_compiling() else call)(options, fn, args, kwargs)
+    return fn(*args, **kwargs) if thread.run is None else _without_grad(options.name, fn, args, kwargs)
+
+
 def _without_grad(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A region called under `no_grad` inside another: the plain call, with values and records of its own."""
     outer = thread.run
@@ -154,14 +161,10 @@ def recompute(
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
             thread.overrides.region(name)
-        if torch.is_grad_enabled():
+        if tiles is not None and torch.is_grad_enabled():
             one = _traced if torch.compiler.is_compiling() else call
-            if tiles is not None:
-                return run_tiles(functools.partial(one, options, fn), options.name, tiles, tile_dim, args, kwargs)
-            return one(options, fn, args, kwargs)
-        if thread.run is None:
-            return fn(*args, **kwargs)
-        return _without_grad(options.name, fn, args, kwargs)
+            return run_tiles(functools.partial(one, options, fn), options.name, tiles, tile_dim, args, kwargs)
+        return run(options, fn, args, kwargs)
 
     return region
 
@@ -222,19 +225,31 @@ def no_recompute(
             instead = thread.overrides.saved_call(name, fn)
             if instead is not None:
                 return instead(*args, **kwargs)
-        run = thread.run
-        if run is None or torch.compiler.is_compiling():
-            return fn(*args, **kwargs)
-        if run.replaying:
-            return _pass_by(run, label, fn, args, kwargs)
-        frame = run if isinstance(run, RegionCall) else None
-        scope = (frame, frame.inputs.storages) if frame is not None else (None, frozenset[int]())
-        result, kept = record_call(run, scope, store, label, values_unused, fn, args, kwargs)
-        if frame is not None:
-            frame.alias(kept)
-        return result
+        return keep(label, fn, args, kwargs, store, values_unused)
 
     return saved_call
+
+
+def keep(
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    store: Store | None = None,
+    values_unused: bool = False,
+    draws: bool = True,
+) -> Any:
+    """Makes a saved call; without `draws` it is known to take no random numbers and to change no `state=`."""
+    now = thread.run
+    if now is None or torch.compiler.is_compiling():
+        return fn(*args, **kwargs)
+    if now.replaying:
+        return _pass_by(now, name, fn, args, kwargs)
+    frame = now if isinstance(now, RegionCall) else None
+    result, kept = record_call(now, frame, store, name, values_unused, draws, fn, args, kwargs)
+    if frame is not None:
+        frame.alias(kept)
+    return result
 
 
 def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,7 +258,8 @@ def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...],
     record.check(run.name, inputs)
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
-    result = record.result(run.name, inputs, functools.partial(call_again, run, name, fn, args, kwargs))
+    again = functools.partial(call_again, run, name, fn, args, kwargs) if record.read else None
+    result = record.result(run.name, inputs, again)
     if isinstance(run, RegionCall):
         run.alias(record.held())
     return result

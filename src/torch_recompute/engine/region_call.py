@@ -262,7 +262,11 @@ _END: Key = (math.inf, math.inf)
 
 
 class Options(NamedTuple):
-    """How a region is to be run."""
+    """How a region is to be run.
+
+    `owner` is the module that the function belongs to, where the caller knows it: nothing else is then looked for in
+    the function.
+    """
 
     name: str
     store: Store | None = None
@@ -271,6 +275,7 @@ class Options(NamedTuple):
     early_stop: bool = True
     rng: bool = True
     contexts: Contexts | None = None
+    owner: torch.nn.Module | None = None
 
 
 class RegionCall(Run):
@@ -309,11 +314,12 @@ class RegionCall(Run):
         call = arguments.Call(args, kwargs)
         if _torch.in_use():
             self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors)
-        found = reach(fn, self._look_at(call) if call.others else ())
+        owner = options.owner
+        found = reach(fn if owner is None else owner, self._look_at(call) if call.others else ())
         captured: Sequence[torch.Tensor] = ()
         self._template: Any = fn
         if found is not None:
-            self._template, captured = found.template, found.tensors
+            self._template, captured = found.template if owner is None else fn, found.tensors
             if found.generators and options.rng:
                 self.ambients = (*self.ambients, *map(state.GeneratorRng, found.generators))
         if self.store is None:

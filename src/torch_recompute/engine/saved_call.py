@@ -16,7 +16,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ from ..observer import here
 from ..state import Ambient, advanced
 from ..stores import Kept, Store
 from ..values import Key, Run, thread
+from .inputs import Inputs
 from .shape_only import ShapeOnly, TensorLayout, missing
 from .slots import Owner, Packed, Slot, unpack
 
@@ -53,6 +54,12 @@ class Unkept(NamedTuple):
     grad: bool
 
 
+class Scope(Owner, Protocol):
+    """What a saved call asks of the region's forward that it is in."""
+
+    inputs: Inputs
+
+
 def _other_inputs(region: str, call: str, position: int, then: str, now: str) -> str:
     """Text for a saved call that a replay reached with other inputs."""
     return (
@@ -72,24 +79,18 @@ class SavedCall:
         read: Whether a replay needed them all the same; the call is then repeated.
     """
 
-    __slots__ = (
-        *("_after", "_metas", "_mutated", "_outputs", "_returned", "_spec", "_views"),
-        *("key", "name", "read", "not_needed", "values_unused"),
-    )
+    not_needed = read = _returned = False
+    _outputs: Sequence[Any] | None = None
+    _spec: Any = None
+    _mutated: Sequence[tuple[int, Stored]] = ()
+    _after: Sequence[tuple[Ambient, Any]] = ()
 
     def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor], values_unused: bool = False) -> None:
         self.name = name
         self.key = key
-        self.not_needed = False
         self.values_unused = values_unused
-        self.read = False
-        self._metas = [arguments.meta(t) for t in inputs]
+        self._metas = [*map(arguments.meta, inputs)]
         self._views: list[tuple[weakref.ref[Slot], int, arguments.AnyGeometry]] = []
-        self._outputs: list[Any] | None = None
-        self._spec: Any = None
-        self._returned = False
-        self._mutated: list[tuple[int, Stored]] = []
-        self._after: list[tuple[Ambient, Any]] = []
 
     @property
     def finished(self) -> bool:
@@ -109,7 +110,7 @@ class SavedCall:
     def drop(self) -> None:
         """Forgets what only a replay that goes on after the call would need."""
         self._outputs = None
-        self._mutated = []
+        self._mutated = ()
 
     def owns(self, slot: Slot) -> bool:
         """Whether `slot` is one of the call's."""
@@ -156,15 +157,17 @@ class SavedCall:
 
     def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
         """Compares the inputs of the replay with those of the forward."""
-        metas = [arguments.meta(t) for t in inputs]
+        metas = [*map(arguments.meta, inputs)]
+        if metas == self._metas:
+            return
         for i, (then, now) in enumerate(zip(self._metas, metas, strict=False)):
             if then != now:
                 text = _other_inputs(region, self.name, i, arguments.say(then), arguments.say(now))
                 raise errors.MismatchError(text)
 
-    def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any]) -> Any:
+    def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any] | None) -> Any:
         """Does to the world what the call did, and returns what it returned; calls `again` where values are missing."""
-        fresh = _torch.tree_leaves(again()) if self.read else None
+        fresh = None if again is None else _torch.tree_leaves(again())
         for ambient, value in self._after:
             ambient.restore(value)
         for index, stored in self._mutated:
@@ -232,10 +235,11 @@ class SavedCall:
         after: list[tuple[Ambient, Any]],
     ) -> list[torch.Tensor]:
         """Takes what a replay will need; returns the outputs that are kept on the device."""
-        self._after = after
-        for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
-            if version_of(tensor) != version:
-                self._mutated.append((i, self._keep(tensor, store)))
+        if after:
+            self._after = after
+        if [*map(version_of, inputs)] != versions:
+            each = enumerate(zip(inputs, versions, strict=True))
+            self._mutated = [(i, self._keep(t, store)) for i, (t, version) in each if version_of(t) != version]
         if isinstance(result, torch.Tensor):
             leaves: list[Any] = [result]
         else:
@@ -273,22 +277,21 @@ class SavedCall:
         tensor: torch.Tensor,
         inputs: Sequence[torch.Tensor],
         versions: Sequence[int],
-        scope: tuple[Owner | None, Container[int]],
+        frame: Scope | None,
         store: Store | None,
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
         if parameter_of(tensor) is not None:
             return tensor, version_of(tensor)
-        owner, storages = scope
         storage = storage_id(tensor)
-        if storage and storage in storages:
-            return tensor.detach(), version_of(tensor)
-        if owner is not None and storage:
+        if frame is not None and storage:
+            if storage in frame.inputs.storages:
+                return tensor.detach(), version_of(tensor)
             for i, base in enumerate(inputs):
                 if storage_id(base) == storage and version_of(base) == versions[i]:
-                    slot = self.slot(owner, tensor, i, base)
+                    slot = self.slot(frame, tensor, i, base)
                     if slot is not None:
-                        owner.dropped(tensor)
+                        frame.dropped(tensor)
                         return slot
         if store is None:
             return tensor.detach(), version_of(tensor)
@@ -296,11 +299,12 @@ class SavedCall:
 
 
 def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
+    storage = 0
     for i, base in enumerate(inputs):
         if tensor is base:
             return View(i, None, wants_grad(tensor))
-    storage = storage_id(tensor)
     for i, base in enumerate(inputs):
+        storage = storage or storage_id(tensor)
         if storage and storage_id(base) == storage:
             geometry = arguments.geometry(tensor, base)
             if geometry is not None:
@@ -325,34 +329,46 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def record_call(
     run: Run,
-    scope: tuple[Owner | None, Container[int]],
+    frame: Scope | None,
     store: Store | None,
     name: str,
     values_unused: bool,
+    draws: bool,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, list[torch.Tensor]]:
     """Runs a saved call in forward and writes its record.
 
+    Args:
+        run: What it is called in.
+        frame: The same, where that is a region's forward; elsewhere nothing is left to a replay.
+        store: Where it keeps its tensors.
+        name: Its name.
+        values_unused: Whether the values of its output are said not to be needed.
+        draws: Whether it may take random numbers or change a state.
+        fn: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
     Returns:
         What the call returned, and those of its outputs that are kept on the device.
     """
     inputs = tensors_of(fn, args, kwargs)
-    versions = [version_of(t) for t in inputs]
+    versions = [*map(version_of, inputs)]
     record = SavedCall(name, run.key(), inputs, values_unused)
-    before = [ambient.capture() for ambient in run.ambients]
+    ambients = run.ambients if draws else ()
+    before = [ambient.capture() for ambient in ambients]
 
-    @_torch.see_through
     def pack(tensor: torch.Tensor) -> Packed:
-        return record.pack(tensor, inputs, versions, scope, store)
+        return record.pack(tensor, inputs, versions, frame, store)
 
     records = run.writing().records
     records.append(record)
     observers = here.observers
     if observers is not None:
         fn = observers.around("saved call", name, run, fn)
-    _torch.push_hooks(pack, unpack)
+    _torch.push_hooks(_torch.see_through(pack), unpack)
     thread.run = None
     try:
         result = fn(*args, **kwargs)
@@ -363,7 +379,7 @@ def record_call(
     finally:
         thread.run = run
         _torch.pop_hooks()
-    kept = record.record(result, inputs, versions, store, advanced(run.ambients, before))
+    kept = record.record(result, inputs, versions, store, advanced(ambients, before))
     inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
     return result, kept
 

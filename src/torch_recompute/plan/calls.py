@@ -16,7 +16,8 @@ gathers parameters so. Not seen: what other Python functions do that torch treat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from .. import _torch
 from .._torch.modes import attention_in_parts
 from .._torch.ranks import call_next_mode, dispatches
-from ..region import no_recompute
-from ..values import Run, replay, thread
+from ..region import keep
+from ..values import Run, name_of, replay, thread
 
 Function = Callable[..., Any]
 
@@ -81,26 +82,45 @@ def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
     return None
 
 
+@functools.cache
+def _awaited(kinds: tuple[str, ...], declared: int) -> tuple[frozenset[str], frozenset[str], frozenset[Function]]:
+    """Returns the kinds that are kept, those whose values are unused, and the functions that may be of either."""
+    kept = frozenset(kinds) | ({"down"} if "product" in kinds else set())
+    unused = ALL_PRODUCTS if "values_unused" in kinds else frozenset[str]()
+    functions = {F.multi_head_attention_forward}
+    if (kept | unused) & ALL_PRODUCTS:
+        functions |= PRODUCTS | _declared
+    if "attention" in kept:
+        functions |= ATTENTION
+    return kept, unused, frozenset(functions)
+
+
+def _draws(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a kept call may take random numbers: products never do, nor does attention without dropout."""
+    if func is F.scaled_dot_product_attention:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    return func in ATTENTION
+
+
 class KeepCalls(TorchFunctionMode):
     """Makes saved calls of all calls of some of `choice.KINDS`; what is both unused and kept counts as unused."""
 
-    def __init__(self, kinds: Iterable[str]) -> None:
+    def __init__(self, kinds: tuple[str, ...]) -> None:
         super().__init__()
-        self._kinds = frozenset(kinds)
-        if "product" in self._kinds:
-            self._kinds |= {"down"}
-        self._unused = ALL_PRODUCTS if "values_unused" in self._kinds else frozenset[str]()
+        self._kinds, self._unused, self._awaited = _awaited(kinds, len(_declared))
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in self._awaited:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs)
         if kind in self._kinds or kind in self._unused:
-            return no_recompute(func, values_unused=kind in self._unused)(*args, **kwargs)
+            return keep(name_of(func), func, args, kwargs, None, kind in self._unused, _draws(func, args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -119,7 +139,7 @@ class KeepCollectives(_torch.TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace in ("_c10d_functional", "_dtensor"):
             if name.partition(".")[0].removesuffix("_coalesced") in self._names:
-                return no_recompute(func, name=name)(*args, **(kwargs or {}))
+                return keep(name, func, args, kwargs or {})
         elif any(dispatches(kind) for kind in kinds):
             # A subclass that makes collectives of its own is to make them under this mode; the modes around it are
             # shown the subclass first, as they are without this one.
@@ -127,12 +147,21 @@ class KeepCollectives(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache
+def _split(kinds: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the kinds of functions, and those of collectives."""
+    functions = tuple(kind for kind in kinds if kind not in COLLECTIVES)
+    return functions, tuple(kind for kind in kinds if kind in COLLECTIVES)
+
+
 def run_keeping(
-    fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[str], carry: bool = False
+    fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: tuple[str, ...], carry: bool = False
 ) -> Any:
     """Calls a function in which all calls of some of `choice.KINDS` are saved calls, and decisions may be carried."""
-    functions = [kind for kind in kinds if kind not in COLLECTIVES]
-    collectives = [kind for kind in kinds if kind in COLLECTIVES]
+    functions, collectives = _split(kinds)
+    if not collectives and not carry:
+        with KeepCalls(functions):
+            return fn(*args, **kwargs)
     with ExitStack() as stack:
         if functions:
             stack.enter_context(KeepCalls(functions))
@@ -145,6 +174,8 @@ def run_keeping(
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a product is one with a parameter, or with a part of one (the matrix of one expert)."""
+    if torch.nn.Parameter in map(type, args):
+        return True
     operands = [*args, *kwargs.values()]
     for operand in operands:
         operands.extend(operand if isinstance(operand, (list, tuple)) else ())

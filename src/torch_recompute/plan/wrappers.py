@@ -34,7 +34,7 @@ from ..arguments import copied
 from ..discard import Discard
 from ..engine.region_call import Options
 from ..observer import observing
-from ..region import no_recompute, recompute
+from ..region import keep, recompute, run
 from ..stores import Store
 from ..values import Overrides, thread
 from .calls import run_keeping
@@ -170,6 +170,7 @@ class Region(ForwardWrapper):
         self.store = store
         self._kinds = tuple(keep.calls for keep in choice.kept if keep.calls and not keep.module)
         self._carry = choice.carry
+        self._bare = not (self._kinds or self._carry)
         self.disabled = False
         self.figures: Figures | None = None
         self.promised: Promised | None = None
@@ -181,8 +182,12 @@ class Region(ForwardWrapper):
         if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.promised.compare(self.module)
             self.promised = None
-        region = recompute(self.body, name=self.name, inputs=self.store)
-        return region(*args, **kwargs) if self.figures is None else self.watched(region)(*args, **kwargs)
+        options = Options(self.name, self.store, owner=self.module)
+        fn = self.plain if self._bare else self.body
+        if self.figures is None or torch.compiler.is_compiling():
+            return run(options, fn, args, kwargs)
+        with observing(self.figures):
+            return run(options, fn, args, kwargs)
 
     def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """A region whose calls are shown to the figures, if there are any now."""
@@ -264,7 +269,7 @@ class SavedModule(ForwardWrapper):
         """Calls the module as a saved call."""
         if self.idle or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
-        result = no_recompute(self.plain, name=self.path)(*args, **kwargs)
+        result = keep(self.path, self.plain, args, kwargs)
         leaves, spec = _torch.tree_flatten(result)
         return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
@@ -280,7 +285,7 @@ class KeepCallsWithin(ForwardWrapper):
         """Calls the module."""
         if self.idle or thread.run is None or torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
-        return run_keeping(self.plain, args, kwargs, [self._kind])
+        return run_keeping(self.plain, args, kwargs, (self._kind,))
 
 
 class ChainedRegion(Region):
@@ -289,6 +294,7 @@ class ChainedRegion(Region):
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None, chain: Chain) -> None:
         self._first, self._last = path == choice.paths[0], path == choice.paths[-1]
         super().__init__(module, path, choice, store if self._first else None)
+        self._bare = self._bare and not choice.nested
         self._chain = chain
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +314,7 @@ class ChainedRegion(Region):
             result = super().__call__(*args, **kwargs)
         else:
             begin = Discard if self.figures is None else self.watched(Discard)
-            call = begin(Options(self.path, self.store), self.body, args, kwargs)
+            call = begin(Options(self.path, self.store, owner=self.module), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:
