@@ -148,6 +148,9 @@ class SplitGeometry(NamedTuple):
         return None if view is None else cast("Any", type(base)).from_local(view, **self.layout)
 
 
+WHOLE = Geometry((), (), 0, (), True)
+"""That of a tensor relative to itself."""
+
 AnyGeometry = Geometry | SplitGeometry
 
 
@@ -560,12 +563,13 @@ class Captures:
     _others: _NAMED = ()
 
     @classmethod
-    def of(cls, module: nn.Module) -> Captures:
+    def of(cls, module: nn.Module, whole: bool) -> Captures:
         """What one module reaches: the short way, since most regions are modules."""
         found = cls.__new__(cls)
         found.template = module
         found.modules, found._others = scanned(module)
-        found.whole = len(found.modules)
+        if whole:
+            found.whole = len(found.modules)
         return found
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
@@ -751,16 +755,28 @@ def rebuild(template: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any
     return template
 
 
-def reach(fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> Captures | None:
-    """What `fn` and the `modules` passed to it reach; None where that is nothing."""
+def reach(
+    fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = (), owner: nn.Module | None = None
+) -> Captures | None:
+    """What `fn` and the `modules` passed to it reach; None where that is nothing.
+
+    Args:
+        fn: The function.
+        modules: Modules among its arguments.
+        owner: The module that is known to be all that it reaches, though not all of it may be read.
+    """
     if not modules:
+        if owner is not None:
+            return Captures.of(owner, whole=False)
         if isinstance(fn, nn.Module):
-            return Captures.of(fn)
+            return Captures.of(fn, whole=True)
         if isinstance(fn, types.FunctionType):
             simple = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
             if simple and not _look(fn.__code__, fn.__globals__).names:
                 return None
         elif isinstance(fn, _SIMPLE):
             return None
-    found = Captures(fn, modules)
+    found = Captures(fn if owner is None else owner, modules)
+    if owner is not None:
+        found.whole = 0
     return None if found.empty else found

@@ -237,16 +237,16 @@ def keep(
     kwargs: dict[str, Any],
     store: Store | None = None,
     values_unused: bool = False,
-    draws: bool = True,
+    pure: bool = False,
 ) -> Any:
-    """Makes a saved call; without `draws` it is known to take no random numbers and to change no `state=`."""
+    """Makes a saved call; a `pure` one is known to draw no numbers, to change nothing, and to return new memory."""
     now = thread.run
     if now is None or torch.compiler.is_compiling():
         return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)
     frame = now if isinstance(now, RegionCall) else None
-    result, kept = record_call(now, frame, store, name, values_unused, draws, fn, args, kwargs)
+    result, kept = record_call(now, frame, store, name, values_unused, pure, fn, args, kwargs)
     if frame is not None:
         frame.alias(kept)
     return result

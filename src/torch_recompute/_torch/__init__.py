@@ -271,13 +271,12 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._for
 @contextlib.contextmanager
 def versions_kept(tensors: Sequence[torch.Tensor]) -> Generator[None]:
     """Within it nothing is recorded for backward; after it the tensors have the versions that they had before."""
-    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    versions = tuple(map(version_of, counted))
+    versions = tuple(map(version_of, tensors))
     with torch.no_grad():
         try:
             yield
         finally:
-            _autograd._unsafe_set_version_counter(counted, versions)
+            _autograd._unsafe_set_version_counter(tuple(tensors), versions)
 
 
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async

@@ -258,6 +258,7 @@ class Replay(Run):
 Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]]
 NEVER: Key = (-1, 0)
 _NONE: Mapping[int, torch.Tensor] = {}
+_UNKNOWN: Mapping[int, int] = {}
 _END: Key = (math.inf, math.inf)
 
 
@@ -293,6 +294,7 @@ class RegionCall(Run):
     fingerprints: Fingerprints | None = None
     streams: tuple[Any, ...] = ()
     transient = brief = complete = _aliased = False
+    alive: Mapping[int, int] = _UNKNOWN
     _aliases: Mapping[int, torch.Tensor] = _NONE
     _contexts: contextlib.AbstractContextManager[Any] | None = None
     _nested: tuple[weakref.ref[RegionCall] | None, ...] = ()
@@ -315,7 +317,7 @@ class RegionCall(Run):
         if _torch.in_use():
             self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors)
         owner = options.owner
-        found = reach(fn if owner is None else owner, self._look_at(call) if call.others else ())
+        found = reach(fn, self._look_at(call) if call.others else (), owner)
         captured: Sequence[torch.Tensor] = ()
         self._template: Any = fn
         if found is not None:
@@ -396,7 +398,8 @@ class RegionCall(Run):
         a tensor that is kept.
         """
         slots, fingerprints, observers = self.slots, self.fingerprints, self.observers
-        alive = {**self._state.versions(), **self.inputs.ids}.get
+        self.alive = {**self._state.versions(), **self.inputs.ids}
+        alive = self.alive.get
         views, add, new, ref, plain = self.inputs.any_views(), slots.append, Slot, weakref.ref, torch.Tensor
 
         def pack(tensor: torch.Tensor) -> Packed:
@@ -454,7 +457,7 @@ class RegionCall(Run):
             _torch.pop_hooks()
             del self.pack  # which refers to this call
             self.inputs.settle()
-            self._aliases = _NONE  # an identity means something only while what it identifies is alive
+            self.alive, self._aliases = _UNKNOWN, _NONE  # an identity means something while what it identifies is alive
         self.complete = True
         if self.fingerprints is not None:
             self.fingerprints.flush()

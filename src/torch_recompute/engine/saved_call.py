@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .. import _torch, arguments, errors
-from .._torch import parameter_of, storage_id, version_of
+from .._torch import is_parameter, parameter_of, storage_id, version_of
 from ..arguments import wants_grad
 from ..observer import here
 from ..state import Ambient, advanced
@@ -58,6 +58,7 @@ class Scope(Owner, Protocol):
     """What a saved call asks of the region's forward that it is in."""
 
     inputs: Inputs
+    alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
 
 
 def _other_inputs(region: str, call: str, position: int, then: str, now: str) -> str:
@@ -76,6 +77,7 @@ class SavedCall:
         key: The moment of the call in its region's forward.
         not_needed: Set once no replay of its own region needs the output; dropped when no outer one does either.
         values_unused: Whether the values of its output are said not to be needed.
+        pure: Whether it is known to draw no random numbers, to change nothing and to return memory of its own.
         read: Whether a replay needed them all the same; the call is then repeated.
     """
 
@@ -85,9 +87,17 @@ class SavedCall:
     _mutated: Sequence[tuple[int, Stored]] = ()
     _after: Sequence[tuple[Ambient, Any]] = ()
 
-    def __init__(self, name: str, key: Key, inputs: Sequence[torch.Tensor], values_unused: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        key: Key,
+        inputs: Sequence[torch.Tensor],
+        values_unused: bool = False,
+        pure: bool = False,
+    ) -> None:
         self.name = name
         self.key = key
+        self.pure = pure
         self.values_unused = values_unused
         self._metas = [*map(arguments.meta, inputs)]
         self._views: list[tuple[weakref.ref[Slot], int, arguments.AnyGeometry]] = []
@@ -125,7 +135,7 @@ class SavedCall:
 
     def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
         """A slot for a view of input number `index`; None where strides cannot say how it lies in that."""
-        geometry = arguments.geometry(tensor, base)
+        geometry = arguments.WHOLE if tensor is base else arguments.geometry(tensor, base)
         if geometry is None:
             return None
         slot = Slot()
@@ -237,7 +247,7 @@ class SavedCall:
         """Takes what a replay will need; returns the outputs that are kept on the device."""
         if after:
             self._after = after
-        if [*map(version_of, inputs)] != versions:
+        if not self.pure and [*map(version_of, inputs)] != versions:
             each = enumerate(zip(inputs, versions, strict=True))
             self._mutated = [(i, self._keep(t, store)) for i, (t, version) in each if version_of(t) != version]
         if isinstance(result, torch.Tensor):
@@ -249,9 +259,8 @@ class SavedCall:
             if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
                 outputs.append(leaf)
                 continue
-            outputs.append(
-                _view(leaf, inputs) or (self._unkept(leaf) if self.values_unused else self._keep(leaf, store))
-            )
+            view = None if self.pure else _view(leaf, inputs)
+            outputs.append(view or (self._unkept(leaf) if self.values_unused else self._keep(leaf, store)))
         self._outputs = outputs
         self._returned = True
         return self.held()
@@ -281,21 +290,39 @@ class SavedCall:
         store: Store | None,
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
-        if parameter_of(tensor) is not None:
+        base: Any = tensor._base if tensor._is_view() else tensor
+        version = None if frame is None else frame.alive.get(id(base))
+        if version is not None:
+            now = version_of(tensor)
+            return (tensor if now == version else tensor.detach()), now
+        if is_parameter(base) or is_parameter(tensor):
             return tensor, version_of(tensor)
-        storage = storage_id(tensor)
-        if frame is not None and storage:
-            if storage in frame.inputs.storages:
-                return tensor.detach(), version_of(tensor)
-            for i, base in enumerate(inputs):
-                if storage_id(base) == storage and version_of(base) == versions[i]:
-                    slot = self.slot(frame, tensor, i, base)
-                    if slot is not None:
-                        frame.dropped(tensor)
-                        return slot
+        if frame is not None:
+            for i in self._sources(tensor, base, inputs, frame):
+                if i is None:
+                    return tensor.detach(), version_of(tensor)
+                slot = self.slot(frame, tensor, i, inputs[i]) if version_of(inputs[i]) == versions[i] else None
+                if slot is not None:
+                    frame.dropped(tensor)
+                    return slot
         if store is None:
             return tensor.detach(), version_of(tensor)
         return Kept(store, tensor.detach(), self.name)
+
+    def _sources(
+        self, tensor: torch.Tensor, base: torch.Tensor, inputs: Sequence[torch.Tensor], frame: Scope
+    ) -> Iterator[int | None]:
+        """The numbers of the inputs whose memory a tensor has; None where it has that of an input of the region."""
+        for i, given in enumerate(inputs):
+            if given is tensor or given is base:
+                yield i
+        storage = 0 if self.pure else storage_id(tensor)
+        if storage:
+            if storage in frame.inputs.storages:
+                yield None
+            for i, given in enumerate(inputs):
+                if storage_id(given) == storage:
+                    yield i
 
 
 def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
@@ -312,10 +339,17 @@ def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
     return None
 
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_LEAVES = _TENSORS | arguments.PLAIN
+
+
 def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call is made with: in its arguments, and in the cells of a closure."""
-    call = arguments.Call(args, kwargs)
-    found: list[torch.Tensor] = [call.leaves[i] for i in call.tensors]
+    if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
+        found: list[torch.Tensor] = [leaf for leaf in (*args, *kwargs.values()) if type(leaf) in _TENSORS]
+    else:
+        call = arguments.Call(args, kwargs)
+        found = [call.leaves[i] for i in call.tensors]
     if isinstance(fn, types.FunctionType) and fn.__closure__:
         for cell in fn.__closure__:
             try:
@@ -333,7 +367,7 @@ def record_call(
     store: Store | None,
     name: str,
     values_unused: bool,
-    draws: bool,
+    pure: bool,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -346,7 +380,7 @@ def record_call(
         store: Where it keeps its tensors.
         name: Its name.
         values_unused: Whether the values of its output are said not to be needed.
-        draws: Whether it may take random numbers or change a state.
+        pure: Whether it is known to draw no random numbers, to change nothing and to return memory of its own.
         fn: What is called.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -356,8 +390,8 @@ def record_call(
     """
     inputs = tensors_of(fn, args, kwargs)
     versions = [*map(version_of, inputs)]
-    record = SavedCall(name, run.key(), inputs, values_unused)
-    ambients = run.ambients if draws else ()
+    record = SavedCall(name, run.key(), inputs, values_unused, pure)
+    ambients = () if pure else run.ambients
     before = [ambient.capture() for ambient in ambients]
 
     def pack(tensor: torch.Tensor) -> Packed:

@@ -71,14 +71,14 @@ def declare_product(func: Function) -> None:
     _declared.add(func)
 
 
-def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The narrowest of a plan's kinds of call that this one is of; None for none."""
+def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], narrow: bool = True) -> str | None:
+    """The kind of call of a plan that this one is of, the narrowest if asked for; None for none."""
     if func in ATTENTION:
         return "attention"
     if func in PRODUCTS or func in _declared:
         if not _has_parameter(args, kwargs):
             return "matmul"
-        return "down" if _narrows(func, args, kwargs) else "product"
+        return "down" if narrow and _narrows(func, args, kwargs) else "product"
     return None
 
 
@@ -95,19 +95,21 @@ def _awaited(kinds: tuple[str, ...], declared: int) -> tuple[frozenset[str], fro
     return kept, unused, frozenset(functions)
 
 
-def _draws(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a kept call may take random numbers: products never do, nor does attention without dropout."""
+def _pure(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a kept call takes no random numbers and changes nothing, as attention without dropout."""
+    if "out" in kwargs or func in _declared:
+        return False
     if func is F.scaled_dot_product_attention:
-        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p"))
-    return func in ATTENTION
+        return not (args[4] if len(args) > 4 else kwargs.get("dropout_p"))
+    return func not in ATTENTION
 
 
 class KeepCalls(TorchFunctionMode):
     """Makes saved calls of all calls of some of `choice.KINDS`; what is both unused and kept counts as unused."""
 
-    def __init__(self, kinds: tuple[str, ...]) -> None:
+    def __init__(self, kinds: Iterable[str]) -> None:
         super().__init__()
-        self._kinds, self._unused, self._awaited = _awaited(kinds, len(_declared))
+        self._kinds, self._unused, self._awaited = _awaited(tuple(kinds), len(_declared))
 
     def __torch_function__(
         self, func: Function, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -118,9 +120,9 @@ class KeepCalls(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return attention_in_parts(*args, **kwargs)
-        kind = kind_of(func, args, kwargs)
+        kind = kind_of(func, args, kwargs, narrow="product" not in self._kinds)
         if kind in self._kinds or kind in self._unused:
-            return keep(name_of(func), func, args, kwargs, None, kind in self._unused, _draws(func, args, kwargs))
+            return keep(name_of(func), func, args, kwargs, None, kind in self._unused, _pure(func, args, kwargs))
         return func(*args, **kwargs)
 
 

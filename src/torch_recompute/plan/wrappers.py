@@ -144,6 +144,11 @@ class ForwardWrapper:
         made._before = self._before._on(module) if isinstance(self._before, ForwardWrapper) else self._before
         return made
 
+    @property
+    def _owner(self) -> nn.Module | None:
+        """All that the call reaches: the module; None where another forward was put on it, which may reach more."""
+        return self.module if self._before is None else None
+
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the forward that was there before."""
         if self._before is not None:
@@ -182,7 +187,7 @@ class Region(ForwardWrapper):
         if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.promised.compare(self.module)
             self.promised = None
-        options = Options(self.name, self.store, owner=self.module)
+        options = Options(self.name, self.store, owner=self._owner)
         fn = self.plain if self._bare else self.body
         if self.figures is None or torch.compiler.is_compiling():
             return run(options, fn, args, kwargs)
@@ -314,7 +319,7 @@ class ChainedRegion(Region):
             result = super().__call__(*args, **kwargs)
         else:
             begin = Discard if self.figures is None else self.watched(Discard)
-            call = begin(Options(self.path, self.store, owner=self.module), self.body, args, kwargs)
+            call = begin(Options(self.path, self.store, owner=self._owner), self.body, args, kwargs)
             result = call.result
             self._chain.waiting = call
         if before is not None:
