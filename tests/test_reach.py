@@ -1,6 +1,7 @@
 """What a function reaches besides its arguments, and the function made again over fresh cells."""
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_recompute import ChangedError, recompute
+from torch_recompute import ChangedError, arguments, recompute
 from torch_recompute.arguments import reach, rebuild
 
 MODULE = nn.Linear(3, 3)
@@ -437,3 +438,61 @@ WEIGHT = torch.ones(3, requires_grad=True)
 
 def uses_global_weight(x: torch.Tensor) -> torch.Tensor:
     return (x * WEIGHT).sin().exp()
+
+
+# --- modules are scanned once -----------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """A module with a child, and an attribute that may become a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+        self.cache: torch.Tensor | None = None
+
+
+def deeper(holder: Holder) -> None:
+    holder.child.add_module("inner", nn.Linear(2, 2))
+
+
+def replaced(holder: Holder) -> None:
+    holder._modules["child"] = nn.Linear(2, 2)
+
+
+CHANGES: list[Callable[[Holder], None]] = [
+    lambda holder: setattr(holder, "more", nn.Linear(2, 2)),
+    deeper,
+    replaced,
+    lambda holder: delattr(holder, "child"),
+    lambda holder: setattr(holder, "cache", torch.ones(2)),
+    lambda holder: setattr(holder, "table", torch.ones(2)),
+    lambda holder: holder.register_parameter("scale", nn.Parameter(torch.ones(2))),
+    lambda holder: holder.child._parameters.update(bias=nn.Parameter(torch.ones(2))),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=range(len(CHANGES)))
+def test_what_a_module_reaches_is_seen_after_a_change(change: Callable[[Holder], None]) -> None:
+    """Modules, parameters and plain tensors are those of the moment, whatever an earlier scan of the module found."""
+    holder = Holder()
+    reach(holder)
+    change(holder)
+    found = reach(holder)
+    assert found is not None
+    assert list(map(id, found.modules)) == list(map(id, holder.modules()))
+    assert {id(seen.tensor) for seen in found.parameters(True)} == set(map(id, holder.parameters()))
+    plain = {id(value) for value in vars(holder).values() if type(value) is torch.Tensor}
+    assert {id(seen.tensor) for seen in found.mutable(True)} == plain
+
+
+def test_a_scan_keeps_no_module() -> None:
+    """A module that was scanned is freed, also one whose child refers to it."""
+    holder = Holder()
+    holder.child.parent = [holder]  # pyright: ignore[reportAttributeAccessIssue]
+    reach(holder)
+    before, gone = len(arguments._scans), weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
+    assert len(arguments._scans) == before - 1
