@@ -1999,7 +1999,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "  Write --budget 5.00GiB or more, or spread the step "
         "over more ranks.": lambda: LayoutPlanner.plans(OverFull(), 100),
         "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
-        "13.95 KiB (14280 bytes), without recomputation 17.41 KiB.\n"
+        "13.98 KiB (14312 bytes), without recomputation 17.41 KiB.\n"
         "  Write --budget 13.95KiB or more, or a smaller batch. plan.json has not been written; with --budget 14280 it "
         "is that plan.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
@@ -2007,7 +2007,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "(hidden, labels), where head_and_loss returns a loss per token.": too_little_on_a_command_line,
         # planning
         "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
-        "13.95 KiB (14280 bytes), without recomputation 17.41 KiB.\n"
+        "13.98 KiB (14312 bytes), without recomputation 17.41 KiB.\n"
         '  Pass budget="13.95KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
         ".smallest.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
@@ -2015,7 +2015,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "(hidden, labels), where head_and_loss returns a loss per token.": plans_for_too_little,
         "sizes: for calls of 64 x 8, budget=100 bytes is too small for a step of this model: with the plan that needs "
         "the least its peak is "
-        "13.95 KiB (14280 bytes), without recomputation 17.41 KiB.\n"
+        "13.98 KiB (14312 bytes), without recomputation 17.41 KiB.\n"
         '  Pass budget="13.95KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
         ".smallest.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "

@@ -154,14 +154,6 @@ def test_will_run() -> None:
     assert seen == [(True, True), (False, True), (False, True)]
 
 
-def test_reads_once() -> None:
-    """A node of torch's own reads what it saved once; a Function of a user may read it again."""
-    x = vector()
-    assert _torch.reads_once((x * x).grad_fn)
-    assert type((x * x).grad_fn) in _torch.read_once
-    assert not _torch.reads_once(Look.apply(x, print).grad_fn)
-
-
 def test_current_node() -> None:
     """The node whose backward runs, with its name; None outside."""
     seen: list[Any] = []

@@ -85,19 +85,6 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 """The autograd node that runs now on this thread, or None outside of backward."""
 
 
-def reads_once(node: Any) -> bool:
-    """Whether a node reads each tensor that it saved once; a Function that users write may read them again."""
-    kind = type(node)
-    if issubclass(kind, _C._FunctionBase) or kind.__name__ == "CppFunction":
-        return False
-    read_once.add(kind)  # torch's own, of which there are as many as operations
-    return True
-
-
-read_once: set[type] = set()
-"""Classes of nodes for which `reads_once` has said so."""
-
-
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward call has ended."""
     engine: Any = torch.autograd.Variable._execution_engine

@@ -293,7 +293,7 @@ class RegionCall(Run):
     later: SavedCall | None = None
     fingerprints: Fingerprints | None = None
     streams: tuple[Any, ...] = ()
-    transient = brief = complete = _aliased = False
+    transient = complete = _aliased = False
     alive: Mapping[int, int] = _UNKNOWN
     _aliases: Mapping[int, torch.Tensor] = _NONE
     _contexts: contextlib.AbstractContextManager[Any] | None = None
@@ -557,8 +557,11 @@ class RegionCall(Run):
         return self._replay()
 
     def _decide_lifetime(self) -> None:
-        """Says how long the rebuilt tensors live: until they are read, or to the second half of this backward."""
-        self.brief = False
+        """Says how long the rebuilt tensors live.
+
+        Where the graph is not retained, autograd empties their nodes. Else they live until they are read, or to the
+        second half of this backward.
+        """
         if not _torch.in_backward():
             self.transient = True
             self.release()
@@ -568,7 +571,7 @@ class RegionCall(Run):
         if (kept and leaves_undone(self._first)) or _torch.exec_group() is not None:
             self.transient, task.split = False, True
         else:
-            self.transient, self.brief = kept, not kept
+            self.transient = kept
             task.frames.append(weakref.ref(self))
 
     def let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
