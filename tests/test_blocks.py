@@ -86,7 +86,7 @@ def test_state_is_there_from_the_beginning() -> None:
 
 def test_a_storage_that_is_emptied_and_filled_is_two_blocks() -> None:
     """Sizes that change end a block and begin another; what was there for no moment is none; names come late."""
-    ledger = Ledger(history=True)
+    ledger = Ledger()
     storage = torch.ones(8).untyped_storage()
     ledger.mark(storage, ACTIVATIONS)
     ledger.sample(1, "made")
@@ -103,14 +103,6 @@ def test_a_storage_that_is_emptied_and_filled_is_two_blocks() -> None:
     ledger.book_deaths()
     ledger.sample(4, "passed")
     assert [block[:4] for block in blocks_of(ledger.changes)] == [("gradients", 32, 1, 2), ("gradients", 64, 3, None)]
-
-
-def test_without_history_nothing_is_kept() -> None:
-    """A ledger that was not asked for its history keeps none."""
-    ledger = Ledger()
-    ledger.mark(torch.ones(8).untyped_storage(), ACTIVATIONS)
-    ledger.sample(1, "made")
-    assert ledger.changes == []
 
 
 def shown(snapshot: dict[str, Any], device: int = 0) -> tuple[int, int]:

@@ -24,10 +24,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch, arguments
+from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
 from ..engine.region_call import RegionCall
 from ..memory.ledger import storages
-from ..memory.operations import ModuleStack, Operations, kind_of, leaves
+from ..memory.operations import ModuleStack, kind_of, leaves, storages_before
 from ..observer import Running, observing, running
 from .evidence import TensorSample, sample_of
 
@@ -145,12 +146,14 @@ class _OpPlace(NamedTuple):
     runs: list[RegionRun]
 
 
-class Recorder(Operations):
+class Recorder(TorchDispatchMode):
     """Sees operations, modules and regions while a model runs.
 
     Args:
         names: What to call a module, by its `id`.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -244,9 +247,7 @@ class Recorder(Operations):
         return number if ref is not None and ref() is storage else 0
 
     def _number(self, func: Any, inputs: object, out: Any) -> None:
-        given = {id(storage) for _, storage in storages(inputs)}
-        if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` announces a new storage
-            given.clear()
+        given = storages_before(func, inputs)
         for tensor in leaves(out):
             for _, storage in storages(tensor):
                 if id(storage) not in given and not self._made_at(storage):

@@ -14,8 +14,8 @@ it matters: of storages an operation touches, of storages that were empty, and o
 believed. A silent shrink can therefore not fake a peak; only a silent growth of a non-empty storage that also ends
 before any operation touches it goes unseen.
 
-With `history` every change of a size is written down as well, under the event of the next sample, so that what was
-alive can be told for any moment (`blocks_of`): as blocks, from one change of a storage's size to the next.
+Every change of a size is written down under the event of the next sample, so that what was alive can be told for any
+moment (`blocks_of`): as blocks, from one change of a storage's size to the next.
 
 Invariants. One storage, one entry. `live` is the sum of the entries' bytes. The peak keeps its list of entries, not
 of categories, so that bytes which turn out to be a gradient later are called a gradient at the peak too.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,45 +82,48 @@ class Entry(weakref.ref[torch.UntypedStorage]):
     place: Place
 
 
+Entries = list[tuple[Entry, int]]
+"""Storages, each with the bytes that it had at some moment."""
+
+
 class Ledger:
     """The books of one device. Callers hold the measurement's lock.
 
     Args:
         rounding: Sizes are rounded up to multiples of this many bytes.
-        history: Whether changes are kept.
 
     Attributes:
         live: Bytes alive.
         peak: The most of them so far.
+        at_peak: The storages that were alive then.
         place: Where the work is, for the entries made from now on.
         timeline: The bytes alive after each operation that changed them.
-        changes: With `history`: an event, an entry, and the bytes that it has from then on.
+        changes: An event, an entry, and the bytes that it has from then on.
     """
 
-    def __init__(self, rounding: int = 1, *, history: bool = False) -> None:
-        self._rounding = rounding
-        self._history = history
-        self._pending: list[tuple[Entry, int]] = []
-        self.changes: list[tuple[int, Entry, int]] = []
+    def __init__(self, rounding: int = 1) -> None:
         self.live = 0
         self.peak = 0
+        self.at_peak: Entries = []
         self.place = Place()
         self.timeline: list[Sample] = []
+        self.changes: list[tuple[int, Entry, int]] = []
+        self._rounding = rounding
+        self._pending: Entries = []
         self._entries: dict[int, Entry] = {}
         self._empty: dict[int, Entry] = {}
         self._dead: deque[Entry] = deque()
-        self._at_peak: list[tuple[Entry, int]] = []
 
     def touch(self, storage: torch.UntypedStorage) -> bool:
-        """Read a storage's size again; False if it is not in the books."""
+        """Reads a storage's size again; False if it is not in the books."""
         self.book_deaths()
         entry = self._entries.get(id(storage))
         if entry is not None:
-            self._reread(entry, storage)
+            self._reread(entry)
         return entry is not None
 
     def mark(self, storage: torch.UntypedStorage, rank: int, place: Place | None = None) -> None:
-        """Say what a storage is for. It enters the books if it must; a category earlier in the list stays.
+        """Says what a storage is for. It enters the books if it must; a category earlier in the list stays.
 
         Args:
             storage: The storage.
@@ -133,49 +137,49 @@ class Ledger:
             return
         entry = Entry(storage, cast("Callable[[Any], None]", self._dead.append))
         entry.key, entry.nbytes, entry.rank, entry.place = id(storage), 0, rank, place or self.place
-        self._entries[entry.key] = entry
-        self._reread(entry, storage)
+        self._entries[entry.key] = self._empty[entry.key] = entry
+        self._reread(entry)
 
     def book_deaths(self) -> None:
-        """Take out the storages that died since the last call."""
+        """Takes out the storages that died since the last call."""
         while self._dead:
             entry = self._dead.popleft()
             self.live -= entry.nbytes
-            self._note(entry, 0)
+            self._pending.append((entry, 0))
             del self._entries[entry.key]
             self._empty.pop(entry.key, None)
 
     def refresh(self) -> None:
-        """Read every size again."""
+        """Reads every size again."""
         self.book_deaths()
-        self._reread_all(self._entries)
+        self._reread(*self._entries.values())
 
     def settle(self) -> None:
-        """Raise the peak if this moment is one."""
-        self._reread_all(self._empty)
+        """Raises the peak if this moment is one."""
+        self._reread(*self._empty.values())
         if self.live > self.peak:
-            self._reread_all(self._entries)
+            self._reread(*self._entries.values())
         if self.live > self.peak:
             self.peak = self.live
-            self._at_peak = self.alive()
+            self.at_peak = self.alive()
 
     def sample(self, event: int, op: str) -> None:
-        """Add a point to the timeline if the bytes alive have changed."""
+        """Adds a point to the timeline if the bytes alive have changed."""
         if not self.timeline or self.live != self.timeline[-1].live_bytes:
             self.timeline.append(Sample(event, op, self.live))
         self.stamp(event)
 
     def stamp(self, event: int) -> None:
-        """Write down the changes since the last event as this event's."""
+        """Writes down the changes since the last event as this event's."""
         self.changes.extend((event, entry, nbytes) for entry, nbytes in self._pending)
         self._pending.clear()
 
-    def alive(self) -> list[tuple[Entry, int]]:
-        """What is in the books, with its bytes."""
+    def alive(self) -> Entries:
+        """Returns what is in the books."""
         return [(entry, entry.nbytes) for entry in self._entries.values()]
 
-    def alive_after(self, event: int) -> list[tuple[Entry, int]]:
-        """What was in the books after an event, with its bytes then; with `history`."""
+    def alive_after(self, event: int) -> Entries:
+        """Returns what was in the books after an event."""
         found: dict[int, tuple[Entry, int]] = {}
         for at, entry, nbytes in self.changes:
             if at > event:
@@ -183,41 +187,22 @@ class Ledger:
             found[id(entry)] = entry, nbytes
         return [(entry, nbytes) for entry, nbytes in found.values() if nbytes]
 
-    def live_by_category(self) -> dict[str, int]:
-        """The bytes alive now, by what they are for."""
-        return by_category(self.alive())
-
-    def peak_by_category(self) -> dict[str, int]:
-        """The bytes alive at the peak, by what they turned out to be for."""
-        return by_category(self._at_peak)
-
-    def _size(self, storage: torch.UntypedStorage) -> int:
-        nbytes = int(storage.nbytes())
-        return -(-nbytes // self._rounding) * self._rounding
-
-    def _reread(self, entry: Entry, storage: torch.UntypedStorage) -> None:
-        nbytes = self._size(storage)
-        if nbytes:
-            self._empty.pop(entry.key, None)
-        else:
-            self._empty[entry.key] = entry
-        self.live += nbytes - entry.nbytes
-        if nbytes != entry.nbytes:
-            self._note(entry, nbytes)
-        entry.nbytes = nbytes
-
-    def _note(self, entry: Entry, nbytes: int) -> None:
-        if self._history:
-            self._pending.append((entry, nbytes))
-
-    def _reread_all(self, entries: dict[int, Entry]) -> None:
+    def _reread(self, *entries: Entry) -> None:
         rounding = self._rounding
-        for entry in tuple(entries.values()):
+        for entry in entries:
             storage = entry()
-            if storage is None or (rounding == 1 and storage.nbytes() == entry.nbytes):
+            if storage is None:
                 continue
-            if self._size(storage) != entry.nbytes:
-                self._reread(entry, storage)
+            nbytes = -(-storage.nbytes() // rounding) * rounding
+            if nbytes == entry.nbytes:
+                continue
+            if nbytes:
+                self._empty.pop(entry.key, None)
+            else:
+                self._empty[entry.key] = entry
+            self.live += nbytes - entry.nbytes
+            self._pending.append((entry, nbytes))
+            entry.nbytes = nbytes
 
 
 def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
@@ -280,9 +265,6 @@ def by_category(entries: Iterable[tuple[Entry, int]]) -> dict[str, int]:
     return totals
 
 
-# --- what lay in memory, from which operation to which ---------------------------------------------------------------
-
-
 class Block(NamedTuple):
     """Bytes of one storage, for as long as it had them.
 
@@ -301,22 +283,18 @@ class Block(NamedTuple):
     made: Place
 
 
+@dataclass
 class _Life:
     """A block that may not have ended."""
 
-    def __init__(self, entry: Entry, nbytes: int, born: int) -> None:
-        self.entries = [entry]
-        self.nbytes = nbytes
-        self.born = born
-        self.died: int | None = None
-
-    def block(self) -> Block:
-        rank = min(entry.rank for entry in self.entries)
-        return Block(CATEGORIES[rank], self.nbytes, self.born, self.died, self.entries[0].place)
+    entries: list[Entry]
+    nbytes: int
+    born: int
+    died: int | None = None
 
 
 def blocks_of(*books: Sequence[tuple[int, Entry, int]]) -> tuple[Block, ...]:
-    """The blocks of a ledger's changes, in the order of their beginning.
+    """Returns the blocks of a ledger's changes, in the order of their beginning.
 
     Args:
         books: The changes of one ledger, or of several of which each took over what was alive in the one before, as
@@ -325,24 +303,23 @@ def blocks_of(*books: Sequence[tuple[int, Entry, int]]) -> tuple[Block, ...]:
     lives: list[_Life] = []
     now: dict[int, _Life] = {}
     for number, changes in enumerate(books):
-        before: dict[int, _Life] = {}
-        start = changes[0][0] if changes else 0
-        if number:
-            before, now = now, {}
+        taking_over = changes[0][0] if number and changes else -1  # the event
+        for key in now.keys() - {entry.key for event, entry, _ in changes if event == taking_over}:
+            now.pop(key).died = taking_over
         for event, entry, nbytes in changes:
-            taken_over = before.pop(entry.key, None) if number and event == start else None
-            if taken_over is not None and taken_over.nbytes == nbytes:
-                taken_over.entries.append(entry)
-                now[entry.key] = taken_over
+            life = now.get(entry.key)
+            if life is not None and event == taking_over and life.nbytes == nbytes:
+                life.entries.append(entry)
                 continue
-            ended = now.pop(entry.key, taken_over)
-            if ended is not None:
-                ended.died = event
+            if life is not None:
+                now.pop(entry.key).died = event
             if nbytes:
-                there = number and event == start and entry.rank == OPTIMIZER
-                now[entry.key] = _Life(entry, nbytes, 0 if there else event)
+                born = 0 if event == taking_over and entry.rank == OPTIMIZER else event
+                now[entry.key] = _Life([entry], nbytes, born)
                 lives.append(now[entry.key])
-        for life in before.values():
-            life.died = start
-    found = [life.block() for life in lives if life.born != life.died]
+    found = [
+        Block(CATEGORIES[min(e.rank for e in life.entries)], life.nbytes, life.born, life.died, life.entries[0].place)
+        for life in lives
+        if life.born != life.died
+    ]
     return tuple(sorted(found, key=lambda block: block.born))

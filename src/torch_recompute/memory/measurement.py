@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
@@ -48,9 +49,10 @@ from .ledger import (
     Place,
     Sample,
     blocks_of,
+    by_category,
     storages,
 )
-from .operations import Operations, place_in_code
+from .operations import Operations, place_in_code, storages_before
 from .snapshot import write_snapshot
 from .workspaces import workspace
 
@@ -91,37 +93,18 @@ def running() -> Measurement | None:
     return _running[-1] if _running else None
 
 
-class Source(Protocol):
-    """What shows operations to a measurement in the place of a mode that runs them."""
-
-    def showing(self, seen: Callable[..., None]) -> AbstractContextManager[Any]:
-        """Calls `seen` with each operation in the block, its positional and keyword arguments and its result."""
-        ...
-
-    def workspace(self, func: Any, inputs: Any) -> int:
-        """Bytes that an operation takes while it runs."""
-        ...
-
-
-Told = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None
-
-
 class Measurement:
     """Bytes alive in a `with` block, and what they are for; made by `measure`.
 
     It may be read inside the block and after it, as often as wanted, and measurements nest.
     """
 
-    _source: Source | None = None
-    _told: Told = None
-
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._lock = threading.RLock()
         self._ledgers: dict[torch.device, Ledger] = {}
-        self._parameters: list[weakref.ref[torch.Tensor]] = []
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._handles: list[_Handle] = []
+        self._tracked: dict[int, weakref.ref[Any]] = {}  # parameters and optimizers, by `id`
+        self._handles: list[RemovableHandle] = []
         self._watch: AbstractContextManager[Any] | None = None
         self._entered = False
         self._in_step = False
@@ -129,7 +112,7 @@ class Measurement:
         self._allocator_peaks: dict[int, allocator.Peak] = {}
 
     def track(self, *things: nn.Module | torch.optim.Optimizer | torch.Tensor) -> Self:
-        """Name what no operation of the block made: from now on it counts, and under its own category.
+        """Names what no operation of the block made: from now on it counts, and under its own category.
 
         Args:
             things: Modules (their parameters, buffers and gradients), optimizers (their parameters, gradients and
@@ -146,7 +129,8 @@ class Measurement:
                     self._track_parameters(thing.parameters())
                     self._mark(tuple(thing.buffers()), BUFFERS)
                 elif isinstance(thing, torch.optim.Optimizer):
-                    self._track_optimizer(thing)
+                    self._track_parameters(parameter for group in thing.param_groups for parameter in group["params"])
+                    self._follow(thing)
                 elif isinstance(thing, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     self._mark(thing, OTHER)
                 else:
@@ -169,18 +153,22 @@ class Measurement:
             return tuple(self._ledgers)
 
     def on(self, device: torch.device | str | None = None) -> Reading:
-        """Read all the figures of one device; without an argument, those that the properties show."""
+        """Returns all the figures of one device; without an argument, those that the properties show."""
         with self._lock:
             chosen = self._choose(self._device if device is None else torch.device(device))
             self._look()
             ledger = self._ledgers.get(chosen, Ledger())
-            held = self._allocator_peak(chosen)
+            held = None
+            if chosen.type == "cuda":
+                if self._watch is not None:
+                    allocator.read(self._allocator_peaks)
+                held = self._allocator_peaks.get(chosen.index or 0, allocator.Peak())
             return Reading(
                 device=chosen,
                 peak_bytes=ledger.peak,
                 live_bytes=ledger.live,
-                by_category=ledger.peak_by_category(),
-                live_by_category=ledger.live_by_category(),
+                by_category=by_category(ledger.at_peak),
+                live_by_category=by_category(ledger.alive()),
                 timeline=tuple(ledger.timeline),
                 allocator_peak_bytes=None if held is None else held.allocated,
                 reserved_peak_bytes=None if held is None else held.reserved,
@@ -255,10 +243,8 @@ class Measurement:
         _running.append(self)
         with self._lock:
             self._watch = self._watching()
-            for parameter in self._parameters:
-                self._hook_parameter(parameter())
-            for optimizer in self._optimizers:
-                self._hook_optimizer(optimizer())
+            for thing in self._alive():
+                self._hook(thing)
             self._look()
             for ledger in self._ledgers.values():
                 ledger.sample(self._events, "")
@@ -273,28 +259,20 @@ class Measurement:
         with self._lock:
             self._look()
             self._watch = None
-            self._parameters.clear()
-            self._optimizers.clear()
+            self._tracked.clear()
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
         allocator.end(self._allocator_peaks)
 
-    def record(self, func: object, inputs: object, outputs: object) -> None:
-        """Book one operation: its new storages, and any known one that changed size."""
-        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
-        self._book(func, args, kwargs or {}, outputs)
-
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Books one operation: its new storages, and any known one that changed size."""
         inputs = (args, kwargs)
         with self._lock:
             self._events += 1
-            known: set[int] = set()
             for device, storage in storages(inputs):
                 self._ledger(device).touch(storage)
-                known.add(id(storage))
-            if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
-                known.clear()
+            known = storages_before(func, inputs)
             place: Place | None = None
             for device, storage in storages(out):
                 ledger = self._ledger(device)
@@ -305,11 +283,9 @@ class Measurement:
             if taken:
                 self._take(name, taken, inputs, place or self._place(func))
             self._close("" if taken else name)
-        if self._told is not None:
-            self._told(func, args, kwargs, out)
 
     def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
-        """Book an operation's workspace; that it is given back is an event of its own, which begins."""
+        """Books an operation's workspace; that it is given back is an event of its own, which begins."""
         ledger = self._ledger(next(storages(inputs))[0])
         taken = torch.UntypedStorage(nbytes, device="meta")
         ledger.mark(taken, OPTIMIZER if self._in_step else ACTIVATIONS, place._replace(shape=()))
@@ -317,7 +293,7 @@ class Measurement:
         self._events += 1
 
     def _close(self, op: str) -> None:
-        """Close the books of one event."""
+        """Closes the books of one event."""
         for ledger in self._ledgers.values():
             ledger.book_deaths()
             ledger.settle()
@@ -325,25 +301,23 @@ class Measurement:
 
     def _workspace(self, func: Any, inputs: Any) -> int:
         """Bytes that an operation takes while it runs; 0 where they are not known."""
-        if self._source is not None:
-            return self._source.workspace(func, inputs)
         return taken if isinstance(taken := workspace(func, inputs), int) else 0
 
     def _place(self, func: object) -> Place:
-        """Where the present operation is, for the snapshot."""
+        """Returns where the present operation is, for the snapshot."""
         phase = "replay" if doing_recompute() else "backward" if in_backward() else "forward"
         line, region = place_in_code()
         return Place(self._events, "optimizer" if self._in_step else phase, region, str(func), line=line)
 
     @contextmanager
     def _watching(self) -> Generator[None]:
-        with observing(), Operations(self._book) if self._source is None else self._source.showing(self._book):
+        with observing(), Operations(self._book):
             yield
 
     def _ledger(self, device: torch.device) -> Ledger:
         ledger = self._ledgers.get(device)
         if ledger is None:
-            ledger = self._ledgers[device] = Ledger(history=True)
+            ledger = self._ledgers[device] = Ledger()
         return ledger
 
     def _choose(self, wanted: torch.device | None) -> torch.device:
@@ -355,78 +329,54 @@ class Measurement:
             candidates = [d for d in self._ledgers if d.type == wanted.type and wanted.index in (None, d.index)]
         return max(candidates, key=lambda d: self._ledgers[d].peak, default=wanted)
 
-    def _allocator_peak(self, device: torch.device) -> allocator.Peak | None:
-        if device.type != "cuda":
-            return None
-        if self._watch is not None:
-            allocator.read(self._allocator_peaks)
-        return self._allocator_peaks.get(device.index or 0, allocator.Peak())
-
     def _mark(self, value: object, rank: int) -> None:
         for device, storage in storages(value):
             self._ledger(device).mark(storage, rank)
 
+    def _alive(self) -> list[Any]:
+        """Returns the tracked parameters and optimizers that are alive."""
+        return [thing for reference in self._tracked.values() if (thing := reference()) is not None]
+
     def _look(self) -> None:
-        """Bring the books up to date with what parameters and optimizers hold at this moment."""
-        for reference in self._parameters:
-            parameter = reference()
-            if parameter is not None:
-                self._mark(parameter.grad, GRADIENTS)
-        for reference in self._optimizers:
-            optimizer = reference()
-            if optimizer is not None:
-                self._mark(optimizer.state, OPTIMIZER)
+        """Brings the books up to date with what parameters and optimizers hold at this moment."""
+        for thing in self._alive():
+            if isinstance(thing, torch.Tensor):
+                self._mark(thing.grad, GRADIENTS)
+            else:
+                self._mark(thing.state, OPTIMIZER)
         for ledger in self._ledgers.values():
             ledger.refresh()
             if self._watch is not None:
                 ledger.settle()
 
     def _track_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        known = {id(reference()) for reference in self._parameters}
         for parameter in parameters:
             self._mark(parameter, PARAMETERS)
-            if id(parameter) not in known:
-                self._parameters.append(weakref.ref(parameter))
-                self._hook_parameter(parameter)
+            self._follow(parameter)
 
-    def _track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = cast("list[dict[str, list[torch.Tensor]]]", optimizer.param_groups)
-        self._track_parameters(parameter for group in groups for parameter in group["params"])
-        if all(reference() is not optimizer for reference in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
-            self._hook_optimizer(optimizer)
+    def _follow(self, thing: torch.Tensor | torch.optim.Optimizer) -> None:
+        known = self._tracked.get(id(thing))
+        if known is None or known() is not thing:
+            self._tracked[id(thing)] = weakref.ref(thing)
+            if self._watch is not None:
+                self._hook(thing)
 
-    def _hook_parameter(self, parameter: torch.Tensor | None) -> None:
-        if self._watch is None or parameter is None or not (parameter.requires_grad and parameter.is_leaf):
-            return
-
-        def delivered(gradient: torch.Tensor) -> None:
+    def _hook(self, thing: torch.Tensor | torch.optim.Optimizer) -> None:
+        def delivered(gradient: object) -> None:
             with self._lock:
                 self._mark(gradient, GRADIENTS)
 
-        def accumulated(parameter: torch.Tensor) -> None:
-            with self._lock:
-                self._mark(parameter.grad, GRADIENTS)
-
-        self._handles.append(cast("_Handle", parameter.register_hook(delivered)))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
-
-    def _hook_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self._watch is None or optimizer is None:
-            return
-
-        def before(*_: object) -> None:
+        def step(begins: bool) -> None:
             with self._lock:
                 self._look()
-                self._in_step = True
+                self._in_step = begins
 
-        def after(*_: object) -> None:
-            with self._lock:
-                self._in_step = False
-                self._look()
-
-        self._handles.append(optimizer.register_step_pre_hook(before))
-        self._handles.append(optimizer.register_step_post_hook(after))
+        if isinstance(thing, torch.optim.Optimizer):
+            self._handles.append(thing.register_step_pre_hook(lambda *_: step(True)))
+            self._handles.append(thing.register_step_post_hook(lambda *_: step(False)))
+        elif thing.requires_grad and thing.is_leaf:
+            self._handles.append(cast("Any", thing).register_hook(delivered))
+            self._handles.append(thing.register_post_accumulate_grad_hook(lambda parameter: delivered(parameter.grad)))
 
 
 def measure(
@@ -454,24 +404,6 @@ def measure(
     """
     measurement = Measurement(None if device is None else torch.device(device))
     return measurement.track(*(thing for thing in (model, optimizer) if thing is not None))
-
-
-class SimulatedMeasurement(Measurement):
-    """A measurement of operations that are simulated.
-
-    Args:
-        device: The device whose figures the properties show.
-        source: What shows the operations.
-        told: Called with each operation when it is booked.
-    """
-
-    def __init__(self, device: torch.device | None, source: Source, told: Told = None) -> None:
-        super().__init__(device)
-        self._source, self._told = source, told
-
-
-class _Handle(Protocol):
-    def remove(self) -> None: ...
 
 
 _AGAIN = "Start another: with measure(...) as m: ..."

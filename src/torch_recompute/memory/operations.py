@@ -1,26 +1,19 @@
 """The dispatch mode that shows operations, and who made a tensor's memory: operation, module, region, line of code.
 
-Problem. After a forward the graph holds hundreds of storages, and a storage does not say where it comes from; autograd
-gives the name of a node, not of a module, and its anomaly mode a traceback of each operation.
+After a forward the graph holds hundreds of storages, and a storage does not say where it comes from. A dispatch mode
+sees every operation's result when it is made; a storage that was not among the inputs and is not known yet is an
+allocation, and at that moment the running module (a stack, kept by torch's global module hooks), the region
+(`observer.py`) and the Python frames are at hand. The line is that of the nearest frame outside torch, this library
+and the standard library; in a model made of torch's modules alone there is none, and the line in `torch/nn` is given.
 
-Idea. A dispatch mode sees every operation's result when it is made. A storage that was not among the operation's inputs
-and is not known yet is an allocation, and at that moment the answers are at hand: the running module (a stack, kept by
-torch's global module hooks), the region (`observer.py`), and the Python frames. A weak reference to the storage's
-Python object carries them; as in `ledger.py`, it dies with the memory and keeps nothing alive.
-
-The line is that of the nearest frame outside torch, this library and the standard library, between the model and the
-operation: in a model made of torch's modules alone there is none, and the line in `torch/nn` is given instead.
-
-Rejected: `torch.utils.module_tracker`, which also hooks the tensors that go through a module and so stays in the
-graph; hooks on each module, which change the model while it is looked at and miss a module made on the way.
-
-Invariants. Nothing here refers to a tensor or a storage. Regions keep the modes that were active around them, and so
-these, for as long as their graph lives: `Allocations.run` empties itself before it returns.
+Nothing here refers to a tensor or a storage. Regions keep the modes that were active around them, and so these, for as
+long as their graph lives: `Allocations.run` empties itself before it returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -28,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -43,22 +36,17 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NN = os.path.join(_TORCH, "nn") + os.sep
 _STDLIB = os.path.dirname(contextlib.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_MODELS = (os.path.join(_OURS, "demo"), os.path.join(_OURS, "bench"))  # users of the library that live inside it
 
 Calls = tuple[tuple[str, int], ...]
 PHASES = ("forward", "loss", "backward", "replay", "optimizer")
 
 
 class Operations(TorchDispatchMode):
-    """Runs operations as they are, and shows each.
-
-    Args:
-        seen: Called with an operation, its positional and keyword arguments, and its result.
-    """
+    """Runs operations as they are, and calls `seen` with each: operation, arguments, keyword arguments, result."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None) -> None:
+    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
         super().__init__()
         self._seen = seen
 
@@ -69,24 +57,19 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.show(func, args, kwargs or {}, out)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._seen(func, args, kwargs, out)
         return out
-
-    def show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Shows an operation that has run."""
-        if self._seen is not None:
-            self._seen(func, args, kwargs, out)
 
 
 class ModuleStack:
-    """Which module runs, in which phase of a step, and whose backward runs.
+    """Tells which module runs, in which phase of a step, and whose backward runs.
 
     A module is on the stack while it is called. In backward no module runs; there the node of the graph tells, by the
-    number that autograd gave it when the operation of some module made it. In a replay modules are called again, below
-    the region. A replay ends by an exception, which no hook of a module sees; so what is on the stack belongs to a run
-    of a region (or to none), and what does not belong to the present one is not looked at. Runs are known by `id`,
-    since a reference to one keeps alive what it has rebuilt.
+    number that autograd gave it when the operation of some module made it. A replay calls modules again, and ends by an
+    exception, which no hook of a module sees; so each entry of the stack belongs to a run of a region (or to none), and
+    only those of the present run count. Runs are known by `id`: a reference would keep alive what they have rebuilt.
 
     Args:
         names: The paths of modules, by `id`.
@@ -108,11 +91,11 @@ class ModuleStack:
 
     @property
     def module(self) -> str:
-        """The path of the module that runs in a forward; "" for none."""
+        """Path of the module that runs in a forward; "" for none."""
         return self._stack[-1][0] if self._stack else ""
 
     def now(self) -> tuple[str, str]:
-        """The phase and the path of the module; "" where that is the model itself or none."""
+        """Returns the phase and the path of the module; "" where that is the model itself or none."""
         run = thread.run
         if self.step == "optimizer":
             self.calls = ()
@@ -120,8 +103,7 @@ class ModuleStack:
         replaying = run is not None and run.replaying
         if replaying or self.step == "backward":
             node = current_node()
-            found = self._nodes.get(sequence_of(node)) if node is not None else None
-            module, self.calls = found or ("", ())
+            module, self.calls = ("", ()) if node is None else self._nodes.get(sequence_of(node), ("", ()))
             if replaying:
                 return "replay", self._within(run)
             self._stack.clear()
@@ -171,10 +153,11 @@ class ModuleStack:
             self._counts.clear()
 
 
-class Allocation(weakref.ref[torch.UntypedStorage]):
-    """A storage, by weak reference, and what is known of its making.
+class Allocation(NamedTuple):
+    """A storage that was made while a model ran.
 
     Attributes:
+        storage: The storage, by weak reference.
         op: The operation, as `aten.gelu`.
         shape: Shape of the tensor that it made.
         dtype: Its type, as `float32`.
@@ -182,11 +165,9 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
         module: Path of the innermost module that was running.
         line: `file:line` of the code that ran the operation.
         region: Name of the region it was made in, then of the saved call, as `layer / attention`; else "".
-        result: Whether the caller's result contains it.
     """
 
-    __slots__ = ("device", "dtype", "line", "module", "op", "region", "result", "shape")
-
+    storage: weakref.ref[torch.UntypedStorage]
     op: str
     shape: tuple[int, ...]
     dtype: str
@@ -194,19 +175,17 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
     module: str
     line: str
     region: str
-    result: bool
 
 
-class Allocations(Operations):
+class Allocations:
     """Notes the storages that are made while a model runs.
 
     Args:
-        names: What to call a module, by its `id`; others are called by their class.
+        names: Paths of modules, by `id`; others are called by their class.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.modules = ModuleStack(names, others=True)
+        self._modules = ModuleStack(names, others=True)
         self._found: dict[int, Allocation] = {}
         self._running = False
 
@@ -216,38 +195,38 @@ class Allocations(Operations):
         """Calls `fn` and returns its result, and the storages made meanwhile by `id` of their Python object."""
         self._running = True
         try:
-            with self.modules.following(), observing(), self:
+            with self._modules.following(), observing(), Operations(self._note):
                 result = fn(*args, **kwargs)
             return result, self._found
         finally:
             self._running = False
-            self._found, self.modules = {}, ModuleStack({})
+            self._found, self._modules = {}, ModuleStack({})
 
-    def show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Notes what an operation has made."""
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if not self._running:
             return
-        known = {id(storage) for _, storage in storages((args, kwargs))}
-        if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
-            known.clear()
+        known = storages_before(func, (args, kwargs))
         place: tuple[str, str] | None = None
         for tensor in leaves(out):
             for device, storage in storages(tensor):
-                old = self._found.get(id(storage))
-                if id(storage) in known or (old is not None and old() is storage):
+                key, old = id(storage), self._found.get(id(storage))
+                if key in known or (old is not None and old.storage() is storage):
                     continue
-                made = self._found[id(storage)] = Allocation(storage)
-                made.op = str(getattr(func, "overloadpacket", func))
-                made.shape = tuple(map(int, tensor.shape))
-                made.dtype = str(tensor.dtype).removeprefix("torch.")
-                made.device = str(device)
-                made.module = self.modules.module
-                made.line, made.region = place = place or place_in_code()
-                made.result = False
+                place = place or place_in_code()
+                name, dtype = str(getattr(func, "overloadpacket", func)), str(tensor.dtype).removeprefix("torch.")
+                shape, module = tuple(map(int, tensor.shape)), self._modules.module
+                self._found[key] = Allocation(weakref.ref(storage), name, shape, dtype, str(device), module, *place)
+
+
+def storages_before(func: Any, inputs: object) -> set[int]:
+    """Returns the `id`s of the storages among an operation's inputs; its result has others where it made them."""
+    if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
+        return set()
+    return {id(storage) for _, storage in storages(inputs)}
 
 
 def leaves(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of lists, tuples and dicts, as an operation returns them."""
+    """Yields the tensors in a nest of lists, tuples and dicts, as an operation returns them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -259,7 +238,7 @@ def leaves(value: object) -> Iterator[torch.Tensor]:
 
 
 def place_in_code() -> tuple[str, str]:
-    """The line of the user's code that runs the present operation, and the region that it runs in; each may be ""."""
+    """Returns the line of the user's code that runs the present operation, and the region around it; each may be ""."""
     line = fallback = ""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code is not Allocations.run.__code__ and not line:
@@ -269,32 +248,17 @@ def place_in_code() -> tuple[str, str]:
         elif kind == "nn" and not fallback:
             fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return line or fallback, region_now()
-
-
-def region_now() -> str:
-    """Name of the region that runs, as far as it is observed; in a saved call as `layer / attention`; else ""."""
     if thread.run is not None:
-        return thread.run.name
+        return line or fallback, thread.run.name
     inside = running()
-    return f"{inside[-1].run.name} / {inside[-1].name}" if inside and inside[-1].kind == "saved call" else ""
+    saved_call = bool(inside) and inside[-1].kind == "saved call"
+    return line or fallback, f"{inside[-1].run.name} / {inside[-1].name}" if saved_call else ""
 
 
+@functools.cache
 def kind_of(file: str) -> str:
-    """What code in a file is: "user", "nn" (torch's own modules) or "library" (torch, this package, Python's)."""
-    kind = _KINDS.get(file)
-    if kind is None:
-        kind = _KINDS[file] = _kind(file)
-    return kind
-
-
-def _kind(file: str) -> str:
-    if file.startswith(_MODELS):
-        return "user"
+    """Returns whose code a file is: the "user"'s, that of torch's own modules ("nn"), or of another "library"."""
     if file.startswith(_NN):
         return "nn"
     inside = file.startswith((_TORCH, _OURS, "<frozen")) or os.path.dirname(file) == _STDLIB
     return "library" if inside else "user"
-
-
-_KINDS: dict[str, str] = {}

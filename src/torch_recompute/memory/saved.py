@@ -1,27 +1,20 @@
 """`saved_activations`: what a forward keeps for backward, one row per storage, and the rows sum to the total.
 
-Problem. "Why does this layer cost 300 MiB?" The answer is in C++, under operation names, and what is there is not
-all: a region holds its inputs, a custom Function stashes on its `ctx`, a module caches what it computed last.
-
-Idea. Run the model once, watching allocations (`operations.py`). Then hold the graph alone and let the result go. What
-was made in the forward and is alive now is what the forward keeps, whatever the reason: that is the total, and it is
-exact before anything is explained. The explanation comes afterwards (`retainers.py`) and gives each row its kind:
+The model runs once, while allocations are watched (`operations.py`). Then the graph alone is held and the result let
+go. What was made in the forward and is alive now is what the forward keeps, whatever the reason: that is the total, and
+it is exact before anything is explained. The explanation comes afterwards (`retainers.py`) and gives each row its kind,
+the first of these that holds:
 
     saved     autograd saved it, for the nodes in `saved_by`
     region    a region holds it until its replay: an input, or what a saved call stores
     escaped   neither: it is alive because of a `ctx`, an attribute, a global, a closure; `held_by` says where. No
               recomputation frees it, because saved-tensor hooks do not see it
 
-A storage that is more than one of these is the first. Parameters, buffers and inputs were there before: they cost
-nothing, and are listed apart (`existing`), with 0 bytes.
+Parameters, buffers and inputs were there before: they cost nothing, and are listed apart (`existing`), with 0 bytes.
 
-Rejected: saved-tensor hooks around the model, which regions would take for their store; a sum over saved tensors,
-which counts a view as if it were memory and cannot see what escapes.
-
-Invariants. The model runs once, and no region replays. Generators, buffers and the attributes of modules are as before;
-what else the model does to the world (arguments changed in place) stays done, as after any call. The result holds plain
-data. Its table groups rows that differ only in the numbers within their module's path, as the layers of a stack do: one
-line then stands for all, with their count, and `*` where the numbers were. The sums are never grouped.
+No region replays. Generators, buffers and the attributes of modules are put back; what else the model does to the world
+stays done, as after any call. The table groups rows that differ only in the numbers within their module's path, as the
+layers of a stack do.
 """
 
 from __future__ import annotations
@@ -39,15 +32,14 @@ import torch
 from torch import nn
 
 from .. import arguments
-from .._text import table
+from .._text import counted, table
 from .._torch.storages import set_versions, versions_of
 from ..arguments import Captures, check_call
-from ..state import DEFAULT, Ambient, GeneratorRng, TensorState
+from ..state import DEFAULT, Ambient, GeneratorRng
 from .ledger import storages
 from .operations import Allocation, Allocations
 from .retainers import Hold, Retainers, name_referrers, python_tensors
 
-_WHAT = "saved_activations"
 KINDS = ("saved", "region", "escaped")
 _LINES = 40
 _NUMBER = re.compile(r"\d+")
@@ -78,10 +70,12 @@ def saved_activations(
     Raises:
         ArgumentError: `model` cannot be called, `args` is no tuple or `kwargs` no dict.
     """
-    check_call(_WHAT, model, args, kwargs)
+    check_call("saved_activations", model, args, kwargs)
     values = [*args, *(kwargs or {}).values()]
     reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
-    with attributes_as_before(reach.modules):
+    attributes = [vars(module) for module in reach.modules]
+    inside = [value for held in attributes for value in held.values() if type(value) in (list, dict, set)]
+    with _contents_as_before([*attributes, *inside]):
         return _look(model, args, kwargs or {}, reach)
 
 
@@ -91,52 +85,38 @@ def _look(
     values = [*args, *kwargs.values()]
     names = module_names(model, reach)
     retainers = Retainers()
-    with as_before(reach, values):
-        made, with_result = _run(Allocations(names), retainers, model, args, kwargs)
+    with _state_as_before(reach, values), torch.inference_mode(False), torch.enable_grad():
+        torch.clear_autocast_cache()  # a cast kept from before would not be seen, one kept from now is not the graph's
+        result, made = Allocations(names).run(model, args, kwargs)
+        torch.clear_autocast_cache()
+        in_result = {id(storage) for tensor in retainers.start(result) for _, storage in storages(tensor)}
+        with_result = _alive(made)
+        del result
     alive = _alive(made)  # the graph alone holds these, and whatever escaped
     retainers.start(values)  # a tensor changed in place has a history too
     retainers.walk()
-    cycles = _explain_the_rest(alive, retainers, lambda module: names.get(id(module), type(module).__name__))
-    rows = [_row(one, nbytes, retainers.of.get(key), key in cycles) for key, (one, nbytes) in alive.items()]
+    cycles = _explain_the_rest(alive, made, retainers, lambda module: names.get(id(module), type(module).__name__))
+    rows = [_row(made[key], n, retainers.of.get(key), key in cycles, key in in_result) for key, n in alive.items()]
     rows.sort(key=lambda row: -row.bytes)
     known = _names_of_storages(reach, names, args, kwargs)
-    existing = [
-        _existing(hold, *known.get(key, ("other", ""))) for key, hold in retainers.of.items() if key not in alive
-    ]
+    existing: list[Row] = []
+    for key, hold in retainers.of.items():
+        if key not in alive:
+            kind, name = known.get(key, ("other", ""))
+            held_by = (*hold.regions, *hold.stashes)
+            existing.append(Row(0, kind, "", tuple(hold.savers), held_by, name, "", *hold.about, False))
     result_only = sum(nbytes for key, nbytes in with_result.items() if key not in alive)
     return SavedActivations(tuple(rows), result_only, tuple(existing))
 
 
-def _run(
-    mode: Allocations, retainers: Retainers, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[int, Allocation], dict[int, int]]:
-    """Calls the model; leads `retainers` to the graph and lets the result go.
-
-    Returns:
-        The storages made, and the bytes of those that were alive while the result was held.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.clear_autocast_cache()  # a cast kept from before would not be seen, one kept from now is not the graph's
-        result, made = mode.run(model, args, kwargs)
-        torch.clear_autocast_cache()
-    in_result = {id(storage) for tensor in retainers.start(result) for _, storage in storages(tensor)}
-    for key in in_result & made.keys():
-        made[key].result = True
-    return made, {key: nbytes for key, (_, nbytes) in _alive(made).items()}
-
-
-def _alive(made: Mapping[int, Allocation]) -> dict[int, tuple[Allocation, int]]:
-    """The storages that are still there and not empty, with their bytes."""
-    alive: dict[int, tuple[Allocation, int]] = {}
-    for key, one in made.items():
-        storage = one()
-        if storage is not None and storage.nbytes():
-            alive[key] = one, int(storage.nbytes())
-    return alive
+def _alive(made: Mapping[int, Allocation]) -> dict[int, int]:
+    """Returns the bytes of the storages that are still there and not empty."""
+    storages = ((key, one.storage()) for key, one in made.items())
+    return {key: int(found.nbytes()) for key, found in storages if found is not None and found.nbytes()}
 
 
 def _explain_the_rest(
-    alive: Mapping[int, tuple[Allocation, int]], retainers: Retainers, name: Callable[[nn.Module], str]
+    alive: Iterable[int], made: Mapping[int, Allocation], retainers: Retainers, name: Callable[[nn.Module], str]
 ) -> set[int]:
     """Finds out who keeps what no node and no region was found to keep; returns what was a cycle's garbage."""
     unknown = {key for key in alive if key not in retainers.of}
@@ -150,55 +130,44 @@ def _explain_the_rest(
         retainers.stash(tensor, holder)
     del tensors[:]
     gc.collect()
-    return {key for key in unknown if alive[key][0]() is None}
+    return {key for key in unknown if made[key].storage() is None}
 
 
 @contextmanager
-def as_before(reach: Captures, values: list[Any]) -> Generator[None]:
+def _contents_as_before(containers: Iterable[Any]) -> Generator[None]:
+    """Puts back what lists, dictionaries and sets hold."""
+    contents = [(container, container.copy()) for container in {id(one): one for one in containers}.values()]
+    try:
+        yield
+    finally:
+        for container, then in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(then)
+
+
+@contextmanager
+def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
     """Puts generators and buffers back, and how often these have been changed: a graph around may have saved them."""
     generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
     ambients: list[Ambient] = [*DEFAULT, *map(GeneratorRng, generators)]
     states = [ambient.capture() for ambient in ambients]
-    places = [(place, dict(place)) for place in reach.buffers()]
-    buffers = [buffer for _, held in places for buffer in held.values() if buffer is not None]
-    contents, versions = TensorState(*buffers).capture(), versions_of(buffers)
+    places = list(reach.buffers())
+    buffers = [buffer for held in places for buffer in held.values() if buffer is not None]
+    stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
+    contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
+    versions = versions_of(buffers)
     try:
-        yield
+        with _contents_as_before(places):
+            yield
     finally:
-        for place, held in places:
-            place.clear()
-            place.update(held)
-        with torch.inference_mode():  # where buffers of either sort may be written to
-            for buffer, content in zip(buffers, contents, strict=True):
-                if 0 not in arguments.layout(buffer):  # an expanded one cannot have been changed, nor be copied to
-                    TensorState(buffer).restore([content])
+        for storage, content in contents:
+            storage.copy_(content)
         set_versions(versions)
         for ambient, state in zip(ambients, states, strict=True):
             ambient.restore(state)
 
 
-@contextmanager
-def attributes_as_before(modules: list[nn.Module]) -> Generator[None]:
-    """Puts back what modules hold as attributes, and what lists, dictionaries and sets among them hold."""
-    held = [(vars(module), dict(vars(module))) for module in modules]
-    found = {id(value): value for _, then in held for value in then.values() if type(value) in (list, dict, set)}
-    contents: list[tuple[Any, Any]] = [(value, value.copy()) for value in found.values()]
-    try:
-        yield
-    finally:
-        for attributes, then in held:
-            for name in attributes.keys() - then.keys():
-                del attributes[name]
-            attributes.update(then)
-        for value, then in contents:
-            if isinstance(value, list):
-                value[:] = then
-            else:
-                value.clear()
-                value.update(then)
-
-
-def _row(one: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row:
+def _row(one: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool, in_result: bool) -> Row:
     kind, savers, holders = "escaped", (), ()
     if hold is not None:
         regions = hold.regions or ([one.region or "a region"] if hold.in_region else [])
@@ -206,29 +175,12 @@ def _row(one: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool) -> Row
         savers, holders = tuple(hold.savers), (*regions, *hold.stashes)
     if in_cycle:
         holders = (*holders, "a reference cycle, until the garbage collector runs")
-    return Row(
-        bytes=nbytes,
-        kind=kind,
-        op=one.op,
-        saved_by=savers,
-        held_by=holders,
-        module=one.module,
-        line=one.line,
-        shape=one.shape,
-        dtype=one.dtype,
-        device=one.device,
-        in_result=one.result,
-    )
-
-
-def _existing(hold: Hold, kind: str, name: str) -> Row:
-    shape, dtype, device = hold.about
-    holders = (*hold.regions, *hold.stashes)
-    return Row(0, kind, "", tuple(hold.savers), holders, name, "", shape, dtype, device, False)
+    about = one.shape, one.dtype, one.device
+    return Row(nbytes, kind, one.op, savers, holders, one.module, one.line, *about, in_result)
 
 
 def module_names(model: object, reach: Captures) -> dict[int, str]:
-    """Paths by `id`: those of the model; of a function's modules, their own, or below their class if it has several."""
+    """Returns paths by `id`: of a model's modules, or a function's, below their class if it has several."""
     inner = {id(child) for module in reach.modules for child in module.children()}
     tops = [module for module in reach.modules if id(module) not in inner]
     if isinstance(model, nn.Module):
@@ -352,7 +304,7 @@ class SavedActivations(NamedTuple):
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_kind().items() if nbytes)
-        title = f"{self.total_bytes:,} bytes kept for backward in {_count(len(self.rows), 'tensor')}"
+        title = f"{self.total_bytes:,} bytes kept for backward in {counted(len(self.rows), 'tensor')}"
         lines = [f"{title}: {kinds}" if kinds else title]
         if self.result_bytes:
             lines.append(f"{self.result_bytes:,} more are alive as long as the result is")
@@ -366,7 +318,7 @@ class SavedActivations(NamedTuple):
         lines += table([head, *map(_cells, listed[:_LINES])], right=2)
         rest = [row for rows in listed[_LINES:] for row in rows]
         if rest:
-            lines.append(f"{sum(row.bytes for row in rest):,} bytes more in {_count(len(rest), 'smaller tensor')}")
+            lines.append(f"{sum(row.bytes for row in rest):,} bytes more in {counted(len(rest), 'smaller tensor')}")
         return "\n".join(lines)
 
 
@@ -409,7 +361,3 @@ def _join(names: Iterable[str]) -> str:
         fields.setdefault(node, []).append(field.removesuffix(")"))
     merged = [f"{node} ({', '.join(filter(None, found))})" if any(found) else node for node, found in fields.items()]
     return ", ".join(merged[:3]) + (f" and {len(merged) - 3} more" if len(merged) > 3 else "")
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

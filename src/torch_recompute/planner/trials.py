@@ -22,12 +22,12 @@ from torch import nn
 from .. import _torch
 from ..engine.shape_only import refusing
 from ..memory.ledger import storages
-from ..memory.measurement import SimulatedMeasurement
 from ..plan.apply import apply
 from ..plan.cost import Option
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.fake_mode import FakeMode
+from ..simulation.step import SimulatedMeasurement
 from .hosts import HostApart
 from .ops import Op, op_of
 

@@ -14,7 +14,8 @@ The step that is recorded is the last of those that are accumulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,9 +39,10 @@ from ..memory.ledger import (
     storages,
 )
 from ..memory.loop import COMMON, Loop
-from ..memory.measurement import SimulatedMeasurement
+from ..memory.measurement import Measurement
 from ..memory.operations import PHASES, ModuleStack, leaves
 from ..memory.workspaces import kept_by_cublas
+from ..observer import observing
 from .fake_mode import FakeMode, Faker
 from .result import Moment, Simulation
 
@@ -330,6 +332,33 @@ class _Step:
         return Recording(self._pretend, self._modules, self._device, self._rounding, self._watch)
 
 
+class SimulatedMeasurement(Measurement):
+    """A measurement of operations on fake tensors.
+
+    Args:
+        device: The device whose figures the properties show.
+        pretend: What runs the operations.
+        told: Called with each operation when it is booked: its overload, arguments, keyword arguments and result.
+    """
+
+    def __init__(self, device: torch.device | None, pretend: FakeMode, told: Callable[..., None] | None = None) -> None:
+        super().__init__(device)
+        self._pretend, self._told = pretend, told
+
+    @contextmanager
+    def _watching(self) -> Generator[None]:
+        with observing(), self._pretend.showing(self._book):
+            yield
+
+    def _workspace(self, func: Any, inputs: Any) -> int:
+        return self._pretend.workspace(func, inputs)
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        super()._book(func, args, kwargs, out)
+        if self._told is not None:
+            self._told(func, args, kwargs, out)
+
+
 class Recording(SimulatedMeasurement):
     """The books of one simulated step: those of `measure`, where the step is, what it keeps for backward, and FLOPs.
 
@@ -367,7 +396,7 @@ class Recording(SimulatedMeasurement):
 
     def _ledger(self, device: torch.device) -> Ledger:
         if device not in self._ledgers:
-            self._ledgers[device] = Ledger(self._rounding, history=True)
+            self._ledgers[device] = Ledger(self._rounding)
         return self._ledgers[device]
 
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
