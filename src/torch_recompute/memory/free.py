@@ -1,4 +1,4 @@
-"""What the host, or a device, has free for this process: the budget that "fit" stands for.
+"""The memory that the host, or a device, has free for this process: the budget that "fit" stands for.
 
 Of the host that is what the system calls available, which counts files in the cache that it would give up, and no more
 than what is left of any limit on the process's control groups: a container ends what goes beyond its own, however much
@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """What of the host's memory is available to this process, and what there is in all, in bytes.
+    """Returns the bytes of the host's memory that are available to this process, and all there are.
 
     Args:
         root: Where `proc` and `sys` are mounted, on Linux.
@@ -37,7 +37,15 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
         ArgumentError: The system says nothing of its memory.
     """
     if sys.platform != "linux":
-        return _told_by_psutil()
+        try:
+            import psutil
+        except ImportError:
+            raise errors.ArgumentError(
+                f"what memory of this machine is free is not known: its system ({sys.platform}) says it to psutil, "
+                "which is not installed. pip install psutil, or pass the budget in bytes."
+            ) from None
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
     told = _numbers(root / "proc/meminfo")
     free, total = 1024 * told["MemAvailable:"], 1024 * told["MemTotal:"]
     for folder, (limit, used, spare) in _groups(root):
@@ -50,7 +58,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups of this process that can limit memory, outer ones first, with the names of their files."""
+    """Yields the control groups of this process that can limit memory, outer ones first, and their files' names."""
     listed = root / "proc/self/cgroup"
     lines = [line.split(":", maxsplit=2) for line in listed.read_text().splitlines()] if listed.exists() else []
     for where, names in GROUPS.items():
@@ -64,28 +72,15 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The first two columns of a file of the kernel."""
+    """Returns the first two columns of a file of the kernel."""
     rows = (line.split() for line in file.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
 
-def _told_by_psutil() -> tuple[int, int]:
-    try:
-        import psutil
-    except ImportError:
-        raise errors.ArgumentError(
-            f"what memory of this machine is free is not known: its system ({sys.platform}) says it to psutil, which "
-            "is not installed. pip install psutil, or pass the budget in bytes."
-        ) from None
-    memory = psutil.virtual_memory()
-    return int(memory.available), int(memory.total)
-
-
 def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None, batch: object = ()) -> int:
-    """Bytes that the peak of a step may reach: what is free, and what the step itself holds, less a reserve of 5 %.
+    """Returns the bytes that the peak of a step may reach: what is free, and what the step itself holds, less 5 %.
 
-    In the middle of training the device holds gradients and the optimizer's state, which the peak of a step counts, and
-    the batch.
+    In training the device holds gradients, the optimizer's state and the batch, which the peak of a step counts.
 
     Args:
         model: The model.
@@ -99,17 +94,17 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [*optimizer.state.values()] if isinstance(optimizer, torch.optim.Optimizer) else []
     own = storages([[*model.parameters(), *model.buffers(), *gradients], state, batch])
-    held = {id(storage): int(storage.nbytes()) for place, storage in own if _same(place, device)}
+    held = {id(storage): int(storage.nbytes()) for place, storage in own if _is_on(place, device)}
     free, total = _memory(device)
     return free + sum(held.values()) - round(RESERVE * total)
 
 
-def _same(place: torch.device, device: torch.device) -> bool:
+def _is_on(place: torch.device, device: torch.device) -> bool:
     return place.type == device.type and device.index in (None, place.index)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device that are free for this process, and all of them."""
+    """Returns the bytes of a device that are free for this process, and all of them."""
     if device.type == "cpu":
         return host_memory()
     module = torch.get_device_module(device)

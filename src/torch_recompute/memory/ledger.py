@@ -1,24 +1,15 @@
 """The books: which storages are alive on one device, their bytes, what they are for, and the peak.
 
-Problem. A figure that is exact must hear of each storage's birth, death and change of size, without keeping any of
-them alive, and without a reference cycle that would delay the very deaths it counts.
+PyTorch keeps the Python object of a storage for as long as the C++ storage lives, so a weak reference to that object
+dies with the memory, also when only C++ holds it. The weak reference *is* the ledger's entry. Its callback only appends
+it to a queue: a death may come at any moment and on any thread, so it is booked before anything else is looked up.
 
-Idea. PyTorch keeps the Python object of a storage for as long as the C++ storage lives, so a weak reference to that
-object dies with the memory, also when only C++ holds it. The weak reference *is* the ledger's entry; its callback
-only appends it to a queue. A death may come at any moment and on any thread, in the middle of an allocation made
-here, so it is booked later, before anything else is looked up; no lock is taken in the callback and none is needed.
+A storage can be resized behind the operators' back (`storage.resize_(0)`). Sizes are read again of storages that an
+operation touches, of storages that were empty, and of all before a new peak is believed: a silent shrink cannot fake a
+peak; only a silent growth of a non-empty storage that ends before any operation touches it goes unseen.
 
-A storage can be resized behind the operators' back (`storage.resize_(0)` is how several systems free memory that a
-tensor still names). Reading every size after every operation would be exact and slow, so sizes are read again where
-it matters: of storages an operation touches, of storages that were empty, and of all of them before a new peak is
-believed. A silent shrink can therefore not fake a peak; only a silent growth of a non-empty storage that also ends
-before any operation touches it goes unseen.
-
-Every change of a size is written down under the event of the next sample, so that what was alive can be told for any
-moment (`blocks_of`): as blocks, from one change of a storage's size to the next.
-
-Invariants. One storage, one entry. `live` is the sum of the entries' bytes. The peak keeps its list of entries, not
-of categories, so that bytes which turn out to be a gradient later are called a gradient at the peak too.
+Every change of a size is written down under the event of the next sample, for `blocks_of`. The peak keeps its list of
+entries, not of categories, so that bytes which turn out to be a gradient later are called a gradient at the peak too.
 """
 
 from __future__ import annotations
@@ -206,7 +197,7 @@ class Ledger:
 
 
 def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
-    """The storages under a nest of tensors; of a tensor subclass that wraps others, theirs.
+    """Yields the storages under a nest of tensors; of a tensor subclass that wraps others, theirs.
 
     Sparse and other tensors without a storage of their own yield nothing.
     """
@@ -230,9 +221,9 @@ def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage
 
 
 class CountedOnce:
-    """Storages that are counted once each, however many tensors show them; none is kept alive.
+    """Counts storages once each, however many tensors show them; none is kept alive.
 
-    Told apart by weak references: a region drops what it saves, and the next tensor may well be at the same address.
+    They are told apart by weak references: the next tensor may well be at the address of one that was dropped.
 
     Attributes:
         nbytes: Bytes of all.
@@ -253,12 +244,12 @@ class CountedOnce:
         return self.nbytes - before
 
     def alive(self) -> Iterator[tuple[int, int]]:
-        """Those that still are, by `id` of their Python object, with the bytes that they were counted with."""
+        """Yields those that are still alive, by `id` of their Python object, with the bytes that were counted."""
         return ((key, nbytes) for key, (ref, nbytes) in self._found.items() if ref() is not None)
 
 
 def by_category(entries: Iterable[tuple[Entry, int]]) -> dict[str, int]:
-    """The bytes of some entries, by what they turned out to be for."""
+    """Sums the bytes of some entries by what they turned out to be for."""
     totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for entry, nbytes in entries:
         totals[CATEGORIES[entry.rank]] += nbytes

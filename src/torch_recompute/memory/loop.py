@@ -1,6 +1,6 @@
 """The training loop that a peak is of: what of a step the model and its call do not say.
 
-Problem. Two loops over one model and one batch differ in memory by gigabytes. In the loop most people write,
+Two loops over one model and one batch differ in memory by gigabytes. In the loop most people write,
 
     for batch in loader:
         out = model(**batch)
@@ -9,29 +9,21 @@ Problem. Two loops over one model and one batch differ in memory by gigabytes. I
         optimizer.zero_grad()
 
 the name `out` keeps the logits alive through backward and the optimizer's step, and through the next forward, too,
-because Python runs `model(**batch)` before it gives the name to its result. A figure that is promised has to say which
-loop it is of.
-
-Idea. The words of the loop are one frozen value. It goes into a simulation; it comes back with what was seen (which
-loss, the bytes of the batch and of the output), and stands in the plan beside the peak.
+because Python runs `model(**batch)` before it gives the name to its result. A figure that is promised says which loop
+it is of: the words of the loop go into a simulation, come back with what was seen, and are in the plan beside the peak.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .. import errors
 
-
-def _not_a_word_of_the_loop(name: str, value: object) -> str:
-    """Text for a word of the training loop that is not True or False."""
-    means = {
-        "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); "
-        "out.loss.backward()`",
-        "set_to_none": "that of zero_grad(set_to_none=...): whether gradients are gone when forward begins",
-    }
-    return f"{name}= is {means[name]}; it is True or False, but got {errors.say(value)}"
+_MEANS = {
+    "hold_output": "whether the model's output is alive in backward, as in `out = model(batch); out.loss.backward()`",
+    "set_to_none": "that of zero_grad(set_to_none=...): whether gradients are gone when forward begins",
+}
 
 
 @dataclass(frozen=True)
@@ -59,9 +51,10 @@ class Loop:
     output_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("hold_output", "set_to_none"):
-            if type(getattr(self, name)) is not bool:
-                raise errors.ArgumentError(_not_a_word_of_the_loop(name, getattr(self, name)))
+        for name, means in _MEANS.items():
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise errors.ArgumentError(f"{name}= is {means}; it is True or False, but got {errors.say(value)}")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise errors.ArgumentError(
                 "accumulate= is how many forwards and backwards come before a step of the optimizer, an integer from "
@@ -77,11 +70,6 @@ class Loop:
     def asked(self) -> Loop:
         """The same loop, without what was seen."""
         return Loop(**self.words)
-
-    @property
-    def unmeasured(self) -> Loop:
-        """The same loop, without figures."""
-        return replace(self, batch_bytes=0, output_bytes=0)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -1,23 +1,18 @@
 """`measure`: a block of code, watched operation by operation, and the figures that come out.
 
-Problem. Most of what training allocates has no name: autograd's saved tensors, gradients of activations, an
-optimizer's workspace. And what has a name gets it late: the buffer that becomes `.grad` was made two calls earlier.
+A dispatch mode books the storages of every operation's results under "activations"; better names come later. A tensor
+hook on each tracked parameter sees what backward delivers, an optimizer's own step hooks bracket what it allocates.
+Nothing else of the model or of torch is touched, and all hooks are gone after the block.
 
-Idea. A dispatch mode books the storages of every operation's results under "activations"; hooks and looks give the
-better names when they become known. A tensor hook on each tracked parameter sees what backward delivers, an
-optimizer's own step hooks bracket what it allocates. Nothing else of the model or of torch is touched, and all hooks
-are gone after the block.
+The categories sum to the total, at the peak and now. A storage made before the block counts only if it is named
+(`measure(model, optimizer)`, `track`), and so does one that no operator made (`torch.load`). After the block nothing
+new is counted, but deaths still are: `live_bytes` then says what the block has left behind. Devices have separate
+books.
 
-Invariants. The categories sum to the total, at the peak and now. A storage made before the block counts only if it
-is named (`measure(model, optimizer)`, `track`), and so does one that no operator made (`torch.load`,
-`torch.UntypedStorage(n)`). After the block nothing new is counted, but deaths still are: `live_bytes` then says what
-the block has left behind. Devices have separate books; the properties show one of them.
-
-On the CPU what a kernel takes while it runs is an activation of that moment (`workspaces.py`). Not seen: threads that
-the user starts (autograd's own are seen), sparse tensors, and what no operator returns, such as the 5 kB of a random
-generator's state in each checkpoint. Seeing is not free of effect: under any dispatch mode autograd sums the gradients
-of a tensor used twice into a new buffer, where it otherwise may do so in place; and the CUDA allocator's peak
-statistics are reset when a measurement begins.
+Not seen: threads that the user starts (autograd's own are seen), sparse tensors, and what no operator returns, such as
+the 5 kB of a random generator's state in each checkpoint. Under any dispatch mode autograd sums the gradients of a
+tensor used twice into a new buffer, where it otherwise may do so in place; and the CUDA allocator's peak statistics are
+reset when a measurement begins.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
-"""Who keeps memory alive after a forward: the nodes of the graph, regions, a custom Function's `ctx`, Python objects.
+"""Finds who keeps memory alive after a forward: nodes of the graph, regions, a custom Function's `ctx`, Python objects.
 
-Problem. Saved tensors live in C++. The public way to see them, saved-tensor hooks, must be in place before they are
-saved, and a region takes the hooks around it for its store: watching that way changes what is kept. Reading
-`node.saved_tensors` or `node._saved_*` afterwards opens them: that replays regions.
+Saved tensors are in C++. Saved-tensor hooks would have to be there before, and a region takes the hooks around it for
+its store: watching that way changes what is kept. Reading `node.saved_tensors` or `node._saved_*` afterwards replays
+regions. So `_raw_saved_*` gives the place without opening it, and what is there: the tensor, or what a pack hook made
+of it. From that Python's garbage-collector interface leads on: a slot to its frame, the frame to the region's inputs
+and stored outputs, the closure of a foreign hook to what it holds. Nothing here knows the fields of any of them.
 
-Idea. `_raw_saved_*` gives the place without opening it, and what is there: the tensor, or what a pack hook made of
-it. From that, Python's own garbage-collector interface leads on: a slot to its frame, the frame to the region's inputs
-and stored outputs, the closure of a foreign hook to what it holds. Nothing here knows the fields of any of them, only
-that a `RegionCall` is a region and a `SavedCall` a saved call, so a new way of holding a tensor is found too.
+The reverse direction is for memory that no node saved: of all Python tensors, those over that memory, and who refers to
+them, up to something with a name: an attribute, a global, a closure variable, a `ctx`.
 
-The reverse direction is for memory that no node saved: of all Python tensors, those over that memory, and then who
-refers to them, up to something with a name: an attribute, a global, a closure variable, a `ctx`.
-
-Rejected: `torch.autograd.graph.saved_tensors_hooks` around the forward (above); anomaly mode.
-
-Invariants. Nothing is opened, nothing is run. Modules, types, and the globals of functions are not searched: that is
-where the whole program would be found. What a C++ node without `_raw_saved_*` (extensions) holds is not found.
+Nothing is opened or run. Modules, types, and the globals of functions are not searched: that is where the whole program
+would be found. What a C++ node without `_raw_saved_*` (extensions) holds is not found.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ _CHECKPOINT_NODES = ("CheckpointFunctionBackward", "_NoopSaveInputsBackward")
 
 
 class Hold:
-    """Everything found that keeps one storage alive.
+    """All that keeps one storage alive.
 
     Attributes:
         savers: Nodes that saved it, as `GeluBackward0 (self)`.
@@ -67,10 +62,7 @@ class Hold:
 
 
 class Retainers:
-    """What is known of who keeps which storage; `of` is by `id` of the storage's Python object.
-
-    It holds the graph that it has been led to.
-    """
+    """Tells who keeps which storage: `of`, by `id` of the storage's Python object. It holds the graph it has seen."""
 
     def __init__(self) -> None:
         self.of: dict[int, Hold] = {}
@@ -93,15 +85,11 @@ class Retainers:
                     self._saved(node, attribute, label if field == "tensors" else f"{label} ({field})")
             variable = getattr(node, "variable", None)  # the leaf that a gradient is accumulated into
             if isinstance(variable, torch.Tensor):
-                self._note(variable, "savers", label).plain = True
+                self.note(variable, "savers", label).plain = True
             for name, value in getattr(node, "__dict__", {}).items():
                 for tensor, _ in self._search(value):
-                    self._note(tensor, "stashes", f"ctx.{name} of {label}")
+                    self.note(tensor, "stashes", f"ctx.{name} of {label}")
             self._enqueue(following for following, _ in node.next_functions if following is not None)
-
-    def stash(self, tensor: torch.Tensor, place: str) -> None:
-        """Notes a place outside of the graph that holds a tensor."""
-        self._note(tensor, "stashes", place)
 
     def _enqueue(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -120,29 +108,30 @@ class Retainers:
             if packed is None:
                 continue
             if hook is None and torchs:
-                self._note(packed, "regions", _TORCH_CHECKPOINT)
+                self.note(packed, "regions", _TORCH_CHECKPOINT)
             elif hook is None:
-                self._note(packed, "savers", label).plain = True
+                self.note(packed, "savers", label).plain = True
             elif type(packed) is slots.Slot:
                 if isinstance(packed.tensor, torch.Tensor):  # filled already
-                    self._note(packed.tensor, "savers", label)
-                    self._note(packed.tensor, "regions", packed.owner.name)
+                    self.note(packed.tensor, "savers", label)
+                    self.note(packed.tensor, "regions", packed.owner.name)
                 self._region(packed.owner, packed.owner.name)
             elif hook is slots.unpack:
                 for tensor, _ in self._search(packed):
-                    self._note(tensor, "savers", label).in_region = True
+                    self.note(tensor, "savers", label).in_region = True
             else:  # a foreign hook; torch's checkpoint keeps its arguments in the closure of its own
                 for tensor, _ in self._search(packed):
-                    self._note(tensor, "savers", label).plain = True
+                    self.note(tensor, "savers", label).plain = True
                 self._region(hook, getattr(hook, "__module__", None) or type(hook).__name__)
 
     def _region(self, owner: Any, name: str) -> None:
         if owner not in self._searched:
             self._searched.add(owner)
             for tensor, region in self._search(owner, name):
-                self._note(tensor, "regions", region)
+                self.note(tensor, "regions", region)
 
-    def _note(self, tensor: torch.Tensor, where: str, label: str) -> Hold:
+    def note(self, tensor: torch.Tensor, where: str, label: str) -> Hold:
+        """Notes who holds a tensor; `where` is "savers", "regions" or "stashes"."""
         hold = Hold(tensor)
         for _, storage in storages(tensor):
             hold = self.of.setdefault(id(storage), hold)
@@ -152,7 +141,7 @@ class Retainers:
         return hold
 
     def _search(self, start: object, name: str = "") -> Iterator[tuple[torch.Tensor, str]]:
-        """The tensors that an object leads to, nearest first, each with the region on the way; nodes are queued."""
+        """Yields the tensors that an object leads to, nearest first, and the region on the way; nodes are queued."""
         seen: dict[int, object] = {}  # holds what it has seen, so that no identity is used twice
         queue: deque[tuple[object, str]] = deque([(start, name)])
         while queue and len(seen) < _LIMIT:
@@ -185,7 +174,7 @@ class Retainers:
 
 
 def python_tensors(wanted: Collection[int]) -> list[torch.Tensor]:
-    """All Python tensors over the storages with these identities."""
+    """Returns all Python tensors over the storages with these identities."""
     found: list[torch.Tensor] = []
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor):
@@ -200,7 +189,7 @@ def python_tensors(wanted: Collection[int]) -> list[torch.Tensor]:
 def name_referrers(
     tensors: list[torch.Tensor], names: Callable[[nn.Module], str]
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """For each tensor, the named things that refer to it, nearest first."""
+    """Yields each tensor with the named things that refer to it, nearest first."""
     level: list[Any] = list(tensors)
     paths: dict[int, list[tuple[int, str]]] = {id(tensor): [(i, "")] for i, tensor in enumerate(tensors)}
     mine: set[int] = {id(tensors), id(paths)}
@@ -232,7 +221,7 @@ def name_referrers(
 
 
 def _name(holder: Any, child: Any, path: str, names: Callable[[nn.Module], str]) -> tuple[str | None, bool]:
-    """What to call `path` seen from `holder`, and whether that is a name one can look for; None to give up."""
+    """Returns the name of `path` seen from `holder`, and whether one can look for it; None to give up."""
     if isinstance(holder, dict):
         key = next((key for key, value in cast("dict[Any, Any]", holder).items() if value is child), None)
         return f"[{key!r}]{path}", False

@@ -127,7 +127,7 @@ def _explain_the_rest(
     retainers.walk()
     tensors[:] = [t for t in tensors if any(id(s) in unknown and id(s) not in retainers.of for _, s in storages(t))]
     for tensor, holder in name_referrers(tensors, name):
-        retainers.stash(tensor, holder)
+        retainers.note(tensor, "stashes", holder)
     del tensors[:]
     gc.collect()
     return {key for key in unknown if made[key].storage() is None}

@@ -1,25 +1,20 @@
 """Blocks in the form of `torch.cuda.memory._snapshot()`, which https://pytorch.org/memory_viz reads.
 
-Problem. People who hunt for memory know one picture, that of the allocator's history, and a step that was simulated, or
-measured on a CPU, has no allocator that keeps one.
+A step that was simulated, or measured on a CPU, has no allocator that keeps a history. This is the same plain data: a
+trace of allocations and frees, and the segments that are there at the end. A frame of a stack, which the viewer shows
+for the bytes under the pointer, says the operation, then the module in place of the file and the number of the
+operation in place of the line; of a measured step, a real file and line. The frame below it says the category, which
+the viewer colours by, the phase, and of a measured step the region.
 
-Idea. The same plain data: a trace of allocations and frees, and the segments that are there at the end. A frame of a
-stack, which the viewer shows for the bytes under the pointer, says the operation, then the module in place of the file
-and the number of the operation in place of the line; of a measured step, a real file and line. The frame below it says
-the category, the phase, and of a measured step the region. The category goes along under the key that PyTorch's own
-export of a profile uses, so the viewer colours by it.
-
-Each block is a segment of its own and no address is used twice: there is no caching, so nothing is fragmented, and
-"reserved" is what is allocated. What an operation frees comes before what it allocates, so the most that the viewer
-shows is the peak that was counted.
-
-Rejected: packing blocks into segments as CUDA's caching allocator would. It would show a fragmentation that is a guess.
+Each block is a segment of its own and no address is used twice: a fragmentation as by CUDA's allocator would be a
+guess. What an operation frees comes before what it allocates, so the most that the viewer shows is the counted peak.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +25,14 @@ _BASE = 1 << 40  # of no meaning, but that 0 is no address
 
 
 def snapshot_of(blocks: Sequence[Block], device: int = 0) -> dict[str, Any]:
-    """The blocks of one device as a snapshot.
+    """Makes a snapshot of the blocks of one device.
 
     Args:
-        blocks: What lay in memory.
+        blocks: What was in memory.
         device: The number of the device.
     """
-    addresses = _addresses(blocks)
+    sizes = (-(-block.nbytes // _ALIGNED) * _ALIGNED for block in blocks)
+    addresses = list(accumulate(sizes, initial=_BASE))
     moments = [(block.born, 1, number) for number, block in enumerate(blocks)]
     moments += [(block.died, 0, number) for number, block in enumerate(blocks) if block.died is not None]
     trace: list[dict[str, Any]] = []
@@ -62,15 +58,6 @@ def write_snapshot(path: Path, blocks: Sequence[Block], device: int = 0) -> None
         pickle.dump(snapshot_of(blocks, device), file)
 
 
-def _addresses(blocks: Iterable[Block]) -> list[int]:
-    addresses: list[int] = []
-    after = _BASE
-    for block in blocks:
-        addresses.append(after)
-        after += -(-block.nbytes // _ALIGNED) * _ALIGNED
-    return addresses
-
-
 def _frames(block: Block) -> list[dict[str, Any]]:
     made = block.made
     if not made.op:
@@ -90,25 +77,14 @@ def _frames(block: Block) -> list[dict[str, Any]]:
 
 
 def _segment(block: Block, address: int, device: int) -> dict[str, Any]:
-    inside = {
-        "address": address,
-        "size": block.nbytes,
-        "requested_size": block.nbytes,
-        "state": "active_allocated",
-        "frames": _frames(block),
-        "category": block.category,
-    }
+    size, about = block.nbytes, {"address": address, "requested_size": block.nbytes, "frames": _frames(block)}
     return {
+        **about,
+        **dict.fromkeys(("total_size", "allocated_size", "active_size"), size),
         "device": device,
-        "address": address,
-        "total_size": block.nbytes,
-        "allocated_size": block.nbytes,
-        "active_size": block.nbytes,
-        "requested_size": block.nbytes,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),
         "is_expandable": False,
-        "frames": _frames(block),
-        "blocks": [inside],
+        "blocks": [{**about, "size": size, "state": "active_allocated", "category": block.category}],
     }

@@ -1,34 +1,23 @@
 """Workspaces: the memory that one operation takes and gives back while it runs.
 
-Problem. What an operation returns can be counted; what its kernel takes besides cannot be seen from outside, and it may
-be most of a step's peak. On the CPU a convolution copies its input and weights into another layout, or writes every
-patch of the input out as a column: ten times what it returns. A norm or a gradient of GELU copies what is not
-contiguous, attention has a block of scores for each thread. A peak without them is too low, and a budget that it was
-planned for is broken.
+What a kernel takes besides what it returns may be most of a step's peak: on the CPU a convolution writes every patch of
+its input out as a column, a norm copies what is not contiguous, attention has a block of scores for each thread. So the
+operation runs once alone, on tensors of zeros with the same layouts, under the allocator's events; how far these rise
+above what is left at the end is its workspace. It depends on the operation, the layouts, the other arguments and the
+number of threads, so it is asked once per process, by `measure` and `simulate` alike. Only operations of the kinds
+below are asked, those that had any among all operations of the models of the tests, and of the same families.
 
-Idea. Ask the machine. The operation runs once alone, on tensors of zeros with the same layouts, under the allocator's
-events; how far these rise above what is left at the end is its workspace. It depends on the operation, the layouts, the
-other arguments and the number of threads, and on nothing else that was found (not on values, on what requires a
-gradient, or on what ran before), so it is asked once per process. `measure` and `simulate` ask the same question.
+Two things are known without asking: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts for
+a GPU that is not at hand, with dropout, and where the operation alone would take too long), and `kept_by_cublas`.
 
-Only operations of the kinds below are asked, those that had any among all operations of the models of the tests, and
-of the same families. Products have none, and would be slow; what draws random numbers is never run.
-
-Two things are known without asking. Attention on CUDA sums the queries' gradient in 32 bits, whatever the type of its
-result, and some kernels more (`attention_on_cuda`); the sources say how much, which counts for a GPU that is not at
-hand, where dropout would draw random numbers, and where the operation alone would take too long. And cuBLAS has a
-workspace for each thread that makes products (`kept_by_cublas`), which is never given back.
-
-Rejected: formulas for what oneDNN does, which change with its version and the processor; the events around the
-operations of a real step, which a simulation does not have.
-
-Invariants. It runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and
-on no tensor of the caller. Nothing is run that could not be alive twice in the memory that is free, or that would take
-longer than some seconds.
+The operation runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and on
+no tensor of the caller. Nothing is run that draws random numbers, that could not be alive twice in the memory that is
+free, or that would take longer than some seconds.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -88,12 +77,11 @@ MOST_WORK = 10**11
 DRAWS = "it draws random numbers"
 NO_MEMORY = "there is no memory to run it alone"
 
-_taking: dict[Any, tuple[bool, bool]] = {}
 _known: dict[Any, int | str] = {}
 
 
 def workspace(func: Any, inputs: Any) -> int | str:
-    """The most bytes that an operation takes while it runs, beyond its arguments and its results.
+    """Returns the most bytes that an operation takes while it runs, beyond its arguments and its results.
 
     Args:
         func: Its overload.
@@ -103,8 +91,8 @@ def workspace(func: Any, inputs: Any) -> int | str:
         The bytes, or why they are not known, in words. 0 for real tensors that are not on the CPU, whose allocator
         says what was taken.
     """
-    taking, copying = _kind(func)
-    if not taking and not copying:
+    copying = _name(func) in COPYING
+    if not takes(func) and not copying:
         return 0
     tensors = [leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     if not tensors or (copying and all(tensor.is_contiguous() for tensor in tensors)):
@@ -112,26 +100,22 @@ def workspace(func: Any, inputs: Any) -> int | str:
     device = device_of(tensors[0])
     if device.type != "cpu" and type(tensors[0]) is not FakeTensor:
         return 0
-    layout = _layout(inputs)
     threads = torch.get_num_threads()
-    key = (func, layout, str(device), threads, torch.backends.mkldnn.enabled)
-    try:
-        known = _known.get(key)
-    except TypeError:
-        return "an argument cannot be looked up"
-    if known is None:
-        formula = attention_on_cuda(func, inputs[0])
-        known = DRAWS if formula is not None and _drops_out(inputs[0]) else None
-        known = known or _asked(func, inputs, tensors, device, threads)
-        if type(known) is str and formula is not None:
-            known = formula
-        if known != NO_MEMORY:  # which may be different the next time
-            _known[key] = known
-    return known
+    key = (func, _layout(inputs), str(device), threads, torch.backends.mkldnn.enabled)
+    if key in _known:
+        return _known[key]
+    formula = attention_on_cuda(func, inputs[0])
+    drops_out = any(isinstance(value, float) and 0 < value < 1 for value in inputs[0])  # of attention's the only such
+    found = DRAWS if formula is not None and drops_out else _asked(func, inputs, tensors, device, threads)
+    if isinstance(found, str) and formula is not None:
+        found = formula
+    if found != NO_MEMORY:  # which may be different the next time
+        _known[key] = found
+    return found
 
 
 def reserve(func: Any, inputs: Any) -> int | str:
-    """The bytes that a recurrent layer keeps for its backward, or why they are not known.
+    """Returns the bytes that a recurrent layer keeps for its backward, or why they are not known.
 
     It is run alone, as for a workspace. Where that takes too long it is run on fewer steps of the sequence, and the
     bytes grow with their number.
@@ -156,8 +140,12 @@ def reserve(func: Any, inputs: Any) -> int | str:
         first = torch.empty((steps, *args[0].shape[1:]), dtype=args[0].dtype, device="meta")
         key = (func, _layout(((first, *args[1:]), kwargs)), str(device), threads)
         if key not in _known:
-            _known[key] = _alone(func, ((first, *args[1:]), kwargs), device, threads, lambda call: _nbytes(call, func))
+            _known[key] = _alone(func, ((first, *args[1:]), kwargs), device, threads, nbytes)
         return _known[key]
+
+    def nbytes(call: Callable[[], Any]) -> int:
+        with torch.enable_grad():  # without, the CPU's keeps nothing
+            return int(call()[RECURRENT[func]].nbytes)
 
     one, two = (0, bytes_of(steps)) if steps <= fewer else (bytes_of(fewer // 2), bytes_of(fewer))
     if isinstance(one, str) or isinstance(two, str):
@@ -165,18 +153,18 @@ def reserve(func: Any, inputs: Any) -> int | str:
     return two + (two - one) * max(0, steps - fewer) // (fewer - fewer // 2) + masks
 
 
-def _nbytes(call: Callable[[], Any], func: Any) -> int:
-    with torch.enable_grad():  # without, the CPU's keeps nothing
-        return int(call()[RECURRENT[func]].nbytes)
+@functools.cache
+def _name(func: Any) -> str:
+    return str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
 
 
 def takes(func: Any) -> bool:
     """Whether an operation is of a kind that may take a workspace whatever its arguments are."""
-    return _kind(func)[0]
+    return _name(func) in TAKING
 
 
 def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
-    """Bytes that an attention kernel takes on CUDA, by its sources; None for what is no such kernel.
+    """Returns the bytes that an attention kernel takes on CUDA, by its sources; None for what is no such kernel.
 
     Each backward sums the queries' gradient in 32 bits and has a number per query:
 
@@ -186,7 +174,7 @@ def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
       number per query; its forward sums the result in 32 bits where values are wider than 128
     - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
     """
-    name = str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
+    name = _name(func)
     if not name.startswith(SDPA) or name not in TAKING or "for_cpu" in name:
         return None
     back = name.endswith("_backward")
@@ -194,9 +182,8 @@ def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
     batch, heads, rows, width = query.shape
     half = query.dtype.itemsize == 2
     if not back:
-        return (
-            4 * batch * heads * rows * value.shape[-1] if "efficient" in name and half and value.shape[-1] > 128 else 0
-        )
+        wide = "efficient" in name and half and value.shape[-1] > 128
+        return 4 * batch * heads * rows * value.shape[-1] if wide else 0
     if "flash" in name:
         accumulated = _up(rows, 128) * ((_up(width, 32) if width <= 192 else 256) + 1)
     elif "efficient" in name:
@@ -209,7 +196,7 @@ def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
 
 
 def kept_by_cublas(capability: tuple[int, int]) -> int:
-    """Bytes that cuBLAS keeps on a CUDA device: a workspace for the forward's thread and one for the backward's.
+    """Returns the bytes that cuBLAS keeps on a device: a workspace for the forward's thread, one for the backward's.
 
     It is allocated at a thread's first product, as a tensor is, and stays (`CublasHandlePool.cpp`).
     `CUBLAS_WORKSPACE_CONFIG` says how large, as kilobytes and counts.
@@ -220,25 +207,12 @@ def kept_by_cublas(capability: tuple[int, int]) -> int:
     return 2 * sum(1024 * int(size) * int(count) for size, count in said)
 
 
-def _drops_out(args: Sequence[Any]) -> bool:
-    """Whether an attention kernel is called with dropout, of its positional numbers the only one between 0 and 1."""
-    return any(isinstance(value, float) and 0 < value < 1 for value in args)
-
-
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _kind(func: Any) -> tuple[bool, bool]:
-    kind = _taking.get(func)
-    if kind is None:
-        name = str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
-        kind = _taking[func] = name in TAKING, name in COPYING
-    return kind
-
-
 def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int) -> int | str:
-    """Runs an operation alone."""
+    """Runs an operation alone, if it can be; returns its workspace, or why it is not known."""
     if any(type(x) is not FakeTensor and not _torch.is_plain_kind(type(x)) for x in tensors):
         return "a tensor is of a class of its own"
     if device.type not in ("cpu", "cuda"):
@@ -257,14 +231,17 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
 def _alone(
     func: Any, inputs: Any, device: torch.device, threads: int, ask: Callable[[Callable[[], Any]], int]
 ) -> int | str:
-    """What is asked of an operation that runs on zeros, on a thread of its own."""
+    """Asks something of an operation that runs on zeros, on a thread of its own."""
     found: list[int] = []
+    on_cpu = torch.device("cpu")  # where arguments stay that a kernel reads on the host
 
     def run() -> None:
         try:
             torch.set_num_threads(threads)  # a new thread has the environment's number until it is told
             with torch.no_grad():
-                args, kwargs = mapped(inputs, lambda tensor: _zeros(tensor, _place(tensor, device)))
+                args, kwargs = mapped(
+                    inputs, lambda tensor: _zeros(tensor, on_cpu if device_of(tensor).type == "cpu" else device)
+                )
                 found.append(ask(lambda: func(*args, **(kwargs or {}))))
         except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: the caller says so
             pass
@@ -276,15 +253,14 @@ def _alone(
 
 
 def _work(name: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
-    """Multiplications of an operation, about; of a convolution's backward those of either gradient."""
+    """Estimates the multiplications of an operation; of a convolution's backward those of either gradient."""
+    back = "backward" in name
     if "convolution" in name:
-        back = "backward" in name
         x, weight = tensors[back : back + 2]
         stride, transposed = args[3 + back], args[6 + back]
         places = x.numel() // max(1, x.shape[1]) // (1 if transposed else math.prod(stride))
         return places * weight.numel()
     if "attention" in name:
-        back = "backward" in name
         query, key = tensors[back : back + 2]
         return 2 * query.numel() * key.shape[-2]
     return max(tensor.numel() for tensor in tensors)
@@ -318,7 +294,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _layout(value: Any) -> Any:
-    """The part of an argument that a workspace depends on."""
+    """Returns the part of an argument that a workspace depends on."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, dict):
@@ -328,13 +304,7 @@ def _layout(value: Any) -> Any:
     return type(value), value
 
 
-def _place(like: torch.Tensor, device: torch.device) -> torch.device:
-    """Where the copy of an argument is made: on the device, but for what a kernel reads on the host."""
-    return torch.device("cpu") if device_of(like).type == "cpu" else device
-
-
 def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Zeros of the same layout."""
     made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device)
     made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).zero_()  # some of it may repeat
     return made

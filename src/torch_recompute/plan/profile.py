@@ -236,7 +236,10 @@ def _merged(profiles: Sequence[Profile]) -> Profile:
         _same("the number of segments", len(first.costs.segments), len(other.costs.segments))
         for one, its in zip(first.costs.segments, other.costs.segments, strict=True):
             _same("a segment", f"{one.path} of kind {one.kind}", f"{its.path} of kind {its.kind}")
-        _same("the training loop", *(loop and loop.unmeasured for loop in (first.loop, other.loop)))
+        _same(
+            "the training loop",
+            *(loop and replace(loop, batch_bytes=0, output_bytes=0) for loop in (first.loop, other.loop)),
+        )
         _same("what carries decisions", first.carries, other.carries)
     costs = [profile.costs for profile in profiles]
     hosts = [one.host for one in costs if one.host is not None]
