@@ -3,17 +3,15 @@
 In which pieces tensors are sent, and when, is in `transfers.py`. This file decides which tensors stay: small ones
 (`smallest`), what is beyond a budget (`at_most`), and all but a share of the bytes (`fraction`). Shares are made of
 whole tensors, spread evenly over those that could go: each adds its share to a debt, and goes when the debt has reached
-its size. Rejected: cutting each tensor in two, as a planner would like best; both parts have to be put together again
-on the device, which takes the memory of a copy just when memory is needed.
+its size. A tensor cut in two would have to be put together again on the device, just when memory is needed.
 
-The parcels of a device are common to all `OnHost` objects, so one for each layer is as good as one for all; budget
-and share are each object's own.
-
-Without a CUDA device the copies are plain ones, which nothing runs beside; that is said once.
+The parcels of a device are common to all `OnHost` objects; budget and share are each object's own.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import warnings
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from .. import errors
 from .._torch.devices import capturing
 from .._torch.storages import is_fake
 from ..arguments import unexpanded
-from .transfers import Cut, Depot, Direct, DirectTo, Group, Lane, Parcel, Streams, cut
+from .transfers import Cut, Depot, Direct, Group, Parcel, Streams, cut
 
 
 class _Here(NamedTuple):
@@ -61,25 +59,19 @@ class _Parts(NamedTuple):
     stride: tuple[int, ...]
 
 
-_depots: dict[tuple[torch.device, bool], Depot] = {}
 _opening = threading.Lock()
 _said: list[str] = []
 
 
 def depot_of(tensor: torch.Tensor) -> Depot:
-    """The parcels of a tensor's device."""
-    where = tensor.device, is_fake(tensor)
-    depot = _depots.get(where)
-    if depot is None:
-        with _opening:
-            depot = _depots.setdefault(where, Depot(_lane(*where)))
-    return depot
+    """Returns the parcels of a tensor's device."""
+    with _opening:
+        return _depot(tensor.device, is_fake(tensor))
 
 
-def _lane(device: torch.device, fake: bool) -> Lane:
-    if device.type == "cuda" and not fake:
-        return Streams(device)
-    return Direct() if device.type == "cpu" else DirectTo(device)
+@functools.cache
+def _depot(device: torch.device, fake: bool) -> Depot:
+    return Depot(Streams(device) if device.type == "cuda" and not fake else Direct(device))
 
 
 def _say_once() -> None:
@@ -95,9 +87,8 @@ def _say_once() -> None:
         )
 
 
-def _bad_host_option(option: str, value: object, expected: str) -> str:
-    """Text for an option of `OnHost`."""
-    return f"OnHost({option}={value!r}): {option} must be {expected}."
+_BYTES, _REGIONS = "a number of bytes, 0 or more", "a number of regions, 0 or more"
+_DEFAULTS: dict[str, Any] = {"smallest": 0, "at_most": None, "fraction": 1.0, "ahead": 1}
 
 
 class OnHost:
@@ -118,8 +109,7 @@ class OnHost:
 
     Args:
         smallest: Tensors of fewer bytes stay on the device.
-        at_most: Bytes that may lie in host memory for this object at any time; what is beyond stays on the device.
-            None for no limit.
+        at_most: Bytes of host memory for this object at any time; what is beyond stays on the device. None: no limit.
         fraction: The share of the bytes that is sent, in [0, 1]: whole tensors, chosen evenly.
         ahead: How many regions copies may lag behind in forward, and run ahead in backward. With 0 backward waits for
             each copy.
@@ -133,14 +123,14 @@ class OnHost:
     """
 
     def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
-        for option, value in (("smallest", smallest), ("ahead", ahead), ("at_most", at_most)):
-            if option == "at_most" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                expected = "a number of regions, 0 or more" if option == "ahead" else "a number of bytes, 0 or more"
-                raise errors.ArgumentError(_bad_host_option(option, value, expected))
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-            raise errors.ArgumentError(_bad_host_option("fraction", fraction, "a number from 0 to 1"))
+        for option, value, kinds, most, expected in (
+            ("smallest", smallest, int, math.inf, _BYTES),
+            ("ahead", ahead, int, math.inf, _REGIONS),
+            ("at_most", 0 if at_most is None else at_most, int, math.inf, _BYTES),
+            ("fraction", fraction, (int, float), 1, "a number from 0 to 1"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
+                raise errors.ArgumentError(f"OnHost({option}={value!r}): {option} must be {expected}.")
         self.smallest = smallest
         self.at_most = at_most
         self.fraction = fraction
@@ -150,19 +140,18 @@ class OnHost:
         self._debt = 0.0
 
     def __repr__(self) -> str:
-        said = {"smallest": 0, "at_most": None, "fraction": 1.0, "ahead": 1}
-        given = (f"{option}={getattr(self, option)!r}" for option in said if getattr(self, option) != said[option])
+        given = (f"{name}={value!r}" for name, value in self.__getstate__().items() if value != _DEFAULTS[name])
         return f"OnHost({', '.join(given)})"
 
     def __getstate__(self) -> Any:
-        return {option: getattr(self, option) for option in ("smallest", "at_most", "fraction", "ahead")}
+        return {option: getattr(self, option) for option in _DEFAULTS}
 
     def __setstate__(self, options: dict[str, Any]) -> None:
         self.__init__(**options)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that now lie in host memory for this object."""
+        """Bytes now in host memory for this object."""
         return self._bytes
 
     def put(self, tensor: torch.Tensor) -> Any:
@@ -209,12 +198,11 @@ class OnHost:
             return _Away(depot, parcel, depot.join(parcel, self.ahead), tensor.shape, piece)
 
     def _depot(self, tensor: torch.Tensor) -> Depot:
-        """Where a tensor is sent."""
         _say_once()
         return depot_of(tensor)
 
     def _goes(self, size: int, copied: int) -> bool:
-        """Whether a tensor is sent; if so its bytes are counted."""
+        """Whether a tensor is sent; counts its bytes if so."""
         if size < self.smallest:
             return False
         with self._lock:
@@ -233,7 +221,7 @@ class OnHost:
                 self._debt = 0.0
 
     def get(self, handle: Any) -> torch.Tensor:
-        """The tensor, on the device it came from."""
+        """Returns the tensor, on the device it came from."""
         if type(handle) is _Away:
             with torch.no_grad():
                 flat = handle.depot.open(handle.parcel, handle.group, self.ahead)

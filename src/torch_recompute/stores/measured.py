@@ -1,23 +1,22 @@
-"""What is measured on this machine, kept from one process to the next, and how fast copies to host memory are.
+"""Seconds that were measured on this machine, kept for the next process, and the speed of copies to host memory.
 
 A model is planned again each time its training is started, and its operations and copies take what they took the last
-time. So what was measured is kept in one file for each device, version of torch and (on the CPU) number of threads:
+time. So there is one file for each device, version of torch and (on the CPU) number of threads:
 
     $XDG_CACHE_HOME/torch-recompute/prices-NAME.json        by default below ~/.cache
 
-`TORCH_RECOMPUTE_CACHE` names another folder than that of the first two parts.
-
-Removing a file, or the folder, has everything measured again, and nothing else. A file that cannot be read is measured
-again and said; a folder that cannot be written to is said. Files are replaced as a whole, so processes that write at
-once do each other no harm: what both measured is there, or what the last one did.
+`TORCH_RECOMPUTE_CACHE` names another folder than that of the first two parts. Removing a file has everything measured
+again, and nothing else. A file that cannot be read is measured again and said; a folder that cannot be written to is
+said. Files are replaced as a whole, so processes that write at once do each other no harm.
 
 The two ways between a device and host memory differ (a GH200 reads from the host more than twice as fast as it writes),
-and data sheets say what a link could do, so both are measured: pinned memory, a copy that is long enough to hide its
-start, the median of several. On the CPU it is the speed of a copy in memory, which is what `OnHost` does there.
+so both are measured, in pinned memory; on the CPU it is the speed of a copy in memory, which is what `OnHost` does
+there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -41,27 +40,21 @@ _said: set[str] = set()
 
 
 def folder() -> Path:
-    """Where the files are."""
-    named = os.environ.get("TORCH_RECOMPUTE_CACHE")
-    return (
-        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch-recompute"
-    )
+    """Returns where the files are."""
+    if named := os.environ.get("TORCH_RECOMPUTE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch-recompute"
 
 
 def full_name(device: torch.device) -> str:
-    """All of a device that prices depend on, and the version of torch."""
+    """Names all of a device that prices depend on, and the version of torch."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":
-        name = f"{_processor()}, {torch.get_num_threads()} threads"
+        said = Path("/proc/cpuinfo")
+        found = re.search(r"(?m)^model name\s*:\s*(.+)$", said.read_text(encoding="utf-8") if said.exists() else "")
+        processor = found[1] if found else platform.processor() or platform.machine()
+        name = f"{processor}, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 class PriceFile:
@@ -136,7 +129,7 @@ _measuring = threading.Lock()
 
 
 def bandwidth(device: torch.device | str | None = None) -> Bandwidth:
-    """How fast tensors travel between a device and host memory; measured once per kind of device.
+    """Measures how fast tensors travel between a device and host memory, once per kind of device.
 
     The figures are kept in the device's file of prices, in the folder that the environment variable
     `TORCH_RECOMPUTE_CACHE` names, by default `torch-recompute` in the user's cache folder. Where it cannot be written,
@@ -165,26 +158,17 @@ def bandwidth(device: torch.device | str | None = None) -> Bandwidth:
         return _known[name]
 
 
-def _not_a_device(device: object) -> str:
-    """Text for a device whose copies cannot be timed."""
-    return (
-        f"bandwidth({device!r}): expected a CUDA device of this machine, or 'cpu'.\n"
-        "  Write bandwidth() for the machine's accelerator, or for the CPU where there is none."
-    )
-
-
 def _device(device: Any) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with contextlib.suppress(RuntimeError, TypeError):
         target = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise errors.ArgumentError(_not_a_device(device)) from None
-    if target.type == "cpu":
-        return target
-    if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():
-        raise errors.ArgumentError(_not_a_device(device))
-    return target
+        if target.type == "cpu" or (target.type == "cuda" and (target.index or 0) < torch.cuda.device_count()):
+            return target
+    raise errors.ArgumentError(
+        f"bandwidth({device!r}): expected a CUDA device of this machine, or 'cpu'.\n"
+        "  Write bandwidth() for the machine's accelerator, or for the CPU where there is none."
+    )
 
 
 def _median(copy: Callable[[], float]) -> float:

@@ -18,7 +18,7 @@ from ..arguments import wants_grad
 
 @runtime_checkable
 class Store(Protocol):
-    """A place for tensors between forward and replay.
+    """Keeps tensors between forward and replay.
 
     `put` and `get` may be called from different threads, and `get` any number of times per `put`. What `put` returns
     is dropped when the tensor is no longer needed; a store frees what it holds for it then.
@@ -29,7 +29,7 @@ class Store(Protocol):
         ...
 
     def get(self, handle: Any) -> torch.Tensor:
-        """The tensor behind a handle: same shape, dtype, device and values as the one that was put."""
+        """Returns the tensor behind a handle: same shape, dtype, device and values as the one that was put."""
         ...
 
 
@@ -46,12 +46,7 @@ class OnDevice:
 
 
 class Hooks:
-    """A pair of saved-tensor hooks as a store.
-
-    Args:
-        pack: Called with each tensor put.
-        unpack: Called with what `pack` returned.
-    """
+    """A pair of saved-tensor hooks as a store."""
 
     __slots__ = ("_pack", "_unpack")
 
@@ -68,18 +63,6 @@ class Hooks:
         return self._unpack(handle)
 
 
-def _store_returned(region: str, store: object, meta: tuple[Any, ...], got: object) -> str:
-    """Text for a store that returned something else."""
-    shape, dtype, device = meta
-    tensor = "" if not hasattr(got, "shape") else f" {tuple(getattr(got, 'shape'))} {getattr(got, 'dtype', '')}"  # noqa: B009
-    where = f" on {getattr(got, 'device')}" if hasattr(got, "device") else ""  # noqa: B009
-    return (
-        f"the store {errors.kind(store)} of {region} was given a tensor {tuple(shape)} {dtype} on {device} and "
-        f"returned {errors.kind(got)}{tensor}{where}.\n"
-        "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values."
-    )
-
-
 class Kept:
     """One tensor in a store, checked when it comes back."""
 
@@ -93,12 +76,20 @@ class Kept:
         self._handle = store.put(tensor)
 
     def open(self) -> torch.Tensor:
-        """The tensor, as a leaf that requires grad where the one put did.
+        """Returns the tensor, as a leaf that requires grad where the one put did.
 
         Raises:
             StoreError: The store returned something else than it was given.
         """
         tensor: Any = self._store.get(self._handle)
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
-            raise errors.StoreError(_store_returned(self._region, self._store, self._meta, tensor))
+            shape, dtype, device = self._meta
+            got = (
+                f" {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else ""
+            )
+            raise errors.StoreError(
+                f"the store {errors.kind(self._store)} of {self._region} was given a tensor {tuple(shape)} {dtype} on "
+                f"{device} and returned {errors.kind(tensor)}{got}.\n"
+                "  get(put(tensor)) must return a tensor of the same shape, dtype, device and values."
+            )
         return tensor.detach().requires_grad_() if self._grad else tensor.detach()

@@ -1,25 +1,19 @@
 """Copies to host memory and back: what is on the host, what is on its way there, and what is on its way back.
 
-A `Lane` makes the copies: on a CUDA device on two streams of their own, elsewhere at once.
-
-A `Parcel` is one piece of memory that was copied to the host: all of a storage, or the part of it that a dense tensor
-takes up. Tensors are views of it: several handles of one storage at one version share a parcel, whether they are one
-tensor or q, k and v cut from one product, and what comes back is a view of one base with the sizes and strides that
-the tensor had; an expanded tensor is not copied expanded. A view with gaps takes its whole storage along if it covers
-at least a quarter of it (the rest is likely to be put next), else its elements are gathered first.
+A lane makes the copies: on a CUDA device on two streams of their own (`Streams`), elsewhere at once (`Direct`). A
+`Parcel` is one piece of memory that was copied: all of a storage, or the part of it that a dense tensor takes up.
+Handles of one storage at one version share a parcel, whether they are one tensor or q, k and v cut from one product,
+and what comes back is a view of one base. An expanded tensor is not copied expanded. A view with gaps takes its whole
+storage along if it covers at least a quarter of it, else its elements are gathered first.
 
 What one region puts is a `Group`. In forward, the copies of the present group and of `ahead` groups before it may be
 under way, and their tensors are still on the device; when the next group begins, the device waits for the oldest of
 them and its memory is free. In backward, opening a parcel of one group starts the copies back of the `ahead` groups
-that were put before it, and no more than these wait on the device unopened. So both the memory that copies take and
-the point at which it is free are the same in every step; asking the device whether a copy is done would free memory a
-little earlier in some steps and not in others. What is opened while it is still on the device is not copied back.
+that were put before it, and no more than these wait on the device unopened. So both the memory that copies take and the
+point at which it is free are the same in every step. What is opened while it is still on the device is not copied back.
 
-Rejected: a queue of tensors (what belongs to one region is needed at one time, be it one tensor or ten); holding
-parcels in a table until backward (what is dropped with its graph must be free at once, law 8).
-
-Invariants: a parcel is alive as long as a handle of it is, and no longer; nothing here holds one strongly. Changes of
-a tensor that is still being copied are noticed by its version and raise when it is opened.
+Invariants: a parcel is alive as long as a handle of it is; nothing here holds one strongly. Changes of a tensor that is
+still being copied are noticed by its version and raise when it is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,72 +41,43 @@ class Mark(NamedTuple):
     asked: Any
 
 
-class Lane(Protocol):
-    """The way between one device and the host. Tensors are dense and have one dimension.
+class Direct:
+    """Makes copies that are done when the call returns. Memory on the CPU is its own copy back.
+
+    Tensors are dense and have one dimension. A mark, which `send` and `fetch` return beside the copy, is its end.
+
+    Args:
+        device: Where tensors come back to.
 
     Attributes:
         direct: Whether copies are done when a call returns, so that there is nothing to wait for.
     """
 
-    direct: bool
-
-    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Starts a copy to the host; returns it and a mark of its end."""
-        ...
-
-    def let_go(self, mark: Any) -> None:
-        """What is computed from now on waits for a `send`: the source's memory may be used again."""
-        ...
-
-    def fetch(self, host: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
-        """Starts a copy back, to begin after a `send`; returns it and a mark of its end."""
-        ...
-
-    def arrive(self, tensor: torch.Tensor, mark: Any) -> None:
-        """What is computed from now on waits for a `fetch`."""
-        ...
-
-    def abandon(self, tensor: torch.Tensor, mark: Any) -> None:
-        """The tensor on the device is about to be dropped, and nobody has waited for its copy."""
-        ...
-
-
-class Direct:
-    """Copies that are done when the call returns. Memory on the CPU is its own copy back."""
-
     direct = True
 
-    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Copies to the host."""
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+
+    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Starts a copy to the host; returns it and its mark."""
         return torch.empty_like(source, device="cpu").copy_(source), None
 
-    def let_go(self, mark: None) -> None:
-        """Nothing to wait for."""
+    def let_go(self, mark: Any) -> None:
+        """Makes what is computed from now on wait for a `send`: the source's memory may be used again."""
 
-    def fetch(self, host: torch.Tensor, after: None) -> tuple[torch.Tensor, None]:
-        """The copy itself."""
-        return host, None
-
-    def arrive(self, tensor: torch.Tensor, mark: None) -> None:
-        """Nothing to wait for."""
-
-    def abandon(self, tensor: torch.Tensor, mark: None) -> None:
-        """Nothing to wait for."""
-
-
-class DirectTo(Direct):
-    """The same for a device other than the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def fetch(self, host: torch.Tensor, after: None) -> tuple[torch.Tensor, None]:
-        """Copies back."""
+    def fetch(self, host: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
+        """Starts a copy back, to begin after the mark of a `send`; returns it and its mark."""
         return host.to(self._device), None
 
+    def arrive(self, tensor: torch.Tensor, mark: Any) -> None:
+        """Makes what is computed from now on wait for a `fetch`."""
 
-class Streams:
-    """A CUDA device: pinned host memory, and a stream each way, so that both ways are used while the device computes.
+    def abandon(self, tensor: torch.Tensor, mark: Any) -> None:
+        """Called before a tensor on the device is dropped whose copy nobody has waited for."""
+
+
+class Streams(Direct):
+    """Copies to and from pinned host memory on a stream each way, so that both are used while the CUDA device computes.
 
     Every edge between streams is an event:
 
@@ -124,18 +89,15 @@ class Streams:
         the copy back           before its reader                `arrive`
 
     Memory whose copy was never waited for is not just dropped (`abandon`): the allocator is told which stream still
-    uses it. Otherwise `record_stream` is avoided: blocks that it marks come back when the allocator gets round to
-    asking, so a program that runs ahead of its device takes as much memory as without offloading. Host memory needs
-    none of this; torch notes which stream a pinned block was copied on, and uses it again only afterwards.
-
-    Args:
-        device: The device, with its number.
+    uses it. Otherwise `record_stream` is avoided: the allocator would get round to such blocks late, and a program that
+    runs ahead of its device would take as much memory as without offloading. Torch itself notes which stream a pinned
+    block of the host was copied on.
     """
 
     direct = False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._away = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
 
@@ -149,7 +111,7 @@ class Streams:
             return host, Mark(self._away.record_event(), here)
 
     def let_go(self, mark: Mark) -> None:
-        """The stream that asked for the copy waits for it; on that stream the memory was allocated."""
+        """Makes the stream that asked for the copy wait for it; on that stream the memory was allocated."""
         mark.asked.wait_event(mark.done)
 
     def fetch(self, host: torch.Tensor, after: Mark) -> tuple[torch.Tensor, Mark]:
@@ -163,14 +125,14 @@ class Streams:
             return tensor, Mark(self._back.record_event(), here)
 
     def arrive(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """The present stream waits for the copy."""
+        """Makes the present stream wait for the copy."""
         here = torch.cuda.current_stream(self._device)
         here.wait_event(mark.done)
         if here != mark.asked:
             tensor.record_stream(here)
 
     def abandon(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """The memory is used again once both streams are past the copies now queued on them."""
+        """Has the memory used again once both streams are past the copies now queued on them."""
         tensor.record_stream(self._away)
         tensor.record_stream(self._back)
 
@@ -198,7 +160,7 @@ class Cut(NamedTuple):
 
 
 def cut(tensor: torch.Tensor) -> Cut:
-    """Which memory to copy for a strided tensor that has at least one element."""
+    """Returns which memory to copy for a strided tensor that has at least one element."""
     stride, start = tensor.stride(), int(tensor.storage_offset())
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
     once = unexpanded(tensor)
@@ -221,24 +183,6 @@ class Parcel:
         host: The copy: one dimension, dense.
         nbytes: Its size.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_arrived",
-        "_coming",
-        "_cut",
-        "_depot",
-        "_expected",
-        "_freed",
-        "_mark",
-        "_memory",
-        "_sent",
-        "_source",
-        "_spoiled",
-        "_version",
-        "host",
-        "nbytes",
-    )
 
     def __init__(self, depot: Depot, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> None:
         self._freed: Callable[[int], None] | None = None
@@ -283,7 +227,7 @@ class Parcel:
         return mine.first <= piece.first and piece.stop <= mine.stop and tensor._version == self._version
 
     def view(self, flat: torch.Tensor, size: Sequence[int], piece: Cut) -> torch.Tensor:
-        """The tensor that was put, in what `open` returned."""
+        """Returns the tensor that was put, in what `open` returned."""
         shift = piece.shift + max(piece.first, 0) - max(self._cut.first, 0)
         return flat.as_strided(size, piece.stride, flat.storage_offset() + shift)
 
@@ -312,7 +256,7 @@ class Parcel:
         return None if self._arrived is None else self._arrived.flat(self.host.numel(), self.host.dtype)
 
     def open(self) -> torch.Tensor:
-        """The memory, on the device."""
+        """Returns the memory, on the device."""
         now = self._spoiled if self._source is None else self._source._version
         if now is not None and now != self._expected:
             raise errors.ChangedError(
@@ -340,8 +284,6 @@ class Parcel:
 class Group:
     """The parcels that one call of a region put."""
 
-    __slots__ = ("__weakref__", "before", "key", "parcels")
-
     def __init__(self, key: int, before: weakref.ref[Group] | None) -> None:
         self.key = key
         self.before = before
@@ -361,10 +303,10 @@ class Depot:
     """All parcels of one device.
 
     Args:
-        lane: How they travel.
+        lane: What copies them.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Direct) -> None:
         self.lane = lane
         self.lock = threading.RLock()
         self._known: dict[int, list[weakref.ref[Parcel]]] = {}
@@ -372,7 +314,7 @@ class Depot:
         self._called: deque[list[weakref.ref[Parcel]]] = deque()
 
     def find(self, tensor: torch.Tensor, piece: Cut) -> Parcel | None:
-        """A parcel that holds the tensor already."""
+        """Returns a parcel that holds the tensor already."""
         for ref in list(self._known.get(storage_id(tensor), ())):
             parcel = ref()
             if parcel is not None and parcel.holds(tensor, piece):
@@ -380,7 +322,7 @@ class Depot:
         return None
 
     def send(self, tensor: torch.Tensor, piece: Cut, freed: Callable[[int], None]) -> Parcel:
-        """A new parcel. `freed` is called with its size when it is dropped."""
+        """Makes a parcel. `freed` is called with its size when it is dropped."""
         parcel, storage = Parcel(self, tensor, piece, freed), storage_id(tensor)
 
         def forget(ref: weakref.ref[Parcel]) -> None:
@@ -394,7 +336,7 @@ class Depot:
         return parcel
 
     def join(self, parcel: Parcel, ahead: int) -> Group | None:
-        """The group that a parcel now put belongs to; None where nothing has to be waited for."""
+        """Returns the group that a parcel now put belongs to; None where nothing has to be waited for."""
         if self.lane.direct:
             return None
         mine = self._puts
@@ -429,7 +371,7 @@ class Depot:
                 leaving.depart()
 
     def open(self, parcel: Parcel, group: Group | None, ahead: int) -> torch.Tensor:
-        """The parcel's memory on the device; calls what will be wanted next."""
+        """Returns the parcel's memory on the device, and starts the copies back that will be wanted next."""
         with self.lock:
             flat = parcel.open()
             for _ in range(ahead):
