@@ -8,7 +8,6 @@ Invariants: `on_streams` puts streams and device back, whatever happens inside i
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Which collectives a replay repeats.
+"""Says which collectives a replay repeats.
 
-A replay repeats what the region did, communication included, on all ranks in the same order. What it may hand out
-instead is the result, kept from the forward: less communication, and no rank waits for another in the replay; but the
-result is memory, and that of an all-gather is N times as large as what went in. Which of the two is better depends on
-the network and on the memory, so it is said: in a plan by a word in `keep` (`@reduction`, `@collective`), in a function
-by `keep_collectives`. How they are met is in `plan/calls.py`.
+A replay repeats what the region did, communication included, on all ranks in the same order. With the result kept from
+the forward there is less communication, and no rank waits for another in the replay; but the result is memory, and that
+of an all-gather is N times as large as what went in. So it is said: in a plan by a word in `keep` (`@reduction`,
+`@collective`), in a function by `keep_collectives`. `plan/calls.py` does it.
 """
 
 from __future__ import annotations

@@ -1,29 +1,23 @@
 """The all-reduce of a whole step's gradients, in a few large messages: PaddlePaddle's `fused_allreduce_gradients`.
 
-Problem. Code that runs its steps under `no_sync()`, because its checkpointing calls backward inside backward or because
-it accumulates, reduces the gradients by hand. One message per parameter is slow, one for all of them doubles the memory
-of the gradients, and a parameter that was unused on one rank leaves the others waiting for it for ever.
+Code that runs its steps under `no_sync()` reduces the gradients by hand. One message per parameter is slow, one for all
+doubles the memory of the gradients, and a parameter that was unused on one rank leaves the others waiting for ever.
 
-Idea. Gradients of one dtype on one device are copied into buckets of bounded size, and while one bucket is being
-summed the next is filled; two exist at a time. Ranks first exchange five numbers: checksums of what they are about to
-reduce. If they agree, as they nearly always do, nothing more is said. If only *which* parameters have a gradient
-differs, one message tells the union, and a rank without contributes zero and receives the mean. If the parameters
-themselves differ, every rank raises, so none waits.
+Gradients of one dtype on one device are copied into buckets of bounded size, and while one bucket is being summed the
+next is filled; two exist at a time. Ranks first exchange five numbers: checksums of what they are about to reduce. If
+only *which* parameters have a gradient differs, one message tells the union, and a rank without contributes zero and
+receives the mean. If the parameters themselves differ, every rank raises, so none waits.
 
-Rejected: to let each rank reduce what it has (it hangs, or sums one parameter into another); to send the whole list
-of gradients each time; to reduce sparse gradients (PyTorch's all-reduce of them takes no bucket, and DDP's own
-implementation makes one message of each).
-
-Invariants: every rank issues the same collectives, also the one that raises. A gradient is multiplied by 1/ranks
-before it is summed, as DDP does, so nothing overflows that would not there, and the result is DDP's to the last bit
-where each bucket is (two ranks; more ranks sum in an order that depends on the bucket's size).
+Every rank issues the same collectives, also the one that raises. A gradient is multiplied by 1/ranks before it is
+summed, as DDP does, so the result is DDP's to the last bit where each bucket is (two ranks; more ranks sum in an order
+that depends on the bucket's size).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +25,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import errors
-
-__all__ = ["fused_allreduce_gradients"]
 
 MIB = 1 << 20
 
@@ -104,16 +96,16 @@ def fused_allreduce_gradients(
                 'mesh["dp"].get_group()). What fully_shard has sharded it reduces itself.'
             )
     _agree(parameters, group)
-    grads = [grad for grad in map(_gradient, parameters) if grad is not None]
+    grads = [_local(grad) for grad in map(_gradient, parameters) if grad is not None]
     count = 0
     pending: _Message | None = None
     for bucket in _buckets(grads, bucket_bytes):
-        message = _start(bucket, len(ranks), group)
+        message = _Message(bucket, len(ranks), group)
         if pending is not None:
-            _finish(pending)
+            pending.finish()
         pending, count = message, count + 1
     if pending is not None:
-        _finish(pending)
+        pending.finish()
     return count
 
 
@@ -136,16 +128,17 @@ def _parameters(params: Any) -> list[torch.Tensor]:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What is reduced for a parameter, as it lies in this rank's memory."""
     main: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    grad = parameter.grad if main is None else main
-    if isinstance(grad, DTensor):
-        return grad.to_local()
-    return grad
+    return parameter.grad if main is None else main
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what of a tensor is in this rank's memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded_over(parameter: torch.Tensor) -> set[int]:
-    """The ranks that hold other shards of a parameter than this one, and this one."""
+    """Returns the ranks that hold other shards of a parameter than this one, and this one."""
     if not isinstance(parameter, DTensor):
         return set()
     mesh = parameter.device_mesh
@@ -153,22 +146,18 @@ def _sharded_over(parameter: torch.Tensor) -> set[int]:
     return {rank for i in over for rank in dist.get_process_group_ranks(mesh.get_group(i))}
 
 
-def _sparse_gradient(index: int | None) -> str:
-    """Text for a sparse gradient, here or on another rank."""
-    where = "some parameter, on another rank, has" if index is None else f"parameter {index} has"
-    return (
-        f"fused_allreduce_gradients: {where} a sparse gradient, which cannot share a bucket with others.\n"
-        "  Make it dense (nn.Embedding(..., sparse=False)), or reduce it alone and leave it out here: "
-        "torch.distributed.all_reduce(p.grad)"
-    )
-
-
 def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Gives every rank the same list of gradients to reduce, or raises on every rank."""
-    have = bytes(_gradient(parameter) is not None for parameter in parameters)
-    sparse = [i for i, p in enumerate(parameters) if (grad := _gradient(p)) is not None and _is_sparse(grad)]
+    grads = [_gradient(parameter) for parameter in parameters]
+    have = bytes(grad is not None for grad in grads)
+    sparse = [i for i, grad in enumerate(grads) if grad is not None and _local(grad).layout is not torch.strided]
     what, which = zlib.crc32(repr([_kind(p) for p in parameters]).encode()), zlib.crc32(have)
-    device = _home(parameters, group)
+    if parameters:
+        device = _local(parameters[0]).device
+    else:  # a rank without any has to take part as well
+        accelerator = torch.accelerator.current_accelerator()
+        on_cpu = accelerator is None or dist.get_backend(group) == "gloo"
+        device = torch.device("cpu") if on_cpu else accelerator
     said = torch.tensor([what, -what, which, -which, bool(sparse)], dtype=torch.int64, device=device)
     dist.all_reduce(said, dist.ReduceOp.MAX, group)
     most, least, most_which, least_which, any_sparse = said.tolist()
@@ -180,7 +169,12 @@ def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
             "that this rank has no gradient for."
         )
     if any_sparse:
-        raise errors.ArgumentError(_sparse_gradient(sparse[0] if sparse else None))
+        where = f"parameter {sparse[0]} has" if sparse else "some parameter, on another rank, has"
+        raise errors.ArgumentError(
+            f"fused_allreduce_gradients: {where} a sparse gradient, which cannot share a bucket with others.\n"
+            "  Make it dense (nn.Embedding(..., sparse=False)), or reduce it alone and leave it out here: "
+            "torch.distributed.all_reduce(p.grad)"
+        )
     if most_which == -least_which:
         return
     union = torch.frombuffer(bytearray(have), dtype=torch.uint8).to(device)
@@ -190,31 +184,17 @@ def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _is_sparse(grad: torch.Tensor) -> bool:
-    return grad.layout is not torch.strided
-
-
-def _home(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> torch.device:
-    """Where the messages about the parameters lie; a rank without any has to take part as well."""
-    if parameters:
-        first = parameters[0]
-        return first.to_local().device if isinstance(first, DTensor) else first.device
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if accelerator is None or dist.get_backend(group) == "gloo" else accelerator
-
-
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """What ranks must have in common of a parameter: the shape and dtype of its gradient."""
-    main: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    grad = parameter.grad if main is None else main
+    """Returns what ranks must have in common of a parameter: the shape and dtype of its gradient."""
+    grad = _gradient(parameter)
     like = parameter if grad is None else grad
-    local = like.to_local() if isinstance(like, DTensor) else like
-    places = like.placements if isinstance(like, DTensor) else ()
-    return tuple(local.shape), str(local.dtype), local.device.type, main is None, str(places)
+    local, places = _local(like), like.placements if isinstance(like, DTensor) else ()
+    has_main = getattr(parameter, "main_grad", None) is not None
+    return tuple(local.shape), str(local.dtype), local.device.type, has_main, str(places)
 
 
 def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """The gradients by dtype and device, in their order, as many together as fit into `limit` bytes."""
+    """Yields the gradients by dtype and device, in their order, as many together as fit into `limit` bytes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
         kinds.setdefault((grad.dtype, grad.device), []).append(grad)
@@ -230,26 +210,20 @@ def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tenso
         yield bucket
 
 
-class _Message(NamedTuple):
-    """A bucket on its way: the gradients, the buffer that is summed, and what to wait for."""
+class _Message:
+    """A bucket on its way."""
 
-    bucket: list[torch.Tensor]
-    flat: torch.Tensor
-    work: dist.Work
+    def __init__(self, bucket: list[torch.Tensor], ranks: int, group: dist.ProcessGroup | None) -> None:
+        self._bucket = bucket
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        self._flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
+        self._flat.mul_(1 / ranks)
+        self._work: Any = dist.all_reduce(self._flat, dist.ReduceOp.SUM, group, async_op=True)
 
-
-def _start(bucket: list[torch.Tensor], ranks: int, group: dist.ProcessGroup | None) -> _Message:
-    alone = len(bucket) == 1 and bucket[0].is_contiguous()
-    flat = bucket[0] if alone else torch.cat([grad.reshape(-1) for grad in bucket])
-    flat.mul_(1 / ranks)
-    work = dist.all_reduce(flat, dist.ReduceOp.SUM, group, async_op=True)
-    assert work is not None
-    return _Message(bucket, flat, work)
-
-
-def _finish(message: _Message) -> None:
-    message.work.wait()
-    if message.flat is not message.bucket[0]:
-        parts = message.flat.split([grad.numel() for grad in message.bucket])
-        for grad, mean in zip(message.bucket, parts, strict=True):
-            grad.copy_(mean.view_as(grad))
+    def finish(self) -> None:
+        """Waits for the sum and writes it to the gradients."""
+        self._work.wait()
+        if self._flat is not self._bucket[0]:
+            parts = self._flat.split([grad.numel() for grad in self._bucket])
+            for grad, mean in zip(self._bucket, parts, strict=True):
+                grad.copy_(mean.view_as(grad))

@@ -3,25 +3,23 @@
 Under tensor parallelism some dropout masks must agree between the ranks (those on what every rank holds whole: hidden
 states, residuals) and others must differ (those on a rank's own part: attention heads, a part of the sequence). So
 there are streams: `default`, PyTorch's own generators, seeded alike on the ranks of a group; `model-parallel`, another
-on each tensor parallel rank; `expert`, another on each rank that holds other experts. `fork(name)` draws from one for a
-while: it puts the stream's state into PyTorch's generators, and theirs back at the end.
+on each tensor parallel rank; `expert`, another on each rank that holds other experts. `fork(name)` puts a stream's
+state into PyTorch's generators for a while, and theirs back at the end.
 
-A region replays what it drew. PyTorch's generators it looks after itself; what it does not know is where a stream
-stood. So a fork inside a region writes that down in the region's trace, as a choice would be, and the replay's fork at
-the same place finds it: nothing has to be told to the region, and no stream is moved by a replay. Rejected: an Ambient
-that every region must be given (`state=[streams]`, which works too): a plan's regions have nobody to give it to them.
+A region replays what it drew from PyTorch's generators; where a stream stood, a fork inside a region writes down in the
+region's trace, and the replay's fork at the same place finds it. So no stream is moved by a replay.
 
 A state is never written to: the CPU's is a tensor of 5,056 bytes that is replaced, and kept once while nothing is drawn
 on the CPU; an accelerator's is a (seed, offset) pair. The default stream's state is in PyTorch's generators except
-while another one is forked.
-
-Streams cover the CPU and CUDA and XPU devices. The names, seeds and offsets are Megatron-Core's.
+while another one is forked. Streams cover the CPU and CUDA and XPU devices; their names, seeds and offsets are
+Megatron-Core's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +41,8 @@ class _State(NamedTuple):
     devices: tuple[tuple[int, int], ...] = ()
 
 
-def _at_start(seed: int) -> _State:
-    return _State(seed, torch.Generator().manual_seed(seed).get_state())
-
-
 def _present(loaded: _State) -> _State:
-    """Where the generators stand now, since `loaded` was put into them."""
+    """Returns where the generators stand now, since `loaded` was put into them."""
     cpu = _cpu.get_state()
     if _torch.same_bytes(cpu, loaded.cpu):
         cpu = loaded.cpu
@@ -66,6 +60,7 @@ def _load(state: _State) -> None:
             generator.set_offset(offset)
 
 
+@dataclass
 class _Fork:
     """The record of a fork inside a region.
 
@@ -75,19 +70,9 @@ class _Fork:
         after: Where the stream around stood at the end, if that was forked inside too; else None.
     """
 
-    __slots__ = ("after", "name", "state")
-
-    def __init__(self, name: str, state: _State | None) -> None:
-        self.name = name
-        self.state = state
-        self.after: _State | None = None
-
-
-def _stream_twice(name: str, seed: int, known: str, other: int) -> str:
-    """Text for a stream of the name or the seed of another one."""
-    what = f"there is a stream {known!r} already" if name == known else f"the stream {known!r} has the seed {other} too"
-    why = "" if name == known else ", so both would draw the same numbers"
-    return f"add({name!r}, {seed}): {what}{why}.\n  Use another {'name' if name == known else 'seed'}."
+    name: str
+    state: _State | None
+    after: _State | None = None
 
 
 class RngStreams:
@@ -145,10 +130,17 @@ class RngStreams:
         """
         seed = _number("seed", seed)
         for known, other in self.seeds.items():
-            if name == known or seed == other:
-                raise errors.ArgumentError(_stream_twice(name, seed, known, other))
+            if name == known:
+                raise errors.ArgumentError(
+                    f"add({name!r}, {seed}): there is a stream {known!r} already.\n  Use another name."
+                )
+            if seed == other:
+                raise errors.ArgumentError(
+                    f"add({name!r}, {seed}): the stream {known!r} has the seed {other} too, so both would draw the "
+                    "same numbers.\n  Use another seed."
+                )
         self.seeds[name] = seed
-        self._states[name] = _at_start(seed)
+        self._states[name] = _State(seed, torch.Generator().manual_seed(seed).get_state())
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Generator[None]:
@@ -209,7 +201,7 @@ class RngStreams:
 
 @contextlib.contextmanager
 def _again(record: _Fork) -> Generator[None]:
-    """A fork in a replay: draws what the forward drew, and leaves every stream where it stands."""
+    """Draws in a replay what the forward drew, and leaves every stream where it stands."""
     if record.state is None:
         yield
         return
@@ -221,15 +213,6 @@ def _again(record: _Fork) -> Generator[None]:
         _load(record.after or entered)
 
 
-def _no_rank(what: str, value: object) -> str:
-    """Text for a seed or a rank that is none."""
-    kinds = "a whole number, 0 or more" if what == "seed" else "a process group or this rank's number in it"
-    return (
-        f"RngStreams: {what} is {errors.say(value)}, where {kinds} is expected.\n"
-        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).'
-    )
-
-
 def _number(what: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -238,4 +221,8 @@ def _number(what: str, value: Any) -> int:
         if rank < 0:
             raise errors.ArgumentError(errors.not_a_member(f"RngStreams({what}=...)"))
         return rank
-    raise errors.ArgumentError(_no_rank(what, value))
+    kinds = "a whole number, 0 or more" if what == "seed" else "a process group or this rank's number in it"
+    raise errors.ArgumentError(
+        f"RngStreams: {what} is {errors.say(value)}, where {kinds} is expected.\n"
+        '  Write  RngStreams(1234, tensor=device_mesh.get_group("tp")).'
+    )

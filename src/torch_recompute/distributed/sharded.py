@@ -2,24 +2,18 @@
 
 Under tensor parallelism without sequence parallelism every rank of the group holds the same hidden states, so every
 rank keeps the same region inputs, N times over. `ShardedOver` keeps the N-th part on each and puts them together again
-when a region is replayed: what Megatron calls `distribute_saved_activations`.
+when a region is replayed: what Megatron calls `distribute_saved_activations`. Megatron writes the shard into the
+caller's tensor, which somebody else may need; this does not.
 
-A tensor is taken as a row of bytes, so its dtype does not matter; the row is cut into N equal parts, the last ones
-padded. Gathering takes time on the critical path, so each tensor that is opened starts the gathering of one more, the
-next older one that is still waiting: with as many tensors in one region as in the next, that is one region ahead. What
-is ahead is a tensor for each of the region's inputs, whole.
-
-The order in which tensors are put and opened must be the same on all ranks, as with any collective: it is that of the
-program, and one backward call on one thread.
-
-Rejected: writing the shard into the caller's tensor, as Megatron does (somebody else may need it). Telling the store
-where a region begins, to gather by regions: it would need a third method in `Store` for what counting does as well.
-Comparing every tensor between ranks: a checksum costs a pass over it and a host sync. The first few are compared, since
-the mistakes in question (sequence parallelism, the wrong group) show in the first region.
+A tensor is taken as a row of bytes, cut into N equal parts, the last ones padded. Gathering takes time on the critical
+path, so each tensor that is opened starts the gathering of the next older one that is still waiting: with as many
+tensors in one region as in the next, that is one region ahead. The order in which tensors are put and opened must be
+the same on all ranks, as with any collective. The first few tensors are compared between ranks, since the mistakes in
+question (sequence parallelism, the wrong group) show in the first region.
 
 What is gathered ahead is the next older shard that is alive, which need not be the same on all ranks: the garbage
-collector may have freed a graph on one of them only. So the ranks tell each other its number, eight bytes beside the
-tensor. On the CPU another number raises; on a device it is asserted there, for to look at it would be a host sync.
+collector may have freed a graph on one of them only. So the ranks tell each other its number. On the CPU another number
+raises; on a device it is asserted there, for to look at it would be a host sync.
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ import functools
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,8 +47,6 @@ class _Shard:
             time, int64 [ranks], the numbers of the shards that the ranks gave, and the work that fills those.
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_order", "_shape", "_wrap", "index", "opened", "part", "small", "whole")
-
     def __init__(self, index: int, tensor: torch.Tensor, rank: int, ranks: int, wrap: Any) -> None:
         self.index = index
         self.opened = False
@@ -77,34 +68,10 @@ class _Shard:
             self.part[: mine.numel()] = mine
 
     def tensor(self, row: torch.Tensor) -> torch.Tensor:
-        """The tensor that these bytes are; there may be more of them at the end."""
+        """Returns the tensor that these bytes are; there may be more of them at the end."""
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         size = self._shape.numel() * self._dtype.itemsize
         return self._wrap(row[:size].view(self._dtype).view(self._shape).permute(back))
-
-
-def _ranks_differ(rank: int, sides: Sequence[str]) -> str:
-    """Text for a tensor that is another one on another rank; `sides` is what each rank holds."""
-    if len(set(sides)) > 1:
-        what = "; ".join(f"rank {i} has {side}" for i, side in enumerate(sides))
-    else:
-        what = f"all have {sides[rank]}, with other values"
-    return (
-        f"ShardedOver keeps one part of a tensor per rank, so all ranks of its group must hold the same tensor, but "
-        f"they do not: {what}. Put together again, it would be none of theirs.\n"
-        "  With sequence parallelism each rank has its own part of the input already, and nothing is to be shared: "
-        "leave the store out.\n"
-        "  Else the group is another one than that of the tensor parallel ranks, or something in the model (dropout, a "
-        "kernel that is not deterministic to the bit) differs between ranks where it should not."
-    )
-
-
-def _not_in_rows(value: object, why: str) -> str:
-    """Text for a tensor whose memory is not one row of elements."""
-    return (
-        f"ShardedOver cannot cut {errors.say(value)} in parts: {why}.\n"
-        "  Leave the store out for this region, or make the tensor inside of the region."
-    )
 
 
 class ShardedOver:
@@ -222,7 +189,7 @@ class ShardedOver:
                 return
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What of the tensor is on this rank, and what makes the tensor of that and its shape."""
+        """Returns what of the tensor is on this rank, and a function that makes the tensor of its shape and that."""
         placements: Any = getattr(tensor, "placements", None)
         wrap: Any = _expanded
         if placements is not None:
@@ -241,12 +208,15 @@ class ShardedOver:
             layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
             from_local = functools.partial(type(d).from_local, device_mesh=mesh, placements=placements, **layout)
             tensor, wrap = d.to_local(), lambda shape, local: from_local(_expanded(shape, local))
-        if tensor.layout is not torch.strided:
-            raise errors.StoreError(_not_in_rows(tensor, f"its layout is {tensor.layout}"))
-        if not _torch.is_plain(tensor):
+        strided = tensor.layout is torch.strided
+        if strided and not _torch.is_plain(tensor):
             tensor = tensor.clone()  # waits for what a collective has yet to deliver
-            if not _torch.is_plain(tensor):
-                raise errors.StoreError(_not_in_rows(tensor, "only its class knows what it is made of"))
+        if not strided or not _torch.is_plain(tensor):
+            why = "only its class knows what it is made of" if strided else f"its layout is {tensor.layout}"
+            raise errors.StoreError(
+                f"ShardedOver cannot cut {errors.say(tensor)} in parts: {why}.\n"
+                "  Leave the store out for this region, or make the tensor inside of the region."
+            )
         return tensor, wrap
 
     def _compare(self, tensor: torch.Tensor) -> None:
@@ -258,7 +228,17 @@ class ShardedOver:
         if not bool((all_of_them.view(-1, 3) == mine).all()):
             sides: list[Any] = [None] * self._ranks
             dist.all_gather_object(sides, side, group=self._group)
-            raise errors.StoreError(_ranks_differ(self._rank, sides))
+            what = "; ".join(f"rank {i} has {side}" for i, side in enumerate(sides))
+            if len(set(sides)) == 1:
+                what = f"all have {side}, with other values"
+            raise errors.StoreError(
+                "ShardedOver keeps one part of a tensor per rank, so all ranks of its group must hold the same tensor, "
+                f"but they do not: {what}. Put together again, it would be none of theirs.\n"
+                "  With sequence parallelism each rank has its own part of the input already, and nothing is to be "
+                "shared: leave the store out.\n"
+                "  Else the group is another one than that of the tensor parallel ranks, or something in the model "
+                "(dropout, a kernel that is not deterministic to the bit) differs between ranks where it should not."
+            )
 
 
 def _expanded(shape: torch.Size, tensor: torch.Tensor) -> torch.Tensor:
