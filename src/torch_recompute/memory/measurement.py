@@ -260,6 +260,11 @@ class Measurement:
             self._handles.clear()
         allocator.end(self._allocator_peaks)
 
+    def record(self, func: object, inputs: object, outputs: object) -> None:
+        """Books one operation that ran unseen; `inputs` are its positional and keyword arguments."""
+        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
+        self._book(func, args, kwargs or {}, outputs)
+
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Books one operation: its new storages, and any known one that changed size."""
         inputs = (args, kwargs)
