@@ -58,9 +58,9 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     """Every source file is in the wheel, with `py.typed` and the plugin; tests, tools and documentation are not."""
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    kinds = ("*.py", "*.html", "*.css", "*.js")
+    kinds = ("*.py", "*.html", "*.css", "*.js", "*.json")
     here = {f"torch_recompute/{p.relative_to(PACKAGE).as_posix()}" for kind in kinds for p in PACKAGE.rglob(kind)}
-    assert found == {*here, "torch_recompute/py.typed", "torch_recompute_pytest.py"}
+    assert found == {*here, "torch_recompute/py.typed", "torch_recompute_cli.py", "torch_recompute_pytest.py"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
 
 
@@ -96,7 +96,7 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
     assert {"cli", "plot", "plan", "config", "hf", "dev"} <= set(extras)
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entries = wheel.read(name).decode()
-    assert "torch-recompute = torch_recompute.commands.cli:main" in entries
+    assert "torch-recompute = torch_recompute_cli:main" in entries
     assert "[pytest11]\ntorch_recompute_pytest = torch_recompute_pytest" in entries
 
 

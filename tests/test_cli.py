@@ -28,6 +28,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"torch-recompute {__version__}\n"
 
 
+def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list of commands is printed without importing torch, and is the one that the commands have."""
+    code = (
+        "import sys, torch_recompute_cli as cli\ntry: cli.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    light = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (light.returncode, light.stderr) == (0, "")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert light.stdout.split() == capsys.readouterr().out.split()
+
+
 @pytest.mark.parametrize("argv", [[], ["frobnicate"], ["demo", "--steps", "many"], ["demo", "--frobnicate"]])
 def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A command line that cannot be parsed ends with 2 and the usage on stderr."""

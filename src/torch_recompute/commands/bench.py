@@ -619,7 +619,7 @@ def run(
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute bench run` to the command line."""
-    benchmarks = out.new_command(commands, "bench", "measure what recomputation saves and costs")
+    benchmarks = out.new_command(commands, "bench")
     parser = out.new_command(
         benchmarks.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True),
         "run",

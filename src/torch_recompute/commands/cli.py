@@ -13,6 +13,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from torch_recompute_cli import new_parser
+
 from .. import __version__
 from ..errors import ArgumentError, BudgetError
 from . import bench, demo, doctor, plan, report, show, verify
@@ -23,13 +25,7 @@ from .output import OK as OK
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="torch-recompute",
-        description="Activation recomputation for PyTorch.",
-        epilog="exit codes: 0 done, 1 a check failed, 2 a wrong command line, 3 it does not fit into memory",
-    )
-    parser.add_argument("--version", action="version", version=f"torch-recompute {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser, commands = new_parser(__version__)
     for module in (demo, bench, show, plan, verify, doctor, report):
         module.add_command(commands)
     return parser

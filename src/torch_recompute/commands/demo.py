@@ -290,9 +290,7 @@ def run(
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute demo` to the command line."""
-    parser = new_command(
-        commands, "demo", "train a small GPT five ways side by side and compare memory, time, FLOPs and bits"
-    )
+    parser = new_command(commands, "demo")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a text to learn (the Python standard library)")
     for name, about in (
         ("steps", "training steps of each setting"),

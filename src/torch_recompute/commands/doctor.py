@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute doctor` to the command line."""
-    parser = new_command(
-        commands,
-        "doctor",
-        "why a model is still out of memory, slow or wrong: findings, how each was confirmed, and what to write",
-    )
+    parser = new_command(commands, "doctor")
     add_model_options(parser, weights="without weights, so that its step is simulated")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="the plan to look at")
     parser.add_argument("--budget", metavar="BYTES", help="the most bytes alive in the step, as 24GiB, or a share, 0.4")

@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from torch_recompute_cli import COMMANDS
+
 from .. import errors
 from .._text import document as document
 from ..plan.plan import Plan
@@ -44,8 +46,9 @@ MIB, GIB = 2**20, 2**30
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def new_command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
-    """The parser of a command, which `about` says the purpose of."""
+def new_command(commands: Any, name: str, about: str = "") -> argparse.ArgumentParser:
+    """The parser of a command; `about` says what a command of a command is for."""
+    about = about or COMMANDS[name]
     return cast("argparse.ArgumentParser", commands.add_parser(name, help=about, description=about))
 
 

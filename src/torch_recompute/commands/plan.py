@@ -32,9 +32,7 @@ SCHEMA_VERSION = 1
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute plan` to the command line."""
-    parser = new_command(
-        commands, "plan", "a plan for a budget of memory: what to keep, what to recompute, what the step takes"
-    )
+    parser = new_command(commands, "plan")
     add_model_options(parser, weights="without weights")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(

@@ -125,9 +125,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute report` to the command line."""
-    parser = out.new_command(
-        commands, "report", "a plan to look at: memory over the step, what other budgets would cost, the placements"
-    )
+    parser = out.new_command(commands, "report")
     parser.add_argument(
         "plan", type=Path, metavar="PLAN", help="a plan's file, from torch-recompute plan --out or Plan.to_json"
     )

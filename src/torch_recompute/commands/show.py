@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute show` to the command line."""
-    parser = new_command(commands, "show", "the parts of a model, and the labels that match each")
+    parser = new_command(commands, "show")
     parser.add_argument(
         "model",
         metavar="MODEL",

@@ -33,11 +33,7 @@ SCHEMA_VERSION = 1
 
 def add_command(commands: Any) -> None:
     """Describes `torch-recompute verify` to the command line."""
-    parser = new_command(
-        commands,
-        "verify",
-        "run a step with a plan and without it, and compare gradients, random states, buffers and routing",
-    )
+    parser = new_command(commands, "verify")
     add_model_options(parser, weights="with random weights")
     parser.add_argument("--plan", type=Path, metavar="FILE.json", required=True, help="as written by plan --out")
     parser.add_argument(
