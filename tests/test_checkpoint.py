@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    GraphExecGroup,
     create_selective_checkpoint_contexts,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
@@ -105,19 +104,6 @@ def test_signature_is_that_of_torch(name: str) -> None:
     assert all(have[key].default is value for key, value in SINCE_2_14.items() if name == "checkpoint" or key in have)
 
 
-def test_keyword_arguments_reach_the_function() -> None:
-    """Keyword arguments that are not torch's options are the function's, tensors among them with their gradients."""
-
-    def fn(x: torch.Tensor, *, scale: torch.Tensor, power: int, name: str) -> torch.Tensor:
-        assert name == "layer"
-        return (x * scale).sin() ** power
-
-    scale = torch.full((6,), 1.5, requires_grad=True)
-    expected = gradients(lambda x: fn(x, scale=scale, power=2, name="layer"), scale)
-    got = gradients(lambda x: checkpoint(fn, x, use_reentrant=False, scale=scale, power=2, name="layer"), scale)
-    assert equal(expected, got)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, None])
 def test_no_warning(use_reentrant: bool | None) -> None:
     """Saying `use_reentrant=False`, or nothing, is the same and warns of nothing."""
@@ -125,16 +111,6 @@ def test_no_warning(use_reentrant: bool | None) -> None:
         warnings.simplefilter("error")
         got = gradients(lambda x: checkpoint(torch.exp, x, use_reentrant=use_reentrant))
     assert equal(got, gradients(torch.exp))
-
-
-def test_anything_may_be_returned() -> None:
-    """Tuples, dicts, numbers and None pass through as they are."""
-    x = vector()
-    a, (b, c), d = checkpoint(lambda x: (x.sin(), ({"y": x.exp()}, 3), None), x)
-    assert c == 3
-    assert d is None
-    (a + b["y"]).sum().backward()
-    assert torch.equal(x.grad, x.detach().cos() + x.detach().exp())
 
 
 class Scaled(nn.Module):
@@ -363,14 +339,6 @@ def test_determinism_check() -> None:
             checkpoint(two_counts(), vector(), determinism_check=check).sum().backward()
 
 
-def test_a_mismatch_is_a_checkpoint_error() -> None:
-    """Code that catches `torch.utils.checkpoint.CheckpointError`, or `RuntimeError`, catches ours."""
-    with pytest.raises(theirs.CheckpointError):
-        checkpoint(two_shapes(), vector()).sum().backward()
-    with pytest.raises(RuntimeError, match="Recomputed values for the following tensors have different metadata"):
-        checkpoint(two_shapes(), vector()).sum().backward()
-
-
 class Counted:
     """sin, cos, then a counter, then something that saves nothing."""
 
@@ -480,13 +448,6 @@ def test_debug_shows_the_first_operation_that_differs() -> None:
     assert __name__.rpartition(".")[2] + ".py" in forward
 
 
-def test_debug_is_off_by_default() -> None:
-    """Without it the error is the same and has no trace."""
-    with pytest.raises(MismatchError) as caught:
-        checkpoint(diverging(), vector()).sum().backward()
-    assert "debug=True" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("argument", "ambient", "shown"),
     [(False, True, True), (True, False, False), (True, None, True), (False, None, False)],
@@ -544,61 +505,6 @@ def test_debug_costs_the_same_on_every_call() -> None:
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------
-
-
-def test_graph_exec_group() -> None:
-    """Two backward calls put in one `GraphExecGroup` share one replay; on their own each makes one."""
-    for grouped, runs in ((True, 2), (False, 3)):
-        fn = Turns(lambda x: (x.sin().exp(), x.sin().exp().cos()))
-        y, z = checkpoint(lambda x, fn=fn: fn(x)[:2], x := vector())
-        with GraphExecGroup() if grouped else contextlib.nullcontext():
-            torch.autograd.grad(y.sum(), x, retain_graph=True)
-            torch.autograd.grad(z.sum(), x, retain_graph=True)
-        assert fn.calls <= runs
-        assert fn.calls > 1
-
-
-def test_backward_in_two_halves_in_a_group() -> None:
-    """Backward split as zero-bubble pipelines do, activations first and weights later: one replay, plain gradients."""
-    module = mlp()
-    expected = gradients(module, *module.parameters())
-    fn = Turns(module)
-    torch.manual_seed(3)
-    x = torch.randn(4, 6, requires_grad=True)
-    loss = checkpoint(lambda x: fn(x), x).square().sum()
-    with GraphExecGroup():
-        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-        weights = torch.autograd.grad(loss, list(module.parameters()))
-    assert equal([grad, *weights], expected)
-    assert fn.calls == 2
-
-
-def test_second_derivatives() -> None:
-    """`create_graph=True` through a region gives the plain second derivative."""
-    for call in (lambda x: checkpoint(lambda x: x.sin().exp(), x), lambda x: x.sin().exp()):
-        x = vector()
-        (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        y = x.detach().double()
-        assert torch.allclose(second.double(), y.sin().exp() * (y.cos() ** 2 - y.sin()))
-
-
-def test_without_grad_it_is_the_plain_call() -> None:
-    """Under `no_grad` the function runs once, plainly, and its result needs no grad."""
-    fn = Turns(torch.exp)
-    with torch.no_grad():
-        y = checkpoint(fn, vector())
-    assert fn.calls == 1
-    assert not y.requires_grad
-
-
-def test_inputs_that_need_no_grad() -> None:
-    """Parameters inside get their gradients although no input requires grad; reentrant checkpoints train nothing."""
-    module = mlp()
-    x = torch.ones(2, 6)
-    expected = torch.autograd.grad(module(x).sum(), list(module.parameters()))
-    got = torch.autograd.grad(checkpoint(module, x).sum(), list(module.parameters()))
-    assert equal(list(expected), list(got))
 
 
 def test_checkpoint_is_recompute() -> None:
@@ -662,34 +568,6 @@ def test_sequential_takes_plain_functions_and_pytrees() -> None:
     functions = [lambda p: (p[0].sin(), p[1]), lambda p: (p[0] * p[1], p[1].exp()), lambda p: p[0] + p[1]]
     expected = gradients(lambda x: functions[2](functions[1](functions[0]((x, x)))))
     assert equal(gradients(lambda x: checkpoint_sequential(functions, 3, (x, x))), expected)
-
-
-def test_sequential_preserves_random_numbers() -> None:
-    """Dropout inside segments drops in the replay what it dropped in forward."""
-    layers = [nn.Dropout(0.5) if i % 2 else nn.Linear(6, 6) for i in range(6)]
-    plain = nn.Sequential(*layers)
-    assert equal(gradients(lambda x: checkpoint_sequential(plain, 3, x)), gradients(plain))
-
-
-@pytest.mark.parametrize("segments", [0, -1, 4, 100])
-def test_sequential_refuses_segments_that_cannot_be_made(segments: int) -> None:
-    """A number of segments that is not between 1 and the number of functions is an error."""
-    with pytest.raises(ArgumentError, match="3 functions make 1 to 3 segments"):
-        checkpoint_sequential([torch.sin, torch.exp, torch.cos], segments, vector())
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: checkpoint(torch.exp, vector(), use_reentrant=True),
-        lambda: checkpoint_sequential([torch.exp], 1, vector(), use_reentrant=True),
-        lambda: checkpoint_sequential([torch.exp], 1, vector(), True),
-    ],
-)
-def test_reentrant_is_refused(call: Callable[[], object]) -> None:
-    """`use_reentrant=True` is an error that code expecting a ValueError or TypeError catches as well."""
-    with pytest.raises(ArgumentError, match="use_reentrant=True is not supported"):
-        call()
 
 
 # --- everything else that reaches a checkpoint ------------------------------------------------------------------------

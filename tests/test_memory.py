@@ -559,23 +559,6 @@ def test_after_the_block() -> None:
     del y
 
 
-def test_one_measurement_is_one_block() -> None:
-    """Entering twice, and tracking after the end, are errors that say what to write."""
-    with measure() as m:
-        with pytest.raises(RuntimeError, match=r"with measure\(\.\.\.\) as m"), m:
-            pass
-        x = block()
-    assert m.live_bytes == BLOCK
-    with pytest.raises(RuntimeError, match="is over"):
-        m.track(x)
-
-
-def test_unknown_things_are_named() -> None:
-    """What cannot be tracked is named, with the way out."""
-    with pytest.raises(TypeError, match=r"not a dict.*m\.track\(\*tensors\)"):
-        measure().track({})
-
-
 def test_repr_says_the_peak() -> None:
     """The measurement prints as its device, its peak and what the peak was for."""
     net = Layers()

@@ -800,7 +800,11 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
         "requires grad. (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)\n"
         "  Write use_reentrant=False, or leave it out: gradients are the same, "
-        "and it is faster.": lambda: checkpoint(torch.exp, vector(), use_reentrant=True),
+        "and it is faster.": (
+            lambda: checkpoint(torch.exp, vector(), use_reentrant=True),
+            lambda: checkpoint_sequential([torch.exp], 1, vector(), use_reentrant=True),
+            lambda: checkpoint_sequential([torch.exp], 1, vector(), True),
+        ),
         "use_reentrant is Tensor of shape (3,), where False, or nothing, is expected. (checkpoint_sequential takes "
         "one input: put several into a tuple that the functions "
         "take and return.)": lambda: checkpoint_sequential([torch.sin, torch.exp], 2, vector(), vector()),

@@ -607,13 +607,6 @@ def test_tensors_made_of_others() -> None:
     assert torch.equal(got.right, right)
 
 
-def test_tensors_without_strides() -> None:
-    """Sparse tensors are copied as they are."""
-    store, tensor = OnHost(), torch.eye(3).to_sparse()
-    got = store.get(store.put(tensor))
-    assert torch.equal(got.to_dense(), torch.eye(3))
-
-
 # --- bandwidth --------------------------------------------------------------------------------------------------------
 
 

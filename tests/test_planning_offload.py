@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from test_planning import DEEP, deep_is_made, step
-from torch_recompute import ArgumentError, OnHost, Plan, Profile, apply, make_plan, measure, solve
+from torch_recompute import OnHost, Plan, Profile, apply, measure, solve
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.cost import Host
 from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Roofline
 from torch_recompute.stores import Bandwidth
 from torch_recompute.stores.transfers import Depot
-from zoo import mean_loss
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
@@ -154,12 +152,3 @@ def test_what_computing_does_not_hide_is_waited_for() -> None:
     assert waited(1000, link, 20.0, 30.0) == 0.0
     assert waited(1000, link, 4.0, 30.0) == 6.0
     assert waited(1000, link, 4.0, 15.0) == 11.0
-
-
-def test_no_plan_pretends_that_the_processor_has_a_host() -> None:
-    """A step on the CPU has nowhere to send anything, and a device of unknown links no price for it."""
-    model, _ = deep_is_made()
-    with pytest.raises(ArgumentError, match="whose memory is host memory"):
-        make_plan(model, (X,), budget=0.5, offload=True, loss=mean_loss)
-    with pytest.raises(ArgumentError, match="'mine' copies to and from host memory is not known"):
-        planner.__wrapped__(device=Roofline("mine", {1: 1e12}, 1e12, 1e-6), offload=True)

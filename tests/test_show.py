@@ -167,14 +167,6 @@ def test_no_configuration(text: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers is not installed, the message says what to install."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ArgumentError, match="pip install transformers"):
-        load(str(tmp_path))
-
-
 def test_a_class_is_a_factory() -> None:
     """A module class that needs no arguments can be named, and the model is on the device that it chose."""
     model = load("torch.nn:Identity").model

@@ -228,13 +228,6 @@ def test_an_audit_repeats_the_call() -> None:
     assert len(runs) == 3
 
 
-def test_only_plain_tensors_are_unread() -> None:
-    """A sparse result is refused in words."""
-    call = no_recompute(lambda x: x.to_sparse(), values_unused=True)
-    with pytest.raises(ArgumentError, match="marked values_unused, and returns a Tensor \\(sparse_coo\\)"):
-        recompute(lambda x: call(x).to_dense().sin())(torch.ones(3, requires_grad=True))
-
-
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
