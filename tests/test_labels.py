@@ -15,11 +15,12 @@ from zoo import ZOO, build
 Row = dict[str, tuple[int | str, str, str]]
 
 
-def llama(*, at: str = "model.layers.1") -> Row:
+def dense(at: str, attention: str = "self_attn", mlp: str = "mlp") -> Row:
+    """Three layers of attention and an MLP, with two norms that the layer calls itself."""
     return {
-        "core_attn": (3, f"{at}.self_attn", "@product"),
-        "mlp": (3, f"{at}.mlp", ""),
-        "layernorm": (3, at, "self_attn mlp"),
+        "core_attn": (3, f"{at}.{attention}", "@product"),
+        "mlp": (3, f"{at}.{mlp}", ""),
+        "layernorm": (3, at, f"{attention} {mlp}"),
     }
 
 
@@ -44,7 +45,9 @@ TORCH: Row = {
     "layernorm": (3, "layers.2", "self_attn linear1 linear2"),
 }
 PLACED: dict[str, Row] = {
-    **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo", "phi", "lora_llama"], llama()),
+    **dict.fromkeys(
+        ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo", "phi", "lora_llama"], dense("model.layers.1")
+    ),
     **dict.fromkeys(["mixtral", "olmoe"], MIXTURE),
     **dict.fromkeys(["deepseek_v2", "deepseek_v3"], DEEPSEEK),
     "qwen3_moe": {
@@ -54,21 +57,9 @@ PLACED: dict[str, Row] = {
         "moe_act": (2, "model.layers.1.mlp.experts", "@product"),
         "layernorm": ("2*", "model.layers.1", "self_attn mlp"),
     },
-    "gpt2": {
-        "core_attn": (3, "transformer.h.0.attn", "@product"),
-        "mlp": (3, "transformer.h.0.mlp", ""),
-        "layernorm": (3, "transformer.h.0", "attn mlp"),
-    },
-    "gpt_neox": {
-        "core_attn": (3, "gpt_neox.layers.0.attention", "@product"),
-        "mlp": (3, "gpt_neox.layers.0.mlp", ""),
-        "layernorm": (3, "gpt_neox.layers.0", "attention mlp"),
-    },
-    "falcon": {
-        "core_attn": (3, "transformer.h.0.self_attention", "@product"),
-        "mlp": (3, "transformer.h.0.mlp", ""),
-        "layernorm": (3, "transformer.h.0", "self_attention mlp"),
-    },
+    "gpt2": dense("transformer.h.0", "attn"),
+    "gpt_neox": dense("gpt_neox.layers.0", "attention"),
+    "falcon": dense("transformer.h.0", "self_attention"),
     "opt": {
         "core_attn": (3, "model.decoder.layers.0.self_attn", "@product"),
         "mlp": (3, "model.decoder.layers.0", "self_attn self_attn_layer_norm final_layer_norm"),
@@ -89,11 +80,7 @@ PLACED: dict[str, Row] = {
             "layer.0.SelfAttention layer.1.EncDecAttention layer.2.DenseReluDense",
         ),
     },
-    "vit": {
-        "core_attn": (3, "vit.layers.0.attention", "@product"),
-        "mlp": (3, "vit.layers.0.mlp", ""),
-        "layernorm": (3, "vit.layers.0", "attention mlp"),
-    },
+    "vit": dense("vit.layers.0", "attention"),
     "whisper": {
         "core_attn": (9, "model.decoder.layers.0.encoder_attn", "@product"),
         "mlp": (
@@ -109,16 +96,8 @@ PLACED: dict[str, Row] = {
         "mlp": (3, "layers.2", "self_attn multihead_attn norm1 norm2 norm3"),
         "layernorm": (3, "layers.2", "self_attn multihead_attn linear1 linear2"),
     },
-    "handmade_gpt": {
-        "core_attn": (3, "h.0.attn", "@product"),
-        "mlp": (3, "h.0.mlp", ""),
-        "layernorm": (3, "h.0", "attn mlp"),
-    },
-    "megatron": {
-        "core_attn": (3, "decoder.layers.0.self_attention", "@product"),
-        "mlp": (3, "decoder.layers.0.mlp", ""),
-        "layernorm": (3, "decoder.layers.0", "self_attention mlp"),
-    },
+    "handmade_gpt": dense("h.0", "attn"),
+    "megatron": dense("decoder.layers.0", "self_attention"),
     "megatron_moe": {
         "core_attn": (3, "decoder.layers.0.self_attention", "@product"),
         "mlp": (1, "decoder.layers.0.mlp", ""),
@@ -127,11 +106,7 @@ PLACED: dict[str, Row] = {
         "shared_experts": (2, "decoder.layers.1.mlp.shared_experts", ""),
         "layernorm": ("2*", "decoder.layers.1", "self_attention mlp"),
     },
-    "torchtitan": {
-        "core_attn": (3, "layers.0.attention", "@product"),
-        "mlp": (3, "layers.0.feed_forward", ""),
-        "layernorm": (3, "layers.0", "attention feed_forward"),
-    },
+    "torchtitan": dense("layers.0", "attention", "feed_forward"),
     "torchtitan_moe": {
         "core_attn": (3, "layers.0.attention", "@product"),
         "moe": ("3*", "layers.0.moe", ""),
@@ -139,11 +114,7 @@ PLACED: dict[str, Row] = {
         "shared_experts": (3, "layers.0.moe.shared_expert", ""),
         "layernorm": ("3*", "layers.0", "attention moe"),
     },
-    "timm_vit": {
-        "core_attn": (3, "blocks.0.attn", "@product"),
-        "mlp": (3, "blocks.0.mlp", ""),
-        "layernorm": (3, "blocks.0", "attn mlp"),
-    },
+    "timm_vit": dense("blocks.0", "attn"),
     "convnext": {
         "mlp": (5, "stages.1.blocks.0.mlp", ""),
         "layernorm": (5, "stages.1.blocks.0", "conv_dw mlp"),

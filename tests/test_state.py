@@ -541,40 +541,6 @@ def test_other_runs_see_no_device(pytestconfig: pytest.Config) -> None:
         assert not torch.cuda.is_available()
 
 
-@pytest.mark.gpu
-def test_fork_and_visible_devices_after_the_import() -> None:
-    """Finding 6: a child forked after the import uses the device; `CUDA_VISIBLE_DEVICES` set after it has an effect."""
-    script("""
-        import os
-        import torch, torch_recompute
-        child = os.fork()
-        if child == 0:
-            try:
-                x = torch.ones(3, device="cuda", requires_grad=True)
-                torch_recompute.recompute(lambda x: x.sin().exp())(x).sum().backward()
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        assert torch.cuda.device_count() == 0
-    """)
-
-
-@pytest.mark.gpu
-def test_the_first_attention_on_a_device() -> None:
-    """Finding 1: the first attention of a process is recomputed by the kernel that computed it."""
-    script("""
-        import torch
-        from torch.nn import functional as F
-        from torch_recompute import recompute
-        q = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        attend = lambda q: F.scaled_dot_product_attention(q.sin(), q.cos(), q, is_causal=True).exp()
-        recompute(attend)(q).sum().backward()
-        torch.testing.assert_close(q.grad, torch.autograd.grad(attend(q).sum(), q)[0])
-    """)
-
-
 class Accelerator:
     """A device module that shows its generators' states only, as `torch.npu` does."""
 
@@ -682,28 +648,6 @@ def test_equal_streams_cost_no_wait(streams: SimpleNamespace) -> None:
     recompute(lambda x: no_recompute(torch.cos)(x.sin().exp()).exp())(vector()).sum().backward()
     assert not streams.waits
     assert not streams.recorded
-
-
-@pytest.mark.gpu
-def test_a_region_with_a_side_stream() -> None:
-    """Finding 14: a region that forks to a side stream has the gradients of the plain call, however late that is."""
-    side = torch.cuda.Stream()
-    weight = torch.randn(256, 256, device="cuda", requires_grad=True)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        h = x.sin()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(1_000_000)
-            shared = (h @ weight).exp()
-        routed = h.exp().cos()
-        torch.cuda.current_stream().wait_stream(side)
-        return (routed + shared).tanh()
-
-    x = torch.randn(256, 256, device="cuda", requires_grad=True)
-    expected = torch.autograd.grad(fn(x).sum(), (x, weight))
-    for _ in range(50):
-        torch.testing.assert_close(torch.autograd.grad(recompute(fn)(x).sum(), (x, weight)), expected)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
