@@ -1,6 +1,6 @@
 """Random programs of regions and saved calls, and what it means that one ran as plain PyTorch runs it.
 
-A program is plain data: a tree of lines and indented blocks of Python, the tensors it starts from, and a recipe for
+A program is plain data: lines of Python, the tensors it starts from, and a recipe for
 its backward. It is Python source rather than a tree of operations of our own, so that functions are real functions
 with real closures, and so that a failing program is printed as a script that somebody can run.
 
@@ -42,25 +42,6 @@ MOST_NUMBERS = 24  # in one tensor
 REGIONS_DEEP = 3
 CALLS_DEEP = 4
 
-# --- the tree ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a program; `feature` is what the statistics count it as."""
-
-    text: str
-    feature: str = ""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A line that ends with a colon, and what is indented under it."""
-
-    head: str
-    body: tuple[Line | Block, ...]
-    feature: str = ""
-
 
 @dataclass(frozen=True)
 class Input:
@@ -90,58 +71,25 @@ class Program:
 
     dtype: str
     inputs: tuple[Input, ...]
-    body: tuple[Line | Block, ...]
+    body: tuple[str, ...]
     outputs: tuple[str, ...]
     recipe: Recipe
     seed: int
+    features: frozenset[str] = frozenset()
 
     def source(self) -> str:
         """The program as Python."""
         head = f"def program({', '.join([i.name for i in self.inputs] + ['lin', 'norm', 'g'])}):"
-        tree = Block(head, (*self.body, Line(f"return [{', '.join(self.outputs)}]")))
-        return "\n".join(_lines((tree,), ""))
-
-    def features(self) -> Counter[str]:
-        """How often each feature occurs, nesting included."""
-        found = Counter({f"backward:{self.recipe.way}": 1})
-        if self.recipe.own_thread:
-            found["backward:thread"] += 1
-        if self.recipe.poke:
-            found["poke"] += 1
-        _count(self.body, (), found)
-        return found
+        return "\n".join(indented(head, [*self.body, f"return [{', '.join(self.outputs)}]"]))
 
     def __repr__(self) -> str:
         inputs = "\n".join(f"# {i.name}: {i.role} {i.dtype}{list(i.shape)}" for i in self.inputs)
         return f"\n# dtype of modules: {self.dtype}; seed {self.seed}\n{inputs}\n{self.source()}\n# {self.recipe}\n"
 
 
-def _lines(body: Sequence[Line | Block], indent: str) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, Line):
-            yield indent + node.text
-        else:
-            yield indent + node.head
-            yield from _lines(node.body, indent + "    ")
-
-
-def _count(body: Sequence[Line | Block], around: tuple[str, ...], found: Counter[str]) -> None:
-    for node in body:
-        if node.feature:
-            found[node.feature] += 1
-            if node.feature == "in-place" and around:
-                found["in-place in a call"] += 1
-        if isinstance(node, Block):
-            inner = (*around, node.feature) if node.feature in ("region", "saved call") else around
-            if inner is not around:
-                depth = inner.count("region")
-                if node.feature == "region" and depth > 1:
-                    found[f"regions {depth} deep"] += 1
-                if "region" in around and node.feature == "saved call":
-                    found["saved call in a region"] += 1
-                if "saved call" in around and node.feature == "region":
-                    found["region in a saved call"] += 1
-            _count(node.body, inner, found)
+def indented(head: str, lines: Sequence[str]) -> list[str]:
+    """A line that ends with a colon, and what is under it."""
+    return [head, *("    " + line for line in lines)]
 
 
 # --- drawing programs ----------------------------------------------------------------------------------------------
@@ -297,9 +245,10 @@ class Writer:
         self.names = 0
         self.budget = 34
         self.globals: dict[str, Kind] = {}
+        self.features: set[str] = set()
         # A store copies what a kernel may fill after it was saved (RReLU's noise), in plain PyTorch as well.
         self.stores = self.chance(30)
-        self.makers: list[Callable[[Scope], list[Line | Block] | None]] = []
+        self.makers: list[Callable[[Scope], list[str] | None]] = []
         for maker, weight in (
             (self.unary, 9),
             (self.binary, 7),
@@ -355,6 +304,11 @@ class Writer:
         assert name is not None
         return name
 
+    def noted(self, feature: str, *lines: str) -> list[str]:
+        """Lines, counted as a feature of the program."""
+        self.features |= {feature} - {""}
+        return list(lines)
+
     def new(self, scope: Scope, kind: Kind) -> str:
         name = self.name()
         scope.values[name] = kind
@@ -363,9 +317,9 @@ class Writer:
 
     # --- lines: each returns None where the scope has nothing to make it of ---
 
-    def body(self, scope: Scope, most: int) -> list[Line | Block]:
+    def body(self, scope: Scope, most: int) -> list[str]:
         """Up to `most` statements."""
-        lines: list[Line | Block] = []
+        lines: list[str] = []
         for _ in range(1 + self.below(most)):
             if self.budget <= 0:
                 break
@@ -373,38 +327,38 @@ class Writer:
             lines.extend(self.of(self.makers)(scope) or self.unary(scope))
         return lines
 
-    def unary(self, scope: Scope) -> list[Line | Block]:
+    def unary(self, scope: Scope) -> list[str]:
         a = self.floating(scope)
         kind = scope.values[a]
         text, feature, _ = self.weighted(UNARY)
         if ("-1" in text and not kind.shape) or ("rrelu" in text and self.stores):
             text, feature = "{a}.sin()", ""
         locked = kind.locked if ".contiguous" in text else text == "{a}.detach()" and not scope.grad
-        return [Line(f"{self.new(scope, Kind(kind.shape, kind.dtype, locked))} = {text.format(a=a)}", feature)]
+        return self.noted(feature, f"{self.new(scope, Kind(kind.shape, kind.dtype, locked))} = {text.format(a=a)}")
 
-    def reduce(self, scope: Scope) -> list[Line | Block] | None:
+    def reduce(self, scope: Scope) -> list[str] | None:
         a = self.value(scope, lambda k: k.floating and len(k.shape) > 0)
         if a is None:
             return None
         shape = scope.values[a].shape
         text = self.of(("sum(0)", "mean(-1)", "logsumexp(-1)", "amax(-1)", "sum()"))
         left = () if text == "sum()" else shape[1:] if text == "sum(0)" else shape[:-1]
-        return [Line(f"{self.new(scope, Kind(left, scope.values[a].dtype))} = {a}.{text}")]
+        return [f"{self.new(scope, Kind(left, scope.values[a].dtype))} = {a}.{text}"]
 
-    def binary(self, scope: Scope) -> list[Line | Block] | None:
+    def binary(self, scope: Scope) -> list[str] | None:
         a = self.floating(scope)
         kind = scope.values[a]
         if self.chance(25) and len(kind.shape) == 2:
             b = self.value(scope, lambda k: k.dtype == kind.dtype and len(k.shape) == 2 and k.shape[0] == kind.shape[1])
             if b is not None:
                 shape = (kind.shape[0], scope.values[b].shape[1])
-                return [Line(f"{self.new(scope, Kind(shape, kind.dtype))} = ({a} @ {b}).to({a}.dtype)")]
+                return [f"{self.new(scope, Kind(shape, kind.dtype))} = ({a} @ {b}).to({a}.dtype)"]
             n = kind.shape[0]
-            return [Line(f"{self.new(scope, Kind((n, n), kind.dtype))} = ({a} @ {a}.mT).to({a}.dtype)")]
+            return [f"{self.new(scope, Kind((n, n), kind.dtype))} = ({a} @ {a}.mT).to({a}.dtype)"]
         if self.chance(12) and kind.shape and 2 * _size(kind.shape) <= MOST_NUMBERS:
             b = self.value(scope, lambda k: k.dtype == kind.dtype and k.shape == kind.shape)
             shape = (2 * kind.shape[0], *kind.shape[1:])
-            return [Line(f"{self.new(scope, Kind(shape, kind.dtype))} = torch.cat([{a}, {b}])")]
+            return [f"{self.new(scope, Kind(shape, kind.dtype))} = torch.cat([{a}, {b}])"]
 
         def broadcasts(k: Kind) -> bool:
             short, long = sorted((k.shape, kind.shape), key=len)
@@ -415,9 +369,9 @@ class Writer:
         if b is None:
             return None
         shape = max(kind.shape, scope.values[b].shape, key=len)
-        return [Line(f"{self.new(scope, Kind(shape, kind.dtype))} = {self.of(BINARY).format(a=a, b=b)}")]
+        return [f"{self.new(scope, Kind(shape, kind.dtype))} = {self.of(BINARY).format(a=a, b=b)}"]
 
-    def linear(self, scope: Scope) -> list[Line | Block] | None:
+    def linear(self, scope: Scope) -> list[str] | None:
         weight = scope.values["w"]
         a = self.value(scope, lambda k: k.dtype == weight.dtype and k.shape[-1:] == (3,))
         if a is None:
@@ -425,9 +379,9 @@ class Writer:
         text = self.of(("F.linear({a}, w, b)", "F.linear({a}, w)", "({a} @ w.T + b)", "({a} * b)"))
         kind = scope.values[a]
         line = f"{self.new(scope, Kind(kind.shape, kind.dtype))} = {text.format(a=a)}.to({a}.dtype)"
-        return [Line(line, "shared parameter")]
+        return self.noted("shared parameter", line)
 
-    def module(self, scope: Scope) -> list[Line | Block] | None:
+    def module(self, scope: Scope) -> list[str] | None:
         weight = scope.values["w"]
         normed = self.chance(50)
         wanted = (lambda n: n == 2) if normed else (lambda n: n > 0)
@@ -440,9 +394,9 @@ class Writer:
             wrap = "{fn}"
         kind = Kind(scope.values[a].shape, weight.dtype)
         line = f"{self.new(scope, kind)} = {wrap.format(fn=fn)}({a}).to({a}.dtype)"
-        return [Line(line, "module with buffers" if normed else "module")]
+        return self.noted("module with buffers" if normed else "module", line)
 
-    def view(self, scope: Scope) -> list[Line | Block] | None:
+    def view(self, scope: Scope) -> list[str] | None:
         a = self.value(scope, lambda k: k.floating and len(k.shape) > 0)
         if a is None:
             return None
@@ -468,9 +422,9 @@ class Writer:
             text, new = "{a}.diag()", (shape[0], shape[0])
             if _size(new) > MOST_NUMBERS:
                 text, new = "{a}.flip(0)", shape
-        return [Line(f"{self.new(scope, Kind(new, kind.dtype, locked))} = {text.format(a=a)}", "view")]
+        return self.noted("view", f"{self.new(scope, Kind(new, kind.dtype, locked))} = {text.format(a=a)}")
 
-    def several(self, scope: Scope) -> list[Line | Block] | None:
+    def several(self, scope: Scope) -> list[str] | None:
         a = self.value(scope, lambda k: k.floating and len(k.shape) > 0 and k.shape[-1] > 1)
         if a is None:
             return None
@@ -500,9 +454,9 @@ class Writer:
         else:
             names = tuple(self.new(scope, Kind(shape[1:], kind.dtype, locked=True)) for _ in range(2))
             text = f"{a}.unbind(0)"
-        return [Line(f"{', '.join(names)} = {text}", "several outputs")]
+        return self.noted("several outputs", f"{', '.join(names)} = {text}")
 
-    def in_place(self, scope: Scope) -> list[Line | Block] | None:
+    def in_place(self, scope: Scope) -> list[str] | None:
         careful = not self.chance(3)
         a = self.value(scope, lambda k: k.floating and not (careful and k.locked))
         if a is None:
@@ -514,9 +468,11 @@ class Writer:
             text = IN_PLACE[0]
         if b == a and "{b}" in text:
             text = text.replace("{b}", "{b}.cos()")
-        return [Line(text.format(a=a, b=b), "in-place")]
+        if scope.calls:
+            self.features.add("in-place in a call")
+        return self.noted("in-place", text.format(a=a, b=b))
 
-    def choice(self, scope: Scope) -> list[Line | Block] | None:
+    def choice(self, scope: Scope) -> list[str] | None:
         a = self.value(scope, lambda k: k.floating and len(k.shape) > 0 and k.shape[-1] > 1)
         if a is None:
             return None
@@ -525,32 +481,31 @@ class Writer:
         mask = Kind(kind.shape, "bool")
         way = self.below(7)
         if way == 0:
-            return [Line(f"{self.new(scope, top)} = replay(lambda t: t.argmax(-1, keepdim=True))({a})", "replay")]
+            return self.noted("replay", f"{self.new(scope, top)} = replay(lambda t: t.argmax(-1, keepdim=True))({a})")
         if way == 1:
             two = Kind((*kind.shape[:-1], 2), "int64", index_of=kind.shape)
-            return [Line(f"{self.new(scope, two)} = replay(lambda t: t.topk(2).indices)({a})", "replay")]
+            return self.noted("replay", f"{self.new(scope, two)} = replay(lambda t: t.topk(2).indices)({a})")
         if way == 2:
             text = self.of(("t > 0", "torch.rand_like(t) > 0.5"))
-            return [Line(f"{self.new(scope, mask)} = replay(lambda t: {text})({a})", "replay")]
+            return self.noted("replay", f"{self.new(scope, mask)} = replay(lambda t: {text})({a})")
         if way == 3:
             text = self.of(("t.detach().sign()", "t.detach()"))
-            return [Line(f"{self.new(scope, kind)} = replay(lambda t: {text})({a})", "replay")]
+            return self.noted("replay", f"{self.new(scope, kind)} = replay(lambda t: {text})({a})")
         if way == 4:
             c = self.new(scope, Kind(kind.shape, kind.dtype))
-            return [
-                Block(f"if replay(lambda t: bool(t.sum() > 0))({a}):", (Line(f"{c} = {a}.sin()"),), "replay"),
-                Block("else:", (Line(f"{c} = {a}.square()"), Line(f"{c} = {c} + 1"))),
-            ]
+            then = indented(f"if replay(lambda t: bool(t.sum() > 0))({a}):", [f"{c} = {a}.sin()"])
+            return self.noted("replay", *then, *indented("else:", [f"{c} = {a}.square()", f"{c} = {c} + 1"]))
         c, made = self.of(((top, "argmax(-1, keepdim=True)"), (mask, "sign() > 0"), (kind, "sign()")))
         name = self.new(scope, c)
-        key = f'key="{self.name("k")}"'
-        save = (Line(f"{name} = {a}.detach().{made}"), Line(f"save_for_recompute({name}, {key})"))
-        return [
-            Block("if doing_recompute():", (Line(f"({name},) = get_recompute_data({key})"),), "save_for_recompute"),
-            Block("else:", save),
-        ]
+        return self.noted("save_for_recompute", *self.carried(name, f"{a}.detach().{made}"))
 
-    def same(self, scope: Scope) -> list[Line | Block] | None:
+    def carried(self, name: str, value: str) -> list[str]:
+        """A value that the forward saves and the replay reads."""
+        key = f'key="{self.name("k")}"'
+        read = indented("if doing_recompute():", [f"({name},) = get_recompute_data({key})"])
+        return [*read, *indented("else:", [f"{name} = {value}", f"save_for_recompute({name}, {key})"])]
+
+    def same(self, scope: Scope) -> list[str] | None:
         """Another name for a tensor that there is."""
         text = self.of(SAME)
         if text.startswith("recompute") and scope.regions >= REGIONS_DEEP:
@@ -563,18 +518,12 @@ class Writer:
             a = constant or self.floating(scope)
             kind = scope.values[a]
         name, used = self.new(scope, kind), self.new(scope, Kind(kind.shape, kind.dtype))
-        use = Line(f"{used} = ({name} * b.sum().to({name}.dtype)).sin()")  # autograd saves it, and then another
+        use = f"{used} = ({name} * b.sum().to({name}.dtype)).sin()"  # autograd saves it, and then another
         if text != "save":
-            return [Line(f"{name} = {text.format(a=a, g=a)}", "same tensor"), use]
-        key = f'key="{self.name("k")}"'
-        save = (Line(f"{name} = {CONSTANT.format(a=a)}"), Line(f"save_for_recompute({name}, {key})"))
-        return [
-            Block("if doing_recompute():", (Line(f"({name},) = get_recompute_data({key})"),), "same tensor"),
-            Block("else:", save),
-            use,
-        ]
+            return self.noted("same tensor", f"{name} = {text.format(a=a, g=a)}", use)
+        return self.noted("same tensor", *self.carried(name, CONSTANT.format(a=a)), use)
 
-    def use(self, scope: Scope) -> list[Line | Block] | None:
+    def use(self, scope: Scope) -> list[str] | None:
         """Uses an index or a mask."""
         i = self.value(scope, lambda k: not k.floating)
         if i is None:
@@ -585,18 +534,18 @@ class Writer:
         if a is None:
             return None
         text = f"{a}.gather(-1, {i})" if kind.index_of else f"{a}.masked_fill({i}, 0.25)"
-        return [Line(f"{self.new(scope, Kind(kind.shape, scope.values[a].dtype))} = {text}", "decided value used")]
+        return self.noted("decided value used", f"{self.new(scope, Kind(kind.shape, scope.values[a].dtype))} = {text}")
 
-    def rebind(self, scope: Scope) -> list[Line | Block] | None:
+    def rebind(self, scope: Scope) -> list[str] | None:
         names = sorted(scope.own & set(scope.values))
         if sum(scope.values[n].floating for n in names) < 3:
             return None
         name = self.of(names)
         del scope.values[name]
         scope.functions = []  # one of them may have used it
-        return [Line(self.of((f"del {name}", f"{name} = None")), "name deleted")]
+        return self.noted("name deleted", self.of((f"del {name}", f"{name} = None")))
 
-    def context(self, scope: Scope) -> list[Line | Block] | None:
+    def context(self, scope: Scope) -> list[str] | None:
         if not scope.grad:
             text, feature = "torch.enable_grad()", "enable_grad"
         else:
@@ -608,9 +557,9 @@ class Writer:
             for name in set(scope.values) - known:  # made with grad inside no_grad: may be a view across the border
                 scope.values[name] = Kind(**{**scope.values[name].__dict__, "locked": True})
         scope.grad = before
-        return [Block(f"with {text}:", tuple(body) or (Line("pass"),), feature)]
+        return self.noted(feature, *indented(f"with {text}:", body or ["pass"]))
 
-    def call(self, scope: Scope) -> list[Line | Block] | None:
+    def call(self, scope: Scope) -> list[str] | None:
         saved = self.below(10) >= 6
         if scope.calls >= CALLS_DEEP or (not saved and scope.regions >= REGIONS_DEEP):
             return None
@@ -626,13 +575,13 @@ class Writer:
         params = [self.name("p") for _ in args]
         for param, arg in zip(params, args, strict=True):
             inner.values[param] = scope.values[arg]
-        lines: list[Line | Block] = [Line(f'tick("{fn}")')]
+        lines = [f'tick("{fn}")']
         if style == "flat" or style == "keywords":
             head = f"def {fn}({', '.join(params)}):"
         else:
             head = f"def {fn}(box):"
             keys = [f"'{i}'" if style == "dict" else str(i) for i in range(len(args))]
-            lines.extend(Line(f"{param} = box[{key}]") for param, key in zip(params, keys, strict=True))
+            lines.extend(f"{param} = box[{key}]" for param, key in zip(params, keys, strict=True))
         lines.extend(self.body(inner, 5))
         own = [n for n in inner.values if n in inner.own]
         results: list[str] = []
@@ -643,7 +592,7 @@ class Writer:
         if not any(inner.values[n].floating for n in results):
             results.append(self.floating(inner))
         returned = "one" if len(results) == 1 else self.of(RETURNS)
-        lines.append(Line(_returning(returned, results)))
+        lines.append(_returning(returned, results))
         if saved:
             option = self.of(SAVED_OPTIONS if self.stores else SAVED_OPTIONS[:-1])
             wrapped = f"no_recompute({fn}{', ' * bool(option)}{option})"
@@ -657,16 +606,21 @@ class Writer:
             returned,
             tuple(inner.values[r] for r in results),
         )
-        definition = Block(head, tuple(lines), "saved call" if saved else "region")
         called = self.make_call(scope, function, args)
         scope.functions.append(function)
+        if saved:
+            self.features |= {"saved call", "saved call in a region"} if scope.regions else {"saved call"}
+        else:
+            self.features |= {"region", f"regions {inner.regions} deep"}
+            if scope.calls > scope.regions:
+                self.features.add("region in a saved call")
         if not args:
-            called = [Line(called[0].text, "closure only"), *called[1:]]
+            self.features.add("closure only")
         if option:
-            called.append(Line("pass", "option"))
-        return [definition, *called]
+            self.features.add("option")
+        return [*indented(head, lines), *called]
 
-    def again(self, scope: Scope) -> list[Line | Block] | None:
+    def again(self, scope: Scope) -> list[str] | None:
         if not scope.functions:
             return None
         function = self.of(scope.functions[::-1])
@@ -682,13 +636,12 @@ class Writer:
             if arg is None:
                 return None
             args.append(arg)
-        lines = self.make_call(scope, function, args)
-        return [Line(lines[0].text, "called again"), *lines[1:]]
+        return self.noted("called again", *self.make_call(scope, function, args))
 
-    def make_call(self, scope: Scope, function: Function, args: Sequence[str]) -> list[Line]:
+    def make_call(self, scope: Scope, function: Function, args: Sequence[str]) -> list[str]:
         style, _, params = function.style.partition(":")
-        lines: list[Line] = []
-        after: list[Line] = []
+        lines: list[str] = []
+        after: list[str] = []
         given = ", ".join(args)
         if style == "keywords":
             given = ", ".join(f"{p}={a}" for p, a in zip(params.split(","), args, strict=True))
@@ -698,19 +651,19 @@ class Writer:
             given = "{" + ", ".join(f"'{i}': {a}" for i, a in enumerate(args)) + "}"
         elif style == "list":
             box = self.name("c")
-            lines.append(Line(f"{box} = [{given}]"))
-            after.append(Line(f"{box}.clear()"))
+            lines.append(f"{box} = [{given}]")
+            after.append(f"{box}.clear()")
             given = box
         names = [self.new(scope, kind) for kind in function.returns]
         text = f"{function.wrapped}({given})"
         if function.returned == "one":
-            lines.append(Line(f"{names[0]} = {text}"))
+            lines.append(f"{names[0]} = {text}")
         else:
             result = self.name("r")
-            lines.append(Line(f"{result} = {text}"))
+            lines.append(f"{result} = {text}")
             picks = {"tuple": "[{}]", "dict": "['{}']", "nested": "[1][{}]"}[function.returned]
-            lines.extend(Line(f"{name} = {result}{picks.format(i)}") for i, name in enumerate(names))
-            after.append(Line(f"del {result}"))
+            lines.extend(f"{name} = {result}{picks.format(i)}" for i, name in enumerate(names))
+            after.append(f"del {result}")
         return [*lines, *after]
 
 
@@ -758,7 +711,7 @@ def programs(draw: Any) -> Program:
     )
     writer.globals = {GLOBAL.format(i.name): scope.values[i.name] for i in inputs}
     writer.globals["lin.scale"] = scope.values[_scale(inputs).name]
-    body: list[Line | Block] = []
+    body: list[str] = []
     if writer.chance(50):
         # A stretch of ordinary code first, so that regions have temporaries to take.
         body.extend(writer.unary(scope))
@@ -766,7 +719,7 @@ def programs(draw: Any) -> Program:
         body.extend(writer.call(scope) or ())
     body.extend(writer.body(scope, 6))
     for _ in range(2):
-        if not any(isinstance(node, Block) and node.feature == "region" for node in body):
+        if not any(function.wrapped.startswith("recompute") for function in scope.functions):
             body.extend(writer.call(scope) or ())
     names = [n for n in scope.values if n in scope.own][::-1]
     outputs: list[str] = []
@@ -776,7 +729,9 @@ def programs(draw: Any) -> Program:
             outputs.append(name)
     if not any(scope.values[n].floating for n in outputs):
         outputs.append(writer.floating(scope))
-    return Program(dtype, tuple(inputs), tuple(body), tuple(outputs), recipe, seed)
+    features = writer.features | {f"backward:{way}"}
+    features |= {name for name, there in (("backward:thread", own_thread), ("poke", poke)) if there}
+    return Program(dtype, tuple(inputs), tuple(body), tuple(outputs), recipe, seed, frozenset(features))
 
 
 # --- running them --------------------------------------------------------------------------------------------------

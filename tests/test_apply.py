@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch.utils.flop_counter import FlopCounterMode
 
+from laws.watch import on_threads
 from replicas import replicas
 from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
 
@@ -324,17 +324,13 @@ def test_threads_do_not_meet() -> None:
     wanted = ours(data()).detach()
     results: list[torch.Tensor] = []
 
-    def run() -> None:
+    def run(_: int) -> None:
         for _ in range(5):
             y = ours(data())
             torch.autograd.grad(y.sum(), list(ours.parameters()))
             results.append(y.detach())
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(run, 1, 2, 3)
     assert len(results) == 15
     assert all(torch.equal(result, wanted) for result in results)
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from laws.watch import Operations
 from torch_recompute import Choice, Plan, apply, doctor
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
@@ -428,18 +428,6 @@ def test_an_optimizer_goes_over_lists_as_on_cuda() -> None:
     assert there.peak_bytes > here.peak_bytes + 4 * 64 * 64
 
 
-class Seen(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.gpu
 def test_a_device_chooses_the_same_kernels_and_types() -> None:
     """Attention of each kind runs there as the kernel that is simulated for its capability, and autocast casts so."""
@@ -448,11 +436,11 @@ def test_a_device_chooses_the_same_kernels_and_types() -> None:
     wrong: dict[str, Any] = {}
     for name, (_, _, given) in CHOSEN.items():
         simulated_ran = simulated(lambda x, w, given=given: fused(x, **given), here)[1]
-        seen = Seen()
+        seen = Operations()
         moved = {key: value.to(cuda) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
         with seen:
             fused(torch.ones(1, 1, device=cuda, requires_grad=True), **moved)
-        kernels = {op for op in seen.ran if op.startswith("_scaled_dot_product")}
+        kernels = {op for op in seen.counts if op.startswith("_scaled_dot_product")}
         if kernels != {op for op in simulated_ran if op.startswith("_scaled_dot_product") and "backward" not in op}:
             wrong[name] = kernels
     for name, (fn, wanted) in TYPES.items():

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_recompute import RecomputeConfig, apply, checkpoint
-from zoo import LAYERS, build, scalar_loss
+from zoo import LAYERS, build, step
 from zoo_handmade import DecoderOnly
 
 Step = dict[str, torch.Tensor]
@@ -32,15 +32,6 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         return self.function(*args, **kwargs)
-
-
-def step(model: nn.Module, inputs: dict[str, Any]) -> Step:
-    """The loss and the gradients of one call."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(3)
-    loss = scalar_loss(model(**inputs))
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
 
 
 def differing(a: Step, b: Step) -> list[str]:

@@ -25,22 +25,13 @@ from torch_recompute.integrations import door
 from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
 from torch_recompute.plan import observe
 from torch_recompute.plan.wrappers import wrappers_on
-from zoo import LAYERS, build
+from zoo import LAYERS, build, step
 
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
 
 Step = dict[str, torch.Tensor]
 POLICIES = ("full", "full:2", "core_attn,layernorm")
 MODELS = ("llama", "mixtral", "gpt2", "gemma2")
-
-
-def step(model: nn.Module, inputs: dict[str, Any]) -> Step:
-    """The loss and the gradients of one call."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(3)
-    loss = model(**inputs).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -1,6 +1,5 @@
 """The lens: bytes by hand for small programs, the allocator as referee for larger ones, and nothing left behind."""
 
-import gc
 import json
 import threading
 import weakref
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from laws.watch import no_collector, on_threads
 from torch_recompute.memory import CATEGORIES, Measurement, measure
 
 KIB = 1024
@@ -105,8 +105,7 @@ def program(request: pytest.FixtureRequest) -> Program:
 
 def test_bytes_by_hand(program: Program) -> None:
     """Peak and live bytes are those counted by hand; all figures agree; what is given up is free without the gc."""
-    gc.disable()
-    try:
+    with no_collector():
         with measure() as m:
             kept = program.run()
             inside = m.on()
@@ -120,8 +119,6 @@ def test_bytes_by_hand(program: Program) -> None:
         assert [sample.event for sample in after.timeline] == sorted({sample.event for sample in after.timeline})
         del kept
         assert m.live_bytes == 0
-    finally:
-        gc.enable()
 
 
 def test_nesting(program: Program) -> None:
@@ -496,11 +493,7 @@ def test_measurements_on_two_threads() -> None:
                 torch.ones(size).sin()
         peaks[size] = m.peak_bytes
 
-    threads = [threading.Thread(target=work, args=(size,)) for size in (1000, 3000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(work, 1000, 3000)
     assert peaks == {1000: 8000, 3000: 24000}
 
 
@@ -509,9 +502,7 @@ def test_measurements_on_two_threads() -> None:
 
 def test_no_cycle_and_no_hook_stays() -> None:
     """Model, optimizer, tensors and the measurement itself die without the garbage collector."""
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         net = Layers()
         optimizer = torch.optim.AdamW(net.parameters())
         with measure(net, optimizer) as m:
@@ -524,8 +515,6 @@ def test_no_cycle_and_no_hook_stays() -> None:
         assert m.live_bytes == 0
         del m
         assert [reference() for reference in watched] == [None] * len(watched)
-    finally:
-        gc.enable()
 
 
 def test_exception_inside() -> None:

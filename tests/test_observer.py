@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from laws.watch import no_collector, on_threads
 from torch_recompute import no_recompute, observer, recompute, replay
 from torch_recompute.observer import Observer, Running, observing, running
 
@@ -92,9 +92,7 @@ def test_a_replay_on_another_thread_has_a_stack_of_its_own() -> None:
     with observing(log):
         loss = recompute(lambda x: x.sin().cos(), name="region")(leaf()).sum()
         log.seen.clear()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        on_threads(torch.Tensor.backward, loss)
     assert log.seen[0] == "rebuild region"
     assert len(log.threads) == 2
 
@@ -130,8 +128,7 @@ def test_a_region_that_nobody_observes_calls_nothing() -> None:
 
 def test_nothing_is_kept_alive() -> None:
     """With the graph dies what was observed, and the observer with it."""
-    gc.disable()
-    try:
+    with no_collector():
         log = Log()
         with observing(log):
             result = recompute(lambda x: x.sin().cos(), name="region")(leaf())
@@ -140,5 +137,3 @@ def test_nothing_is_kept_alive() -> None:
         assert died() is not None
         del result
         assert died() is None
-    finally:
-        gc.enable()

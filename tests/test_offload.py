@@ -7,12 +7,10 @@ changed under the copy.
 
 import contextlib
 import copy
-import gc
 import pickle
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from laws.watch import no_collector, on_threads
 from torch_recompute import ArgumentError, ChangedError, OnHost, no_recompute, recompute
 from torch_recompute.stores import Bandwidth, bandwidth, host
 from torch_recompute.stores.transfers import Depot
@@ -419,16 +418,6 @@ class Fails(Exception):
     """Raised by a layer."""
 
 
-@contextlib.contextmanager
-def no_garbage() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("end", ["backward", "dropped", "exception", "exception in backward"])
 def test_nothing_is_left(lazy: bool, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +441,7 @@ def test_nothing_is_left(lazy: bool, end: str, monkeypatch: pytest.MonkeyPatch) 
 
     store = OnHost()
     region = recompute(layer, inputs=store)
-    with no_garbage():
+    with no_collector():
         x = torch.ones(8, requires_grad=True)
         y = x * 2
         with contextlib.suppress(Fails):
@@ -521,11 +510,7 @@ def test_threads(lane: Lazy) -> None:
             if not equal(list(found), list(expected)):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(work, *range(4))
     assert not wrong
     assert store.host_bytes == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import warnings
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from laws.watch import on_threads
 from replicas import replicas
 from torch_recompute import (
     ArgumentError,
@@ -190,9 +190,7 @@ def test_calls_that_overlap_keep_their_own() -> None:
     torch.manual_seed(1)
     losses = [planned(ids) for ids in calls]
     planned.zero_grad()
-    thread = threading.Thread(target=lambda: [loss.backward() for loss in losses])
-    thread.start()
-    thread.join()
+    on_threads(lambda losses: [loss.backward() for loss in losses], losses)
     assert equal([p.grad for p in planned.parameters() if p.grad is not None], grads(plain, *calls))
 
 

@@ -1,6 +1,5 @@
 """Stores: what is put comes back, region inputs and saved calls go through them, and nothing stays behind."""
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from laws.watch import on_threads
 from torch_recompute import ChangedError, OnDevice, OnHost, Store, StoreError, no_recompute, recompute
 from torch_recompute.stores import Hooks, Kept
 
@@ -285,11 +285,7 @@ def test_a_store_is_asked_from_backward_threads() -> None:
     region = recompute(lambda x: x.sin().exp().sin(), inputs=OnHost())
     inputs = [torch.full((3,), float(i), requires_grad=True) for i in range(4)]
     losses = [region(x).sum() for x in inputs]
-    threads = [threading.Thread(target=loss.backward) for loss in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(torch.Tensor.backward, *losses)
     for x in inputs:
         y = x.detach().requires_grad_()
         y.sin().exp().sin().sum().backward()

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from laws.watch import no_collector
+from laws.watch import Operations, no_collector, on_threads
 from torch_recompute import (
     MismatchError,
     NotRecomputingError,
@@ -408,25 +407,15 @@ def test_threads_do_not_see_each_other() -> None:
     module = Tagged()
     region = recompute(module)
     barrier = threading.Barrier(4)
-    failures: list[BaseException] = []
 
     def work(tag: int) -> None:
-        try:
-            for _ in range(5):
-                barrier.wait(10)
-                loss = region(vector(), tag).sum()
-                barrier.wait(10)
-                loss.backward()
-        except BaseException as error:
-            failures.append(error)
-            barrier.abort()
+        for _ in range(5):
+            barrier.wait(10)
+            loss = region(vector(), tag).sum()
+            barrier.wait(10)
+            loss.backward()
 
-    threads = [threading.Thread(target=work, args=(tag,)) for tag in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    on_threads(work, *range(4))
     assert sorted(module.read) == sorted([0, 1, 2, 3] * 5)
 
 
@@ -435,11 +424,7 @@ def test_another_thread_is_not_in_the_region() -> None:
     seen: list[tuple[bool, bool]] = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        other: list[bool] = []
-        thread = threading.Thread(target=lambda: other.append(doing_recompute()))
-        thread.start()
-        thread.join()
-        seen.append((doing_recompute(), other[0]))
+        seen.append((doing_recompute(), *on_threads(lambda _: doing_recompute(), 1)))
         return x.sin().exp()
 
     recompute(fn)(vector()).sum().backward()
@@ -675,18 +660,6 @@ def test_choosing_again_is_right_or_an_error(choose: Callable[..., Any], use: Ca
     assert torch.equal(x.grad, y.grad)
 
 
-class CountNonzero(TorchDispatchMode):
-    """Counts calls of `nonzero`, each a device sync on an accelerator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.nonzero.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_nonzero_once() -> None:
     """`replay` around `nonzero` leaves one call of it, and thus one sync, in forward and backward together."""
 
@@ -702,9 +675,9 @@ def test_nonzero_once() -> None:
     for call in (picked, recompute(picked)):
         for chosen in (find, replay(find)):
             leaf = x.clone().requires_grad_()
-            with CountNonzero() as mode:
+            with Operations() as mode:
                 call(leaf, chosen).backward()
-            results.append((mode.count, leaf.grad))
+            results.append((mode.counts["nonzero"], leaf.grad))
     assert [count for count, _ in results] == [1, 1, 2, 1]
     assert all(torch.equal(grad, results[0][1]) for _, grad in results)
 

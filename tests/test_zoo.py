@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch_recompute import ArgumentError, Plan, RecomputeConfig, apply, saved_activations
 from torch_recompute.plan.labels import LABELS, matching
 from torch_recompute.plan.units import find_units
-from zoo import ZOO, build, scalar_loss
+from zoo import ZOO, build, step
 
 FULL = {
     "uniform 1": {"recompute_method": "uniform", "recompute_num_layers": 1},
@@ -27,18 +27,6 @@ FULL = {
 
 # Frozen matrices do not save the norm's output, and each adapter saves a copy of its own (dropped out).
 NOTHING_TO_FREE = {"lora_llama": {"layernorm"}}
-
-
-def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """One step from fixed random numbers: what it leaves."""
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=True)
-    loss = scalar_loss(model(**inputs))
-    loss.backward()
-    found = {"loss": loss.detach()}
-    found.update((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    found.update((name, b.clone()) for name, b in model.named_buffers())
-    return found
 
 
 def plans(model: nn.Module) -> dict[str, Plan]:

@@ -79,78 +79,6 @@ LATENT = {
 }
 
 
-def gpt2() -> Built:
-    return _causal("GPT2Config", n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=32)
-
-
-def gpt_neox() -> Built:
-    return _causal("GPTNeoXConfig", hidden_dropout=0.1)
-
-
-def llama() -> Built:
-    return _causal("LlamaConfig")
-
-
-def mistral() -> Built:
-    return _causal("MistralConfig")
-
-
-def qwen2() -> Built:
-    return _causal("Qwen2Config")
-
-
-def qwen3() -> Built:
-    return _causal("Qwen3Config", head_dim=8)
-
-
-def gemma2() -> Built:
-    return _causal("Gemma2Config", head_dim=8)
-
-
-def gemma3() -> Built:
-    return _causal("Gemma3TextConfig", head_dim=8)
-
-
-def phi() -> Built:
-    return _causal("PhiConfig", resid_pdrop=0.1, embd_pdrop=0.1)
-
-
-def opt() -> Built:
-    return _causal("OPTConfig", ffn_dim=2 * WIDTH, dropout=0.1, word_embed_proj_dim=WIDTH)
-
-
-def falcon() -> Built:
-    return _causal("FalconConfig", hidden_dropout=0.1, ffn_hidden_size=2 * WIDTH)
-
-
-def mixtral() -> Built:
-    return _causal("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
-
-
-def qwen3_moe() -> Built:
-    return _causal("Qwen3MoeConfig", **MIXTURE, num_experts=4, head_dim=8, mlp_only_layers=[0])
-
-
-def deepseek_v2() -> Built:
-    return _causal("DeepseekV2Config", **LATENT)
-
-
-def deepseek_v3() -> Built:
-    return _causal("DeepseekV3Config", **LATENT, n_group=2, topk_group=1)
-
-
-def olmo() -> Built:
-    return _causal("OlmoConfig")
-
-
-def olmoe() -> Built:
-    return _causal("OlmoeConfig", num_experts=4, num_experts_per_tok=2, output_router_logits=True)
-
-
-def mamba() -> Built:
-    return _causal("MambaConfig", state_size=8)
-
-
 def bert() -> Built:
     import transformers
 
@@ -234,7 +162,7 @@ def whisper() -> Built:
 
 def lora_llama() -> Built:
     """Llama with the adapters of PEFT's shape on its projections; everything else is frozen."""
-    model, inputs = llama()
+    model, inputs = _causal("LlamaConfig")
     return with_lora(model, ("q_proj", "v_proj", "down_proj")), inputs
 
 
@@ -255,47 +183,42 @@ def torch_decoder() -> Built:
     return nn.TransformerDecoder(layer, LAYERS), inputs
 
 
-def handmade_gpt() -> Built:
-    return DecoderOnly(VOCABULARY, WIDTH, HEADS, LAYERS), {"ids": _ids()}
-
-
-def megatron() -> Built:
-    return MegatronGPT(VOCABULARY, WIDTH, HEADS, LAYERS), {"ids": _ids()}
-
-
-def megatron_moe() -> Built:
-    return MegatronGPT(VOCABULARY, WIDTH, HEADS, LAYERS, experts=4, shared=True), {"ids": _ids()}
-
-
-def torchtitan() -> Built:
-    return TitanDecoder(VOCABULARY, WIDTH, HEADS, LAYERS), {"tokens": _ids()}
-
-
-def torchtitan_moe() -> Built:
-    return TitanDecoder(VOCABULARY, WIDTH, HEADS, LAYERS, experts=4), {"tokens": _ids()}
-
-
-def timm_vit() -> Built:
-    return VisionTransformer(WIDTH, HEADS, LAYERS), {"x": torch.randn(BATCH, 3, 16, 16)}
-
-
-def convnext() -> Built:
-    return ConvNeXt((8, 16), (2, 3)), {"x": torch.randn(BATCH, 3, 16, 16)}
-
-
 LIBRARY: dict[str, Callable[[], Built]] = {
-    fn.__name__: fn
-    for fn in (
-        *(gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi, opt, falcon, mixtral, qwen3_moe),
-        *(deepseek_v2, deepseek_v3, olmo, olmoe, mamba, bert, t5, vit, whisper, lora_llama),
-    )
+    "gpt2": lambda: _causal("GPT2Config", n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=32),
+    "gpt_neox": lambda: _causal("GPTNeoXConfig", hidden_dropout=0.1),
+    "llama": lambda: _causal("LlamaConfig"),
+    "mistral": lambda: _causal("MistralConfig"),
+    "qwen2": lambda: _causal("Qwen2Config"),
+    "qwen3": lambda: _causal("Qwen3Config", head_dim=8),
+    "gemma2": lambda: _causal("Gemma2Config", head_dim=8),
+    "gemma3": lambda: _causal("Gemma3TextConfig", head_dim=8),
+    "phi": lambda: _causal("PhiConfig", resid_pdrop=0.1, embd_pdrop=0.1),
+    "opt": lambda: _causal("OPTConfig", ffn_dim=2 * WIDTH, dropout=0.1, word_embed_proj_dim=WIDTH),
+    "falcon": lambda: _causal("FalconConfig", hidden_dropout=0.1, ffn_hidden_size=2 * WIDTH),
+    "mixtral": lambda: _causal("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "qwen3_moe": lambda: _causal("Qwen3MoeConfig", **MIXTURE, num_experts=4, head_dim=8, mlp_only_layers=[0]),
+    "deepseek_v2": lambda: _causal("DeepseekV2Config", **LATENT),
+    "deepseek_v3": lambda: _causal("DeepseekV3Config", **LATENT, n_group=2, topk_group=1),
+    "olmo": lambda: _causal("OlmoConfig"),
+    "olmoe": lambda: _causal("OlmoeConfig", num_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "mamba": lambda: _causal("MambaConfig", state_size=8),
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "whisper": whisper,
+    "lora_llama": lora_llama,
 }
 PLAIN: dict[str, Callable[[], Built]] = {
-    fn.__name__: fn
-    for fn in (
-        *(torch_encoder, torch_encoder_prenorm, torch_decoder, handmade_gpt),
-        *(megatron, megatron_moe, torchtitan, torchtitan_moe, timm_vit, convnext),
-    )
+    "torch_encoder": torch_encoder,
+    "torch_encoder_prenorm": torch_encoder_prenorm,
+    "torch_decoder": torch_decoder,
+    "handmade_gpt": lambda: (DecoderOnly(VOCABULARY, WIDTH, HEADS, LAYERS), {"ids": _ids()}),
+    "megatron": lambda: (MegatronGPT(VOCABULARY, WIDTH, HEADS, LAYERS), {"ids": _ids()}),
+    "megatron_moe": lambda: (MegatronGPT(VOCABULARY, WIDTH, HEADS, LAYERS, experts=4, shared=True), {"ids": _ids()}),
+    "torchtitan": lambda: (TitanDecoder(VOCABULARY, WIDTH, HEADS, LAYERS), {"tokens": _ids()}),
+    "torchtitan_moe": lambda: (TitanDecoder(VOCABULARY, WIDTH, HEADS, LAYERS, experts=4), {"tokens": _ids()}),
+    "timm_vit": lambda: (VisionTransformer(WIDTH, HEADS, LAYERS), {"x": torch.randn(BATCH, 3, 16, 16)}),
+    "convnext": lambda: (ConvNeXt((8, 16), (2, 3)), {"x": torch.randn(BATCH, 3, 16, 16)}),
 }
 ZOO = {**LIBRARY, **PLAIN}
 
@@ -330,3 +253,15 @@ def scalar_loss(output: Any) -> Tensor:
     tensor = output[0] if isinstance(output, tuple) else output
     weights = torch.linspace(-1, 1, tensor.numel(), dtype=tensor.dtype).view_as(tensor)
     return (tensor * weights).sum()
+
+
+def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """One step from fixed random numbers: its loss, the gradients, and the buffers afterwards."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    loss = scalar_loss(model(**inputs))
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found.update((name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
+    found.update((name, b.clone()) for name, b in model.named_buffers())
+    return found
