@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from test_units import ANATOMY
 from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, saved_activations
 from torch_recompute.plan.config import BELONGING, groups
 from torch_recompute.plan.labels import LABELS
@@ -234,26 +235,14 @@ def test_every_label_that_matches_makes_a_plan(name: str) -> None:
                 selective(label).plan(model)
 
 
-# Path of a stack -> how many layers it has.
-STACKS = {
-    "gpt2": {"transformer.h": 3},
-    "llama": {"model.layers": 3},
-    "lora_llama": {"model.layers": 3},
-    "mixtral": {"model.layers": 3},
-    "deepseek_v3": {"model.layers": 3},
-    "mamba": {"backbone.layers": 3},
-    "bert": {"bert.encoder.layer": 3},
-    "t5": {"encoder.block": 3, "decoder.block": 3},
-    "whisper": {"model.encoder.layers": 3, "model.decoder.layers": 3},
-    "torch_decoder": {"layers": 3},
-    "megatron": {"decoder.layers": 3},
-    "convnext": {"stages.0.blocks": 2, "stages.1.blocks": 3},
-}
 # From this layer on, layers have a router.
-ROUTED = {"mixtral": 0, "deepseek_v3": 1}
+ROUTED = {
+    **dict.fromkeys(["mixtral", "olmoe", "torchtitan_moe"], 0),
+    **dict.fromkeys(["deepseek_v2", "deepseek_v3", "qwen3_moe", "megatron_moe"], 1),
+}
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", ANATOMY)
 def test_whole_layers_of_known_models(name: str) -> None:
     """In models of libraries, the layers of each stack are counted from its first, and routed ones carry decisions."""
     model, _ = build(name)
@@ -261,7 +250,7 @@ def test_whole_layers_of_known_models(name: str) -> None:
     for method, number in itertools.product(("uniform", "block"), (1, 2, 3)):
         expected = [
             region(*(f"{stack}.{i}" for i in group), carry=max(group) >= routed)
-            for stack, length in STACKS[name].items()
+            for stack, length in ANATOMY[name].stacks.items()
             for group in groups(range(length), method, number)
         ]
         assert regions(full(method, number).plan(model)) == expected
