@@ -287,39 +287,18 @@ def untold_tests(module: Module) -> list[str]:
     ]
 
 
-def _complaints(rule) -> list[str]:
-    # One `from` with many names complains once.
-    return list(dict.fromkeys(complaint for module in package_modules() for complaint in rule(module)))
-
-
 def test_the_package_is_read() -> None:
     """The modules that the rules read are really there."""
     assert "__init__.py" in [module.path for module in package_modules()]
 
 
-def test_imports_go_down() -> None:
-    """A file imports only rooms below its own."""
-    assert _complaints(order_complaints) == []
-
-
-def test_lean_rooms_import_torch_and_the_standard_library() -> None:
-    """The rooms that every import of the library loads need only torch, save what functions of some may import."""
-    assert _complaints(lean_complaints) == []
-
-
-def test_planning_is_plain_data() -> None:
-    """Of `plan`, only the files that look at a model import torch."""
-    assert _complaints(plan_complaints) == []
-
-
-def test_private_torch_names_live_in_torch() -> None:
-    """Private names of torch are used in `_torch` and nowhere else."""
-    assert _complaints(private_torch_complaints) == []
-
-
-def test_every_module_has_a_docstring() -> None:
-    """Every module says what it is."""
-    assert _complaints(docstring_complaints) == []
+@pytest.mark.parametrize(
+    "rule", [order_complaints, lean_complaints, plan_complaints, private_torch_complaints, docstring_complaints]
+)
+def test_the_package_keeps_the_rule(rule) -> None:
+    """Imports go down, lean rooms need torch alone, plans are plain data, private names are in `_torch`, and so on."""
+    # One `from` with many names complains once.
+    assert list(dict.fromkeys(complaint for module in package_modules() for complaint in rule(module))) == []
 
 
 def circles(modules: list[Module]) -> set[str]:
@@ -388,106 +367,107 @@ def test_import_brings_torch_only() -> None:
 
 DOC = '"""Something."""\n'
 
-BAD = [
-    (order_complaints, "region.py", "from torch_recompute.plan import Plan"),
-    (order_complaints, "region.py", "from .memory import measure"),
-    (order_complaints, "region.py", "from . import plan"),
-    (order_complaints, "region.py", "from . import recompute"),
-    (order_complaints, "region.py", "import torch_recompute"),
-    (order_complaints, "region.py", "import torch_recompute.commands as c"),
-    (order_complaints, "region.py", "def f():\n    from .plan.solve import solve"),
-    (order_complaints, "region.py", "import importlib\nimportlib.import_module('torch_recompute.plan')"),
-    (order_complaints, "region.py", "import importlib\nimportlib.import_module('.plan', __package__)"),
-    (
-        order_complaints,
-        "region.py",
-        "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    from . import plan",
-    ),
-    (order_complaints, "region.py", "if TYPE_CHECKING:\n    pass\nelse:\n    from . import plan"),
-    (order_complaints, "plan/solve.py", "from ..planning import make_plan"),
-    (order_complaints, "plan/__init__.py", "from ..planning import make_plan"),
-    (order_complaints, "plan/solve.py", "from .. import commands"),
-    (order_complaints, "doctor/__init__.py", "from .._ranks import main"),
-    (order_complaints, "__init__.py", "from .commands.cli import main"),
-    (order_complaints, "errors.py", "from . import _torch"),
-    (order_complaints, "state.py", "from .engine import x"),
-    (order_complaints, "utils.py", ""),
-    (lean_complaints, "region.py", "import numpy"),
-    (lean_complaints, "state.py", "try:\n    import numpy as np\nexcept ImportError:\n    np = None"),
-    (lean_complaints, "__init__.py", "from rich import print"),
-    (lean_complaints, "plan.py", "def f():\n    import psutil"),
-    (lean_complaints, "compat/paddle.py", "class A:\n    import numpy.random"),
-    (lean_complaints, "plan/settings.py", "import yaml"),
-    (lean_complaints, "region.py", "def f():\n    import yaml"),
-    (plan_complaints, "plan/solve.py", "import torch"),
-    (plan_complaints, "plan/bound.py", "def f():\n    from torch import nn"),
-    (private_torch_complaints, "region.py", "import torch._C"),
-    (private_torch_complaints, "region.py", "from torch._functorch import config"),
-    (private_torch_complaints, "region.py", "from torch import _dynamo"),
-    (private_torch_complaints, "region.py", "from torch.utils._pytree import tree_map"),
-    (private_torch_complaints, "region.py", "import torch\ntorch._C._get_autograd()"),
-    (private_torch_complaints, "region.py", "import torch.nn\ntorch.utils._pytree"),
-    (private_torch_complaints, "region.py", "import torch.distributed as dist\ndist._functional_collectives"),
-    (private_torch_complaints, "region.py", "from torch import nn as n\nn.Module._call_impl"),
-    (private_torch_complaints, "region.py", "import torch\ngetattr(torch, '_C')"),
-    (
-        private_torch_complaints,
-        "plan/units.py",
-        "import torch\ndef f():\n    return torch.autograd._unsafe()",
-    ),
-    (docstring_complaints, "region.py", "import torch"),
-    (untold_tests, "laws/test_law.py", "class TestA:\n    def test_b(self):\n        pass"),
-]
+BAD = {
+    order_complaints: [
+        ("region.py", "from torch_recompute.plan import Plan"),
+        ("region.py", "from .memory import measure"),
+        ("region.py", "from . import plan"),
+        ("region.py", "from . import recompute"),
+        ("region.py", "import torch_recompute"),
+        ("region.py", "import torch_recompute.commands as c"),
+        ("region.py", "def f():\n    from .plan.solve import solve"),
+        ("region.py", "import importlib\nimportlib.import_module('torch_recompute.plan')"),
+        ("region.py", "import importlib\nimportlib.import_module('.plan', __package__)"),
+        ("region.py", "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    from . import plan"),
+        ("region.py", "if TYPE_CHECKING:\n    pass\nelse:\n    from . import plan"),
+        ("plan/solve.py", "from ..planning import make_plan"),
+        ("plan/__init__.py", "from ..planning import make_plan"),
+        ("plan/solve.py", "from .. import commands"),
+        ("doctor/__init__.py", "from .._ranks import main"),
+        ("__init__.py", "from .commands.cli import main"),
+        ("errors.py", "from . import _torch"),
+        ("state.py", "from .engine import x"),
+        ("utils.py", ""),
+    ],
+    lean_complaints: [
+        ("region.py", "import numpy"),
+        ("state.py", "try:\n    import numpy as np\nexcept ImportError:\n    np = None"),
+        ("__init__.py", "from rich import print"),
+        ("plan.py", "def f():\n    import psutil"),
+        ("compat/paddle.py", "class A:\n    import numpy.random"),
+        ("plan/settings.py", "import yaml"),
+        ("region.py", "def f():\n    import yaml"),
+    ],
+    plan_complaints: [
+        ("plan/solve.py", "import torch"),
+        ("plan/bound.py", "def f():\n    from torch import nn"),
+    ],
+    private_torch_complaints: [
+        ("region.py", "import torch._C"),
+        ("region.py", "from torch._functorch import config"),
+        ("region.py", "from torch import _dynamo"),
+        ("region.py", "from torch.utils._pytree import tree_map"),
+        ("region.py", "import torch\ntorch._C._get_autograd()"),
+        ("region.py", "import torch.nn\ntorch.utils._pytree"),
+        ("region.py", "import torch.distributed as dist\ndist._functional_collectives"),
+        ("region.py", "from torch import nn as n\nn.Module._call_impl"),
+        ("region.py", "import torch\ngetattr(torch, '_C')"),
+        ("plan/units.py", "import torch\ndef f():\n    return torch.autograd._unsafe()"),
+    ],
+    docstring_complaints: [
+        ("region.py", "import torch"),
+    ],
+    untold_tests: [
+        ("laws/test_law.py", "class TestA:\n    def test_b(self):\n        pass"),
+    ],
+}
 
-GOOD = [
-    (
-        order_complaints,
-        "region.py",
-        "from .stores import OnDevice\nfrom . import errors, _torch\nimport torch",
-    ),
-    (
-        order_complaints,
-        "region.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .plan import Plan",
-    ),
-    (order_complaints, "region.py", "import typing as t\nif t.TYPE_CHECKING:\n    from .plan import Plan"),
-    (
-        order_complaints,
-        "plan/solve.py",
-        "from .cost import cost\nfrom ..errors import PlanError\nfrom . import dp",
-    ),
-    (order_complaints, "plan/__init__.py", "from .solve import solve\nfrom ..region import recompute"),
-    (order_complaints, "commands/cli.py", "from .. import __version__\nfrom torch_recompute import make_plan"),
-    (order_complaints, "__init__.py", "from .plan.config import RecomputeConfig\nfrom . import errors"),
-    (lean_complaints, "state.py", "import random, contextlib, torch.cuda\ndef f():\n    import numpy"),
-    (lean_complaints, "state.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import numpy"),
-    (lean_complaints, "plan/settings.py", "def f():\n    import yaml"),
-    (lean_complaints, "commands/report.py", "import plotly"),
-    (plan_complaints, "plan/units.py", "import torch"),
-    (plan_complaints, "plan/solve.py", "import heapq\nfrom .cost import cost"),
-    (private_torch_complaints, "_torch.py", "from torch._C import _x\nimport torch\ntorch._dynamo"),
-    (
-        private_torch_complaints,
-        "region.py",
-        "import torch\ntorch.__version__\nself._x = torch.nn.functional.gelu(y._z)",
-    ),
-    (docstring_complaints, "region.py", DOC),
-    (untold_tests, "test_a.py", f"def test_b():\n    {DOC}\ndef helper():\n    pass"),
-]
-
-
-def _name(case) -> str | None:
-    return case.__name__ if callable(case) else None
+GOOD = {
+    order_complaints: [
+        ("region.py", "from .stores import OnDevice\nfrom . import errors, _torch\nimport torch"),
+        ("region.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .plan import Plan"),
+        ("region.py", "import typing as t\nif t.TYPE_CHECKING:\n    from .plan import Plan"),
+        ("plan/solve.py", "from .cost import cost\nfrom ..errors import PlanError\nfrom . import dp"),
+        ("plan/__init__.py", "from .solve import solve\nfrom ..region import recompute"),
+        ("commands/cli.py", "from .. import __version__\nfrom torch_recompute import make_plan"),
+        ("__init__.py", "from .plan.config import RecomputeConfig\nfrom . import errors"),
+    ],
+    lean_complaints: [
+        ("state.py", "import random, contextlib, torch.cuda\ndef f():\n    import numpy"),
+        ("state.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import numpy"),
+        ("plan/settings.py", "def f():\n    import yaml"),
+        ("commands/report.py", "import plotly"),
+    ],
+    plan_complaints: [
+        ("plan/units.py", "import torch"),
+        ("plan/solve.py", "import heapq\nfrom .cost import cost"),
+    ],
+    private_torch_complaints: [
+        ("_torch.py", "from torch._C import _x\nimport torch\ntorch._dynamo"),
+        ("region.py", "import torch\ntorch.__version__\nself._x = torch.nn.functional.gelu(y._z)"),
+    ],
+    docstring_complaints: [
+        ("region.py", DOC),
+    ],
+    untold_tests: [
+        ("test_a.py", f"def test_b():\n    {DOC}\ndef helper():\n    pass"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("rule", "path", "source"), BAD, ids=_name)
+def each(table):
+    cases = [pytest.param(rule, *case, id=rule.__name__) for rule, cases in table.items() for case in cases]
+    return pytest.mark.parametrize(("rule", "path", "source"), cases)
+
+
+@each(BAD)
 def test_rules_complain(rule, path, source) -> None:
     """Each rule finds what it forbids, and says in which file."""
     (complaint, *_) = rule(Module(path, source))
     assert complaint.startswith(path)
 
 
-@pytest.mark.parametrize(("rule", "path", "source"), GOOD, ids=_name)
+@each(GOOD)
 def test_rules_allow(rule, path, source) -> None:
     """Each rule is silent where nothing is wrong."""
     assert rule(Module(path, source)) == []

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from laws.watch import Operations
+from laws.watch import Operations, vector
 from torch_recompute import (
     ArgumentError,
     MismatchError,
@@ -52,10 +52,6 @@ class Turns:
         body = self.bodies[min(self.calls, len(self.bodies) - 1)]
         self.calls += 1
         return body(*args, **kwargs)
-
-
-def vector() -> torch.Tensor:
-    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
 def gradients(call: Callable[[torch.Tensor], torch.Tensor], *more: torch.Tensor) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
 import torch_recompute
+from laws.watch import vector
 from torch_recompute import (
     ArgumentError,
     BudgetError,
@@ -241,10 +242,6 @@ class Silencer(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> bool:
         return True
-
-
-def vector() -> torch.Tensor:
-    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
 def region(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from laws.watch import vector
 from torch_recompute import ChangedError, arguments, recompute
 from torch_recompute.arguments import reach, rebuild
 
 MODULE = nn.Linear(3, 3)
 TENSOR = torch.full((3,), 2.0)
 SOURCE = torch.Generator()
-
-
-def vector() -> torch.Tensor:
-    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from conftest import asks_for_a_device
+from laws.watch import vector
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
 from torch_recompute._torch import devices
@@ -90,10 +91,6 @@ STATES: dict[str, Callable[[], tuple[Ambient, Callable[[], Any]]]] = {
     "TensorState": with_tensor,
     "user's": with_counter,
 }
-
-
-def vector() -> torch.Tensor:
-    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
 each_state = pytest.mark.parametrize("make", STATES.values(), ids=STATES.keys())

@@ -1,7 +1,6 @@
 """Values carried from forward to replay: RoundPipe's words, as laws, and the examples that people write with them."""
 
 import copy
-import threading
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from laws.watch import Operations, no_collector, on_threads
+from laws.watch import Operations, no_collector
 from torch_recompute import (
     MismatchError,
     NotRecomputingError,
@@ -355,17 +354,6 @@ def test_one_module_twice_in_one_graph() -> None:
     assert module.read == [2, 1] * 3
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_microbatches_do_not_mix(order: tuple[int, ...]) -> None:
-    """Calls of one module that are alive together read each their own data, in whatever order backward comes."""
-    module = Tagged()
-    region = recompute(module)
-    losses = [region(vector(), tag).sum() for tag in range(3)]
-    for i in order:
-        losses[i].backward()
-    assert module.read == list(order)
-
-
 def test_nested_regions_have_their_own_data() -> None:
     """An inner region's data, without a key like the outer one's, is its own, in both regions' replays."""
     read: list[Any] = []
@@ -400,35 +388,6 @@ def test_plain_calls_inside_a_region_share_its_data() -> None:
     with pytest.raises(SaveError, match="called twice"):
         recompute(lambda x: block(block(x)))(vector())
     recompute(block)(recompute(block)(vector())).sum().backward()
-
-
-def test_threads_do_not_see_each_other() -> None:
-    """Threads that run one region at the same time read each their own data, and a thread outside is outside."""
-    module = Tagged()
-    region = recompute(module)
-    barrier = threading.Barrier(4)
-
-    def work(tag: int) -> None:
-        for _ in range(5):
-            barrier.wait(10)
-            loss = region(vector(), tag).sum()
-            barrier.wait(10)
-            loss.backward()
-
-    on_threads(work, *range(4))
-    assert sorted(module.read) == sorted([0, 1, 2, 3] * 5)
-
-
-def test_another_thread_is_not_in_the_region() -> None:
-    """A thread started inside a replay is not in the region: flags belong to the call, not to the process."""
-    seen: list[tuple[bool, bool]] = []
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        seen.append((doing_recompute(), *on_threads(lambda _: doing_recompute(), 1)))
-        return x.sin().exp()
-
-    recompute(fn)(vector()).sum().backward()
-    assert seen == [(False, False), (True, False)]
 
 
 def test_values_die_with_the_graph() -> None:

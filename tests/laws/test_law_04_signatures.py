@@ -12,16 +12,12 @@ from torch import nn
 
 from laws.cases import Batch, Result
 from laws.placements import chain
-from laws.watch import Counted
+from laws.watch import Counted, ones
 from torch_recompute import ArgumentError, no_recompute, recompute
 
 wraps = pytest.mark.parametrize(
     "wrap", [recompute, lambda fn: recompute(lambda *a, **k: no_recompute(fn)(*a, **k).cos())]
 )
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
 
 
 def test_arguments_arrive_unchanged_in_forward_and_in_the_replay():

@@ -10,13 +10,8 @@ import torch
 from torch import nn
 
 from laws.placements import chain
-from laws.watch import raised
+from laws.watch import ones, raised
 from torch_recompute import recompute
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
-
 
 IN_PLACE = re.compile("in.?place")
 HANDED = {

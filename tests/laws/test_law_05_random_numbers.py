@@ -11,11 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from laws.placements import chain
+from laws.watch import ones
 from torch_recompute import no_recompute, recompute, state
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
 
 
 def noisy(generator):

@@ -13,14 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN
-from laws.watch import Operations, assert_same, backward, left_by
+from laws.watch import Operations, assert_same, backward, left_by, ones
 from torch_recompute import recompute
 
 places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
 
 
 # --- settings that are active around forward only -------------------------------------------------------------------

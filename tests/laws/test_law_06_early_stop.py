@@ -12,12 +12,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from laws.cases import BY_NAME, CASES
 from laws.placements import PLAIN, chain
-from laws.watch import Bytes, Counted, Operations, assert_same, backward, left_by, step
+from laws.watch import Bytes, Counted, Operations, assert_same, backward, left_by, ones, step
 from torch_recompute import checkpoint, no_recompute, recompute
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
 
 
 def operations_in_backward(run, *args):

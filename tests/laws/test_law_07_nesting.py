@@ -9,7 +9,7 @@ import torch
 
 from laws.cases import BY_NAME
 from laws.placements import PLAIN, chain
-from laws.watch import Counted, assert_same, backward, left_by, step
+from laws.watch import Counted, assert_same, backward, left_by, ones, step
 from torch_recompute import doing_recompute, get_recompute_data, no_recompute, recompute, replay, save_for_recompute
 
 NAMES = [
@@ -30,10 +30,6 @@ NAMES += [
     "custom_function",
     "lstm",
 ]
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 20])

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from laws.placements import NAMES, chain
-from laws.watch import raised
+from laws.watch import ones, raised
 from torch_recompute import MismatchError, RecomputeError, checkpoint, no_recompute, recompute
 
 # Those whose first stage lies in a region that saves something in the stage itself and something after it.
@@ -20,10 +20,6 @@ WHOLE = [
     "saved last",
     "saved middle",
 ]
-
-
-def ones(*size):
-    return torch.ones(*size, requires_grad=True)
 
 
 def second_time(first, then):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN, chain
-from laws.watch import Counted, assert_same, backward, left_by
+from laws.watch import Counted, assert_same, backward, left_by, on_threads
 from torch_recompute import (
     _torch,
     doing_recompute,
@@ -30,15 +28,7 @@ ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0),
 
 def in_threads(tasks):
     """Runs `tasks` at the same time, each on a thread of its own; returns their results in order."""
-    gate, count = threading.Barrier(len(tasks)), torch.get_num_threads()
-
-    def run(task):
-        torch.set_num_threads(count)  # OpenMP's number is each thread's own, and torch 2.14's attention rounds by it
-        gate.wait(30)
-        return task()
-
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        return [future.result(60) for future in [pool.submit(run, task) for task in tasks]]
+    return on_threads(lambda task: task(), *tasks)
 
 
 class InBackward(torch.autograd.Function):
@@ -184,9 +174,7 @@ def test_a_region_on_one_thread_is_none_on_another():
             save_for_recompute(torch.ones(1, requires_grad=True))  # would be an error inside the region
             seen.append(no_recompute(lambda: torch._C._autograd._top_saved_tensors_default_hooks(True))())
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        in_threads([elsewhere])
         return x.exp()
 
     recompute(body)(torch.ones(3, requires_grad=True)).sum().backward()
@@ -218,10 +206,5 @@ def test_dropout_replays_in_threads():
         x = torch.ones(64, requires_grad=True)
         into += [(x, wrap(chain(drop, torch.exp))(x)) for _ in range(4)]
     for (x, out), (y, plain) in zip(outs, wanted, strict=True):
-        grads = []
-        thread = threading.Thread(
-            target=lambda x=x, out=out, grads=grads: grads.append(torch.autograd.grad(out.sum(), x)[0])
-        )
-        thread.start()
-        thread.join()
-        assert torch.equal(grads[0], torch.autograd.grad(plain.sum(), y)[0])
+        ((grad,),) = in_threads([lambda x=x, out=out: torch.autograd.grad(out.sum(), x)])
+        assert torch.equal(grad, torch.autograd.grad(plain.sum(), y)[0])

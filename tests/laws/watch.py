@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,14 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert torch.equal(bits(other), bits(value)), f"{name}: {other} is not {value}"
         else:
             assert other == value, name
+
+
+def ones(*size: int) -> torch.Tensor:
+    return torch.ones(*size, requires_grad=True)
+
+
+def vector() -> torch.Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
 class Counted:
@@ -149,8 +158,15 @@ def no_collector() -> Iterator[None]:
 
 def on_threads(fn: Callable[..., Any], *args: Any) -> list[Any]:
     """What `fn` returns for each argument, each on a thread of its own at the same time; raises what one has raised."""
+    gate, count = threading.Barrier(len(args)), torch.get_num_threads()
+
+    def run(arg: Any) -> Any:
+        torch.set_num_threads(count)  # OpenMP's number is each thread's own, and torch 2.14's attention rounds by it
+        gate.wait(30)
+        return fn(arg)
+
     with ThreadPoolExecutor(len(args)) as pool:
-        return list(pool.map(fn, args))
+        return [future.result(60) for future in [pool.submit(run, arg) for arg in args]]
 
 
 def raised(kind: type[BaseException], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
