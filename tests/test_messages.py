@@ -2001,7 +2001,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "over more ranks.": lambda: LayoutPlanner.plans(OverFull(), 100),
         "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
         "13.98 KiB (14312 bytes), without recomputation 17.41 KiB.\n"
-        "  Write --budget 13.95KiB or more, or a smaller batch. plan.json has not been written; with --budget 14280 it "
+        "  Write --budget 13.98KiB or more, or a smaller batch. plan.json has not been written; with --budget 14312 it "
         "is that plan.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
         "of layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
@@ -2009,7 +2009,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         # planning
         "budget=100 bytes is too small for a step of this model: with the plan that needs the least its peak is "
         "13.98 KiB (14312 bytes), without recomputation 17.41 KiB.\n"
-        '  Pass budget="13.95KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
+        '  Pass budget="13.98KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
         ".smallest.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
         "of layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
@@ -2017,7 +2017,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "sizes: for calls of 64 x 8, budget=100 bytes is too small for a step of this model: with the plan that needs "
         "the least its peak is "
         "13.98 KiB (14312 bytes), without recomputation 17.41 KiB.\n"
-        '  Pass budget="13.95KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
+        '  Pass budget="13.98KiB" or more, or a smaller batch. That plan is .solution of this error, and its bytes are '
         ".smallest.\n"
         "  72% of the peak are 5 tensors of the loss as wide as the logits (8), 10,240 bytes, which no recomputation "
         "of layers frees. Compute the head and the loss for some tokens at a time: recompute(head_and_loss, tiles=8)"
