@@ -58,12 +58,6 @@ class CallRecord:
         self.live: tuple[Sequence[bool], Sequence[bool]] = ((), ())
 
 
-def _other_calls(region: str, now: str, then: str | None) -> str:
-    """Text for a replay that reached a saved call or choice that its forward did not make there."""
-    had = "made no more saved calls or choices" if then is None else f"reached {then}(...)"
-    return f"the replay of {region} reached {now}(...) where its forward {had}.\n{errors.WHY}"
-
-
 class Run:
     """One execution of a region's function.
 
@@ -114,7 +108,10 @@ class Run:
         records = () if self.trace is None else self.trace.records
         record: Any = records[self._record] if self._record < len(records) else None
         if record is None or type(record) is not kind or record.name != name:
-            raise errors.MismatchError(_other_calls(self.name, name, None if record is None else record.name))
+            had = "made no more saved calls or choices" if record is None else f"reached {record.name}(...)"
+            raise errors.MismatchError(
+                f"the replay of {self.name} reached {name}(...) where its forward {had}.\n{errors.WHY}"
+            )
         self._record += 1
         return record
 
@@ -193,7 +190,7 @@ class Values:
         self._versions = [version_of(x) if isinstance(x, torch.Tensor) else 0 for x in self._leaves]
 
     def get(self, region: str) -> Any:
-        """The values again, in fresh containers."""
+        """Returns the values again, in fresh containers."""
         for leaf, version in zip(self._leaves, self._versions, strict=True):
             if isinstance(leaf, torch.Tensor) and version_of(leaf) != version:
                 raise errors.ChangedError(
@@ -216,44 +213,18 @@ def _first_with_grad(tree: Any) -> tuple[int, torch.Tensor] | None:
     return None
 
 
-def _through_the_host(region: str, value: object) -> str:
-    """Text for a carried value that lies in host memory."""
-    return (
-        f"{region} carries {value} from its forward to its replay while a CUDA graph is captured. Every launch of the "
-        "graph would use this one: what is decided on the host is decided once, when the graph is captured.\n"
-        "  Carry a tensor on the device (a mask, indices) instead, or decide before the capture and pass the decision "
-        "as an argument of the region."
-    )
-
-
 def _check_in_graph(tree: Any, what: str) -> None:
     """Raises if a value was decided on the host: a captured graph would repeat it in every launch."""
     for leaf in _torch.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-            raise errors.SaveError(_through_the_host(what, "a tensor on the CPU"))
-        if isinstance(leaf, (bool, int, float)):
-            raise errors.SaveError(_through_the_host(what, repr(leaf)))
-
-
-def _value_requires_grad(region: str, index: int, tensor: torch.Tensor) -> str:
-    """Text for a saved value that requires grad."""
-    return (
-        f"save_for_recompute in {region}: tensor {index} ({tuple(tensor.shape)}, {tensor.dtype}, "
-        f"grad_fn={errors.kind(tensor.grad_fn)}) requires grad. A saved value is a constant in the replay, so its "
-        "gradient would be lost.\n"
-        "  Save what was decided (indices, counts, masks), not what is differentiated; keep a differentiable result "
-        "with no_recompute(fn)."
-    )
-
-
-def _saved_twice(region: str, key: Hashable) -> str:
-    """Text for a second save under one key."""
-    under = "without a key" if key is None else f"under key={key!r}"
-    return (
-        f"save_for_recompute was called twice {under} in one call of {region}; the second would overwrite the first.\n"
-        '  Give each its own key:  save_for_recompute(indices, key="router")  ...  get_recompute_data(key="router")\n'
-        "  or wrap the choice in one word:  indices = replay(choose)(scores)"
-    )
+        on_cpu = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+        if on_cpu or isinstance(leaf, (bool, int, float)):
+            raise errors.SaveError(
+                f"{what} carries {'a tensor on the CPU' if on_cpu else repr(leaf)} from its forward to its replay "
+                "while a CUDA graph is captured. Every launch of the graph would use this one: what is decided on the "
+                "host is decided once, when the graph is captured.\n"
+                "  Carry a tensor on the device (a mask, indices) instead, or decide before the capture and pass the "
+                "decision as an argument of the region."
+            )
 
 
 def save_for_recompute(*data: Any, key: Hashable = None) -> None:
@@ -277,12 +248,26 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
         return
     found = _first_with_grad(data)
     if found is not None:
-        raise errors.SaveError(_value_requires_grad(run.name, *found))
+        index, tensor = found
+        raise errors.SaveError(
+            f"save_for_recompute in {run.name}: tensor {index} ({tuple(tensor.shape)}, {tensor.dtype}, "
+            f"grad_fn={errors.kind(tensor.grad_fn)}) requires grad. A saved value is a constant in the replay, so its "
+            "gradient would be lost.\n"
+            "  Save what was decided (indices, counts, masks), not what is differentiated; keep a differentiable "
+            "result with no_recompute(fn)."
+        )
     if capturing():
         _check_in_graph(data, run.name)
     trace = run.writing()
     if key in trace.values:
-        raise errors.SaveError(_saved_twice(run.name, key))
+        under = "without a key" if key is None else f"under key={key!r}"
+        raise errors.SaveError(
+            f"save_for_recompute was called twice {under} in one call of {run.name}; the second would overwrite the "
+            "first.\n"
+            '  Give each its own key:  save_for_recompute(indices, key="router")  ...  '
+            'get_recompute_data(key="router")\n'
+            "  or wrap the choice in one word:  indices = replay(choose)(scores)"
+        )
     trace.values[key] = Values(data, run.moment())
 
 
@@ -295,17 +280,8 @@ def doing_recompute() -> bool:
 is_recomputing = doing_recompute
 
 
-def _no_such_key(region: str, key: Hashable, keys: Sequence[Hashable]) -> str:
-    """Text for a key that was not saved."""
-    saved = ", ".join(repr(k) for k in keys) or "nothing"
-    return (
-        f"get_recompute_data(key={key!r}): the forward of {region} saved nothing under this key; it saved {saved}.\n"
-        "  Call save_for_recompute(..., key=...) in the forward of the same region."
-    )
-
-
 def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
-    """What `save_for_recompute` saved in the forward of this call of the region; may be read many times.
+    """Returns what `save_for_recompute` saved in the forward of this call of the region; may be read many times.
 
     Args:
         key: The key it was saved under.
@@ -331,7 +307,11 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
         return values[key].get(run.name)
     if key is None:
         return ()
-    raise errors.SaveError(_no_such_key(run.name, key, tuple(values)))
+    saved = ", ".join(map(repr, values)) or "nothing"
+    raise errors.SaveError(
+        f"get_recompute_data(key={key!r}): the forward of {run.name} saved nothing under this key; it saved {saved}.\n"
+        "  Call save_for_recompute(..., key=...) in the forward of the same region."
+    )
 
 
 class ReplayedValue:
@@ -345,37 +325,17 @@ class ReplayedValue:
         self._after = after
 
     def result(self, region: str) -> Any:
-        """The result of the choice; random numbers that it drew are skipped."""
+        """Returns the result of the choice; random numbers that it drew are skipped."""
         for ambient, value in self._after:
             ambient.restore(value)
         return self._values.get(region)
 
 
 def name_of(fn: Any) -> str:
-    """How errors call a function or module."""
+    """Names a function or module for errors."""
     if isinstance(fn, types.BuiltinFunctionType):
         return fn.__name__
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
-
-
-def _read_in_graph(name: str, error: object) -> str:
-    """Text for a choice that reads from the device while a CUDA graph is captured."""
-    return (
-        f"{name} failed while a CUDA graph is captured: {error}\n"
-        "  Nothing can be read from the device then (.item(), .tolist(), a branch on a tensor), because nothing runs. "
-        "Let it return a tensor on the device (a mask, indices), or decide before the capture."
-    )
-
-
-def _choice_requires_grad(region: str, index: int, tensor: torch.Tensor) -> str:
-    """Text for a choice that requires grad."""
-    return (
-        f"replay(fn) in {region} returned a tensor that requires grad: tensor {index} ({tuple(tensor.shape)}, "
-        f"{tensor.dtype}, grad_fn={errors.kind(tensor.grad_fn)}). Its result is a constant in the replay, so its "
-        "gradient would be lost.\n"
-        "  Return indices, masks or sizes only: replay(lambda s: s.topk(2).indices); keep a differentiable result "
-        "with no_recompute(fn)."
-    )
 
 
 def replay(fn: Callable[P, R]) -> Callable[P, R]:
@@ -415,7 +375,13 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
             result = called(*args, **kwargs)
         except RuntimeError as error:
             if in_graph and "captur" in str(error):
-                raise errors.SaveError(_read_in_graph(name, str(error).split("\n")[0])) from error
+                first = str(error).split("\n")[0]
+                raise errors.SaveError(
+                    f"{name} failed while a CUDA graph is captured: {first}\n"
+                    "  Nothing can be read from the device then (.item(), .tolist(), a branch on a tensor), because "
+                    "nothing runs. Let it return a tensor on the device (a mask, indices), or decide before the "
+                    "capture."
+                ) from error
             raise
         finally:
             _torch.pop_hooks()
@@ -424,7 +390,14 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
             _check_in_graph(result, name)
         found = _first_with_grad(result)
         if found is not None:
-            raise errors.SaveError(_choice_requires_grad(run.name, *found))
+            index, tensor = found
+            raise errors.SaveError(
+                f"replay(fn) in {run.name} returned a tensor that requires grad: tensor {index} "
+                f"({tuple(tensor.shape)}, {tensor.dtype}, grad_fn={errors.kind(tensor.grad_fn)}). Its result is a "
+                "constant in the replay, so its gradient would be lost.\n"
+                "  Return indices, masks or sizes only: replay(lambda s: s.topk(2).indices); keep a differentiable "
+                "result with no_recompute(fn)."
+            )
         run.writing().records.append(ReplayedValue(name, Values(result), advanced(run.ambients, before)))
         return result
 

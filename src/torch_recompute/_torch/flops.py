@@ -1,10 +1,9 @@
 """FLOPs of an operation, counted so that counting can neither fail a step nor change it.
 
-PyTorch's formulas (`torch.utils.flop_counter`) were written for a counter that a user asks for. Two things make them
-unfit to run on their own inside a training step: some raise (torch 2.11 has no formula for attention with fewer heads
-of keys than of queries, and asserts), and that of packed sequences reads their lengths, which waits for the device.
-So attention is counted here, from shapes alone, and any other formula that raises counts as none. The formulas are
-imported when an operation is first counted: with them torch 2.14 imports Triton, where it is there.
+PyTorch's formulas (`torch.utils.flop_counter`) were written for a counter that a user asks for: some raise (torch 2.11
+has none for attention with fewer heads of keys than of queries), and that of packed sequences reads their lengths,
+which waits for the device. So attention is counted here, from shapes alone, and any other formula that raises counts as
+none. They are imported when an operation is first counted: with them torch 2.14 imports Triton, where it is there.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _formulas() -> Mapping[Any, Any]:
 
 
 def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of an operation, as PyTorch counts them; 0 where it has no formula, or one that fails.
+    """Returns the FLOPs of an operation, as PyTorch counts them; 0 where it has no formula, or one that fails.
 
     Args:
         func: An overload, or an operator of other functions such as `flex_attention`.
@@ -74,21 +73,15 @@ def flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
 
 
 def fused_on_cpu(func: Any, args: tuple[Any, ...]) -> int:
-    """FLOPs of the CPU's fused attention, which PyTorch does not count; 0 for any other operation.
-
-    Args:
-        func: An overload.
-        args: Its positional arguments; of tensors the shape is enough.
-    """
+    """Returns the FLOPs of the CPU's fused attention, which PyTorch does not count; 0 for any other operation."""
     way = _ON_CPU.get(func.name())
     return 0 if way is None else _attention(way, args)
 
 
 def _attention(way: _Attention, args: tuple[Any, ...]) -> int:
     query, key, value = (tuple(x.shape) for x in args[way.first : way.first + 3])
-    if way.longest is None:
-        rows, tokens = math.prod(query[:-1]), key[-2]
-    else:  # as many queries as there are in all, each with the longest sequence of keys
+    tokens = key[-2]
+    if way.longest is not None:  # as many queries as there are in all, each with the longest sequence of keys
         longest = args[way.longest] if way.longest < len(args) else None
-        rows, tokens = math.prod(query[:-1]), longest if type(longest) is int and longest > 0 else key[-3]
-    return rows * tokens * 2 * (way.keys * query[-1] + way.values * value[-1])
+        tokens = longest if type(longest) is int and longest > 0 else key[-3]
+    return math.prod(query[:-1]) * tokens * 2 * (way.keys * query[-1] + way.values * value[-1])
