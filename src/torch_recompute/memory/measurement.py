@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
@@ -97,10 +97,9 @@ class Measurement:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._lock = threading.RLock()
-        self._ledgers: dict[torch.device, Ledger] = {}
+        self._ledgers: defaultdict[torch.device, Ledger] = defaultdict(Ledger)
         self._tracked: dict[int, weakref.ref[Any]] = {}  # parameters and optimizers, by `id`
-        self._handles: list[RemovableHandle] = []
-        self._watch: AbstractContextManager[Any] | None = None
+        self._watch: ExitStack | None = None  # what ends with the block
         self._entered = False
         self._in_step = False
         self._events = 0
@@ -234,31 +233,28 @@ class Measurement:
         if self._entered:
             raise RecomputeError("This measurement was entered before; one measurement is one block. " + _AGAIN)
         self._entered = True
-        allocator.begin(self._allocator_peaks)
-        _running.append(self)
         with self._lock:
-            self._watch = self._watching()
+            self._watch = ExitStack()
+            allocator.begin(self._allocator_peaks)
+            self._watch.callback(allocator.end, self._allocator_peaks)
+            _running.append(self)
+            self._watch.callback(_running.remove, self)
             for thing in self._alive():
-                self._hook(thing)
+                self._hook(thing, self._watch)
             self._look()
             for ledger in self._ledgers.values():
                 ledger.sample(self._events, "")
-        self._watch.__enter__()
+        self._watch.enter_context(self._watching())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._watch is None:
-            return
-        self._watch.__exit__(*cast("tuple[None, None, None]", exception))
-        _running[:] = [other for other in _running if other is not self]
         with self._lock:
+            if self._watch is None:
+                return
             self._look()
-            self._watch = None
             self._tracked.clear()
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-        allocator.end(self._allocator_peaks)
+            ended, self._watch = self._watch, None
+        ended.close()
 
     def record(self, func: object, inputs: object, outputs: object) -> None:
         """Books one operation that ran unseen; `inputs` are its positional and keyword arguments."""
@@ -271,11 +267,11 @@ class Measurement:
         with self._lock:
             self._events += 1
             for device, storage in storages(inputs):
-                self._ledger(device).touch(storage)
+                self._ledgers[device].touch(storage)
             known = storages_before(func, inputs)
             place: Place | None = None
             for device, storage in storages(out):
-                ledger = self._ledger(device)
+                ledger = self._ledgers[device]
                 if not ledger.touch(storage) and id(storage) not in known:
                     place = place or self._place(func)
                     ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS, place)
@@ -286,7 +282,7 @@ class Measurement:
 
     def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
         """Books an operation's workspace; that it is given back is an event of its own, which begins."""
-        ledger = self._ledger(next(storages(inputs))[0])
+        ledger = self._ledgers[next(storages(inputs))[0]]
         taken = torch.UntypedStorage(nbytes, device="meta")
         ledger.mark(taken, OPTIMIZER if self._in_step else ACTIVATIONS, place._replace(shape=()))
         self._close(op)
@@ -314,12 +310,6 @@ class Measurement:
         with observing(), Operations(self._book):
             yield
 
-    def _ledger(self, device: torch.device) -> Ledger:
-        ledger = self._ledgers.get(device)
-        if ledger is None:
-            ledger = self._ledgers[device] = Ledger()
-        return ledger
-
     def _choose(self, wanted: torch.device | None) -> torch.device:
         """`cuda` without a number means the busiest of them; nothing at all means the busiest accelerator."""
         if wanted is None:
@@ -331,7 +321,7 @@ class Measurement:
 
     def _mark(self, value: object, rank: int) -> None:
         for device, storage in storages(value):
-            self._ledger(device).mark(storage, rank)
+            self._ledgers[device].mark(storage, rank)
 
     def _alive(self) -> list[Any]:
         """Returns the tracked parameters and optimizers that are alive."""
@@ -359,9 +349,9 @@ class Measurement:
         if known is None or known() is not thing:
             self._tracked[id(thing)] = weakref.ref(thing)
             if self._watch is not None:
-                self._hook(thing)
+                self._hook(thing, self._watch)
 
-    def _hook(self, thing: torch.Tensor | torch.optim.Optimizer) -> None:
+    def _hook(self, thing: torch.Tensor | torch.optim.Optimizer, until: ExitStack) -> None:
         def delivered(gradient: object) -> None:
             with self._lock:
                 self._mark(gradient, GRADIENTS)
@@ -372,11 +362,11 @@ class Measurement:
                 self._in_step = begins
 
         if isinstance(thing, torch.optim.Optimizer):
-            self._handles.append(thing.register_step_pre_hook(lambda *_: step(True)))
-            self._handles.append(thing.register_step_post_hook(lambda *_: step(False)))
+            until.callback(thing.register_step_pre_hook(lambda *_: step(True)).remove)
+            until.callback(thing.register_step_post_hook(lambda *_: step(False)).remove)
         elif thing.requires_grad and thing.is_leaf:
-            self._handles.append(cast("Any", thing).register_hook(delivered))
-            self._handles.append(thing.register_post_accumulate_grad_hook(lambda parameter: delivered(parameter.grad)))
+            until.callback(cast("Any", thing).register_hook(delivered).remove)
+            until.callback(thing.register_post_accumulate_grad_hook(lambda tensor: delivered(tensor.grad)).remove)
 
 
 def measure(

@@ -188,7 +188,7 @@ class _Books(Recording):
         if self.counting:
             for device, storage in storages((args, kwargs)):
                 if id(storage) in self.prepared:
-                    self._ledger(device).mark(storage, OTHER)
+                    self._ledgers[device].mark(storage, OTHER)
             super()._book(func, args, kwargs, out)
         elif self.preparing:
             known = {id(storage) for _, storage in storages((args, kwargs))}
@@ -196,7 +196,7 @@ class _Books(Recording):
 
     def _mark_new(self, values: object) -> None:
         for device, storage in storages(values):
-            if not self._ledger(device).touch(storage):
+            if not self._ledgers[device].touch(storage):
                 self.labels[id(storage)] = storage
 
 

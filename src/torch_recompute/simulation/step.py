@@ -14,9 +14,11 @@ The step that is recorded is the last of those that are accumulated.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -374,7 +376,8 @@ class Recording(SimulatedMeasurement):
         super().__init__(device, pretend)
         self._here = device
         self._held: torch.UntypedStorage | None = None
-        self._rounding, self._modules, self._watched = rounding, modules, watch
+        self._ledgers = defaultdict(partial(Ledger, rounding))
+        self._modules, self._watched = modules, watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
@@ -387,25 +390,19 @@ class Recording(SimulatedMeasurement):
     @property
     def here(self) -> Ledger:
         """The books of the device."""
-        return self._ledger(self._here)
+        return self._ledgers[self._here]
 
     def hold(self, nbytes: int) -> None:
         """Books memory that is there from the beginning and stays, which no forward keeps for its backward."""
         self._held = torch.UntypedStorage(nbytes, device="meta")
         self.here.mark(self._held, ACTIVATIONS, Place())
 
-    def _ledger(self, device: torch.device) -> Ledger:
-        if device not in self._ledgers:
-            self._ledgers[device] = Ledger(self._rounding)
-        return self._ledgers[device]
-
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         phase, module = self._modules.now()
         shape = next((tuple(map(int, x.shape)) for x in leaves(out)), ())
         place = Place(self._events + 1, phase, module, str(func), shape, calls=self._modules.calls)
-        for device, _ in storages(out):
-            self._ledger(device)
-        for ledger in self._ledgers.values():
+        there = [self._ledgers[device] for device, _ in storages(out)]
+        for ledger in (*there, *self._ledgers.values()):
             ledger.place = place
         self.at[place.event] = place
         if phase == "loss":  # reads labels, which the caller holds
@@ -418,7 +415,7 @@ class Recording(SimulatedMeasurement):
     def _mark_new(self, values: object) -> None:
         """Books storages that no operation has made, as from now on."""
         for device, storage in storages(values):
-            if not self._ledger(device).touch(storage):
+            if not self._ledgers[device].touch(storage):
                 self._mark(storage, OTHER)
 
     def _place(self, func: object) -> Place:
@@ -450,7 +447,7 @@ class Recording(SimulatedMeasurement):
         for device, books in other._ledgers.items():
             books.book_deaths()
             books.stamp(self._events)
-            mine = self._ledger(device)
+            mine = self._ledgers[device]
             for entry, _ in books.alive():
                 storage = entry()
                 if storage is not None:
@@ -461,7 +458,7 @@ class Recording(SimulatedMeasurement):
         if tensor is None or tensor.dim() < 2:
             return None
         for device, storage in storages(tensor):
-            for entry, _ in self._ledger(device).alive():
+            for entry, _ in self._ledgers[device].alive():
                 if entry() is storage:
                     return entry.place.event, int(tensor.shape[-1])
         return None
