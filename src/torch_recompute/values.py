@@ -37,7 +37,7 @@ Key = tuple[float, float]
 
 
 class CallRecord:
-    """What one call of a region leaves for its replays.
+    """The record of one call of a region, for its replays.
 
     Attributes:
         values: What `save_for_recompute` saved, by key.
@@ -81,7 +81,7 @@ class Run:
         self.trace, self.replaying = trace, True
 
     def saved(self) -> int:
-        """How many tensors of its own the run has saved by now."""
+        """Counts the tensors of its own that the run has saved by now."""
         return 0
 
     def key(self) -> Key:
@@ -116,7 +116,7 @@ class Run:
         return record
 
     def moment(self) -> tuple[int, int, int]:
-        """How many tensors have been saved, saved calls and choices made, nested regions entered."""
+        """Counts the tensors saved, the saved calls and choices made, and the nested regions entered."""
         trace = self.trace
         if trace is None:
             return self.saved(), 0, 0
@@ -150,7 +150,7 @@ class Overrides(Protocol):
         """Who decided before."""
 
     def saved_call(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any] | None:
-        """What is called in the place of a saved call of this name; None where it is left as it is written."""
+        """Returns what is called in the place of a saved call of this name; None to leave it as it is written."""
 
     def region(self, name: str) -> None:
         """Told that a region of this name is called."""

@@ -57,7 +57,7 @@ NOT_FAKED: tuple[type[Exception], ...] = (
     _fake_tensor.DataDependentOutputException,
     _fake_tensor.DynamicOutputShapeException,
 )
-"""What an operation raises that fake tensors cannot be given to, and real ones may."""
+"""The errors of an operation that runs on real tensors only."""
 
 is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
 """Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
@@ -84,7 +84,7 @@ def returned(func: Any) -> list[str]:
 
 
 def on_fakes(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation makes of fake tensors; the mode is not active."""
+    """Runs an operation on fake tensors; the mode is not active."""
     return mode.dispatch(func, (), args, kwargs)
 
 
@@ -113,7 +113,7 @@ def lay(
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a `DTensor`, a part of one that lies on several ranks."""
+    """Whether `tensor` is a `DTensor`, a part of one that is on several ranks."""
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 
 class _Attention(NamedTuple):
-    """How an attention operation is called: where its queries stand, and how many products over each width it makes.
+    """The positions of an attention operation's arguments: the queries, and how many products over each width it makes.
 
-    `longest` is where the longest sequence of keys stands, in operations whose tensors are [..., tokens, heads, width];
+    `longest` is that of the longest sequence of keys, in operations whose tensors are [..., tokens, heads, width];
     None where they are [batch, heads, tokens, width].
     """
 

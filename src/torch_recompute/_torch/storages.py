@@ -49,5 +49,5 @@ class Memory:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory behind it, but stands for one that has."""
+    """Whether a tensor has no memory behind it, as a fake one."""
     return isinstance(tensor, FakeTensor)

@@ -109,22 +109,18 @@ def fused_allreduce_gradients(
     return count
 
 
-def _not_parameters(value: object) -> str:
-    """Text for something that holds no parameters."""
-    return (
-        f"fused_allreduce_gradients takes an iterable of parameters, but got {errors.say(value)}.\n"
+def _parameters(params: Any) -> list[torch.Tensor]:
+    wrong = params
+    if isinstance(params, Iterable) and not isinstance(params, (nn.Module, torch.Tensor)):
+        unique = list({id(parameter): parameter for parameter in params}.values())
+        others = [one for one in unique if not isinstance(one, torch.Tensor)]
+        if not others:
+            return unique
+        wrong = others[0]
+    raise errors.ArgumentError(
+        f"fused_allreduce_gradients takes an iterable of parameters, but got {errors.say(wrong)}.\n"
         "  Write:  fused_allreduce_gradients(model.parameters())"
     )
-
-
-def _parameters(params: Any) -> list[torch.Tensor]:
-    if isinstance(params, (nn.Module, torch.Tensor)) or not isinstance(params, Iterable):
-        raise errors.ArgumentError(_not_parameters(params))
-    unique = {id(parameter): parameter for parameter in params}
-    for parameter in unique.values():
-        if not isinstance(parameter, torch.Tensor):
-            raise errors.ArgumentError(_not_parameters(parameter))
-    return list(unique.values())
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

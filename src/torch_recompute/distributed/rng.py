@@ -34,7 +34,7 @@ _cpu = torch.default_generator
 
 
 class _State(NamedTuple):
-    """Where a stream stands: on the CPU, and a (seed, offset) pair for each device that has been initialised."""
+    """The state of a stream: on the CPU, and a (seed, offset) pair for each device that has been initialised."""
 
     seed: int
     cpu: torch.Tensor
@@ -201,7 +201,7 @@ class RngStreams:
 
 @contextlib.contextmanager
 def _again(record: _Fork) -> Generator[None]:
-    """Draws in a replay what the forward drew, and leaves every stream where it stands."""
+    """Draws in a replay what the forward drew, and moves no stream."""
     if record.state is None:
         yield
         return

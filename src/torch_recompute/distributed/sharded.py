@@ -33,7 +33,7 @@ from ..arguments import digest, meta, say, unexpanded
 # The name is new in torch 2.13, which deprecates the other.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 SMALL = 512
-"""Parts below this many bytes free nothing: CUDA's allocator hands out no less. Such a tensor is kept whole."""
+"""Parts below this many bytes free nothing: CUDA's allocator gives no less. Such a tensor is kept whole."""
 
 
 class _Shard:

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What was going on when a storage was made.
+    """The operation that made a storage, and where it ran.
 
     Attributes:
         event: The number of the operation.

@@ -63,7 +63,7 @@ class Loop:
 
     @property
     def words(self) -> dict[str, Any]:
-        """What was asked for, as the keyword arguments of `make_plan` and its like."""
+        """The fields that are asked for, as the keyword arguments of `make_plan` and its like."""
         return {"hold_output": self.hold_output, "accumulate": self.accumulate, "set_to_none": self.set_to_none}
 
     @property

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class Reading(NamedTuple):
-    """What a measurement says of one device.
+    """The figures of one device.
 
     Attributes:
         device: The device these figures are of.
@@ -84,7 +84,7 @@ _running: list[Measurement] = []
 
 
 def running() -> Measurement | None:
-    """The measurement that runs, the innermost of several; None where none does."""
+    """Returns the measurement that runs, the innermost of several; None where none does."""
     return _running[-1] if _running else None
 
 
@@ -180,12 +180,12 @@ class Measurement:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """What the bytes of the peak were for, see `Reading`."""
+        """The bytes of the peak by category, see `Reading`."""
         return self.on().by_category
 
     @property
     def live_by_category(self) -> dict[str, int]:
-        """What the bytes alive now are for, see `Reading`."""
+        """The bytes alive now by category, see `Reading`."""
         return self.on().live_by_category
 
     @property
@@ -296,7 +296,7 @@ class Measurement:
             ledger.sample(self._events, op)
 
     def _workspace(self, func: Any, inputs: Any) -> int:
-        """Bytes that an operation takes while it runs; 0 where they are not known."""
+        """Returns the bytes that an operation takes while it runs; 0 where they are not known."""
         return taken if isinstance(taken := workspace(func, inputs), int) else 0
 
     def _place(self, func: object) -> Place:
@@ -375,7 +375,7 @@ def measure(
     *,
     device: torch.device | str | None = None,
 ) -> Measurement:
-    """Measure the bytes alive in a block of code, exactly, by storage.
+    """Measures the bytes alive in a block of code, exactly, by storage.
 
         with measure(model, optimizer) as m:
             loss(model(batch)).backward()

@@ -196,7 +196,7 @@ def module_names(model: object, reach: Captures) -> dict[int, str]:
 def _names_of_storages(
     reach: Captures, names: Mapping[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[int, tuple[str, str]]:
-    """Kind and name of what was there before the call, by `id` of its storage."""
+    """Returns kind and name of what was there before the call, by `id` of its storage."""
     found: dict[int, tuple[str, str]] = {}
     for module in reach.modules:
         path = names.get(id(module), "")
@@ -248,7 +248,7 @@ class Row(NamedTuple):
 
 
 class SavedActivations(NamedTuple):
-    """What a forward keeps for backward; made by `saved_activations`. `print` shows a table.
+    """The tensors that a forward keeps for backward; made by `saved_activations`. `print` shows a table.
 
     Attributes:
         rows: One per storage that was made in the forward and is alive without its result, largest first.
@@ -323,7 +323,7 @@ class SavedActivations(NamedTuple):
 
 
 def _alike(row: Row) -> tuple[Any, ...]:
-    """What the rows of one line of the table have in common."""
+    """Returns a key that is the same for the rows of one line of the table."""
     held = tuple(_NUMBER.sub("*", name) for name in row.held_by)
     return row._replace(module=_INDEX.sub("*", row.module), held_by=held, in_result=False)
 
@@ -345,7 +345,7 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
 
 
 def short_line(line: str) -> str:
-    """The file's name, the number, and the code there."""
+    """Returns the file's name, the number, and the code there."""
     file, _, number = line.rpartition(":")
     if not file:
         return ""
@@ -354,7 +354,7 @@ def short_line(line: str) -> str:
 
 
 def _join(names: Iterable[str]) -> str:
-    """The names in a row; `A (x), A (y)` becomes `A (x, y)`."""
+    """Joins names; `A (x), A (y)` becomes `A (x, y)`."""
     fields: dict[str, list[str]] = {}
     for name in names:
         node, _, field = name.partition(" (")

@@ -159,7 +159,7 @@ def _name(func: Any) -> str:
 
 
 def takes(func: Any) -> bool:
-    """Whether an operation is of a kind that may take a workspace whatever its arguments are."""
+    """Tells whether an operation is of a kind that may take a workspace whatever its arguments are."""
     return _name(func) in TAKING
 
 

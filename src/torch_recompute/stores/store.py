@@ -1,4 +1,4 @@
-"""What a store is, and what the engine asks of every store.
+"""The protocol of stores, and the checks of what they return.
 
 None, the default, keeps the tensor itself and watches it for in-place changes. Saved-tensor hooks that are active
 around a region (`torch.autograd.graph.save_on_cpu`, an enclosing region) act as its store, so that they see what the
@@ -55,11 +55,11 @@ class Hooks:
         self._unpack = unpack
 
     def put(self, tensor: torch.Tensor) -> Any:
-        """What the pack hook makes of the tensor."""
+        """Calls the pack hook."""
         return self._pack(tensor)
 
     def get(self, handle: Any) -> torch.Tensor:
-        """What the unpack hook makes of the handle."""
+        """Calls the unpack hook."""
         return self._unpack(handle)
 
 

@@ -291,7 +291,7 @@ class Group:
 
 
 class _Puts(threading.local):
-    """What one thread has put: its groups, and the parcels whose tensors are still on the device."""
+    """The puts of one thread: its groups, and the parcels whose tensors are still on the device."""
 
     def __init__(self) -> None:
         self.groups: list[weakref.ref[Group]] = []
