@@ -173,46 +173,6 @@ def test_state_is_put_back_after_an_error(make: Any) -> None:
     assert use() == after
 
 
-def test_generators_are_found() -> None:
-    """A generator in the arguments, nested arguments, a closure, a global or a partial needs no `state=`."""
-    generator = torch.Generator()
-
-    def by_argument(x: torch.Tensor, source: torch.Generator) -> torch.Tensor:
-        return (x.sin() * torch.rand(3, generator=source)).exp()
-
-    def by_closure(x: torch.Tensor) -> torch.Tensor:
-        return by_argument(x, generator)
-
-    calls: list[Callable[[Any, torch.Tensor], torch.Tensor]] = [
-        lambda wrap, x: wrap(by_argument)(x, generator),
-        lambda wrap, x: wrap(by_argument)(x, source=generator),
-        lambda wrap, x: wrap(lambda x, options: by_argument(x, options["source"]))(x, {"source": generator}),
-        lambda wrap, x: wrap(by_closure)(x),
-        lambda wrap, x: wrap(lambda x: by_closure(x))(x),
-        lambda wrap, x: wrap(by_global)(x),
-    ]
-    for call in calls:
-        grads, ends = [], []
-        for wrap in (recompute, lambda fn: fn):
-            generator.manual_seed(1)
-            GENERATOR.manual_seed(1)
-            x = vector()
-            y = call(wrap, x)
-            torch.rand(1, generator=generator)
-            y.sum().backward()
-            grads.append(x.grad)
-            ends.append((generator.get_state(), GENERATOR.get_state()))
-        assert torch.equal(*grads)
-        assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-GENERATOR = torch.Generator()
-
-
-def by_global(x: torch.Tensor) -> torch.Tensor:
-    return (x.sin() * torch.rand(3, generator=GENERATOR)).exp()
-
-
 def test_what_was_not_used_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """No generator is set in a replay whose forward drew nothing; one is where it did."""
     restored: list[Any] = []
@@ -345,16 +305,6 @@ def test_surroundings_of_backward_do_not_reach_the_replay(surround: Any, look: C
         y.backward()
         assert look() == inside
     assert seen[0] == seen[1]
-
-
-def test_grad_mode_inside() -> None:
-    """A replay runs with grad although backward does not, also where backward is called under `no_grad`."""
-    x = vector()
-    y = recompute(lambda x: x.sin().exp())(x).sum()
-    with torch.no_grad():
-        y.backward()
-        assert not torch.is_grad_enabled()
-    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
 
 
 class FirstChoice(torch.autograd.Function):
@@ -778,24 +728,6 @@ def test_large_buffers() -> None:
         module.cache.add_(1)
         with pytest.raises(ChangedError, match="buffer 'cache' of Large"):
             y.sum().backward()
-
-
-def test_eval_before_backward() -> None:
-    """`model.eval()` between forward and backward does not reach the replay, and is still in force after it."""
-    seen: list[bool] = []
-
-    class Layer(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(self.training)
-            return x.sin().exp()
-
-    module = nn.Sequential(Layer(), nn.Identity())
-    y = recompute(module)(vector())
-    module.eval()
-    y.sum().backward()
-    assert seen == [True, True]
-    assert not module.training
-    assert not module[0].training
 
 
 def test_state_in_the_documentation_of_the_error() -> None:

@@ -19,17 +19,26 @@ def noisy(generator):
     return lambda x: (x + torch.rand(x.shape, generator=generator)).exp()
 
 
+GENERATOR = torch.Generator()
+
+
+def by_global(x):
+    return (x + torch.rand(x.shape, generator=GENERATOR)).exp()
+
+
 REACHED = {
     "argument": lambda g: lambda run: run(lambda x, g: noisy(g)(x))(ones(3), g),
     "keyword": lambda g: lambda run: run(lambda x, g=None: noisy(g)(x))(ones(3), g=g),
     "nested": lambda g: lambda run: run(lambda x, d: noisy(d["g"][0])(x))(ones(3), {"g": [g]}),
     "closure": lambda g: lambda run: run(noisy(g))(ones(3)),
+    "closure of a closure": lambda g: lambda run: run(lambda x: noisy(g)(x))(ones(3)),
+    "global": lambda g: lambda run: globals().update(GENERATOR=g) or run(by_global)(ones(3)),
 }
 
 
 @pytest.mark.parametrize("place", REACHED)
 def test_explicit_generators(place):
-    """A `torch.Generator` among the arguments or in the closure gives the replay the numbers of forward, once."""
+    """A `torch.Generator` among the arguments, in a closure or global gives the replay the numbers of forward, once."""
     results = []
     for wrap in (lambda fn: fn, recompute, lambda fn: recompute(no_recompute(fn)), lambda fn: recompute(recompute(fn))):
         generator = torch.Generator().manual_seed(3)
