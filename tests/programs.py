@@ -706,9 +706,7 @@ def programs(draw: Any) -> Program:
     own_thread = writer.chance(12) and way != "second"
     recipe = Recipe(way, writer.below(5), writer.below(32), drop, poke, own_thread)
     seed = writer.below(100)
-    scope = Scope(
-        {i.name: Kind(i.shape, i.dtype, i.role != "const", constant=i.role == "const") for i in inputs},
-    )
+    scope = Scope({i.name: Kind(i.shape, i.dtype, i.role != "const", constant=i.role == "const") for i in inputs})
     writer.globals = {GLOBAL.format(i.name): scope.values[i.name] for i in inputs}
     writer.globals["lin.scale"] = scope.values[_scale(inputs).name]
     body: list[str] = []

@@ -193,8 +193,7 @@ def test_replicas_use_their_own_weights(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("each layer", LAYERS), ("pairs", 3), ("four and two", 2), ("all as one", 1), ("the model", 0)],
+    ("name", "rows"), [("each layer", LAYERS), ("pairs", 3), ("four and two", 2), ("all as one", 1), ("the model", 0)]
 )
 def test_what_is_kept(name: str, rows: int) -> None:
     """Between forward and backward there is the input of each region and nothing else."""

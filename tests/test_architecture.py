@@ -62,7 +62,7 @@ LATE = {"numpy": LEAN, "yaml": {"plan"}, "highspy": {"plan"}, "psutil": {"memory
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
-    *("units", "apply", "calls", "observe", "wrappers", "libraries", "sizes", "exhausted", "config"),
+    *("units", "apply", "calls", "observe", "wrappers", "libraries", "sizes", "exhausted", "config")
 }
 
 # All of the package and of its tests together. These figures fall with what goes; they do not rise.
@@ -398,10 +398,7 @@ BAD = {
         ("plan/settings.py", "import yaml"),
         ("region.py", "def f():\n    import yaml"),
     ],
-    plan_complaints: [
-        ("plan/solve.py", "import torch"),
-        ("plan/bound.py", "def f():\n    from torch import nn"),
-    ],
+    plan_complaints: [("plan/solve.py", "import torch"), ("plan/bound.py", "def f():\n    from torch import nn")],
     private_torch_complaints: [
         ("region.py", "import torch._C"),
         ("region.py", "from torch._functorch import config"),
@@ -414,12 +411,8 @@ BAD = {
         ("region.py", "import torch\ngetattr(torch, '_C')"),
         ("plan/units.py", "import torch\ndef f():\n    return torch.autograd._unsafe()"),
     ],
-    docstring_complaints: [
-        ("region.py", "import torch"),
-    ],
-    untold_tests: [
-        ("laws/test_law.py", "class TestA:\n    def test_b(self):\n        pass"),
-    ],
+    docstring_complaints: [("region.py", "import torch")],
+    untold_tests: [("laws/test_law.py", "class TestA:\n    def test_b(self):\n        pass")],
 }
 
 GOOD = {
@@ -438,20 +431,13 @@ GOOD = {
         ("plan/settings.py", "def f():\n    import yaml"),
         ("commands/report.py", "import plotly"),
     ],
-    plan_complaints: [
-        ("plan/units.py", "import torch"),
-        ("plan/solve.py", "import heapq\nfrom .cost import cost"),
-    ],
+    plan_complaints: [("plan/units.py", "import torch"), ("plan/solve.py", "import heapq\nfrom .cost import cost")],
     private_torch_complaints: [
         ("_torch.py", "from torch._C import _x\nimport torch\ntorch._dynamo"),
         ("region.py", "import torch\ntorch.__version__\nself._x = torch.nn.functional.gelu(y._z)"),
     ],
-    docstring_complaints: [
-        ("region.py", DOC),
-    ],
-    untold_tests: [
-        ("test_a.py", f"def test_b():\n    {DOC}\ndef helper():\n    pass"),
-    ],
+    docstring_complaints: [("region.py", DOC)],
+    untold_tests: [("test_a.py", f"def test_b():\n    {DOC}\ndef helper():\n    pass")],
 }
 
 

@@ -15,19 +15,7 @@ import comparisons
 import frontier
 import pytest
 import torch
-from frontier import (
-    Config,
-    Failure,
-    Match,
-    Point,
-    Promise,
-    Result,
-    comparing,
-    measuring,
-    plot,
-    sac_ilp,
-    ways,
-)
+from frontier import Config, Failure, Match, Point, Promise, Result, comparing, measuring, plot, sac_ilp, ways
 from frontier.comparing import run, ticks
 from frontier.measuring import Step, difference
 from frontier.models import MODELS, build
@@ -282,10 +270,7 @@ def test_plot(ran: Ran, tmp_path: Path) -> None:
     [
         ({"layers": 0}, r"--layers is 0; expected a whole number of at least 1. Write for example --layers 8"),
         ({"rounds": -1}, r"--rounds is -1; expected"),
-        (
-            {"model": "bert"},
-            r"--model is bert; expected one of gpt, llama, moe, convnext, encoder-decoder. Write",
-        ),
+        ({"model": "bert"}, r"--model is bert; expected one of gpt, llama, moe, convnext, encoder-decoder. Write"),
         ({"price": "euro"}, r"--price is euro; expected one of measured, flops"),
         ({"width": 100}, r"--width is 100; expected a multiple of 64, .* Write --width 128"),
     ],

@@ -74,10 +74,7 @@ COMMANDS = (
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),
     Command(
-        "plan restless:pair --device h100 --frontier",
-        f"{TASK} device plain advice frontier",
-        "--out a.json",
-        plots="",
+        "plan restless:pair --device h100 --frontier", f"{TASK} device plain advice frontier", "--out a.json", plots=""
     ),
     Command(
         "verify restless:pair --plan plan.json",

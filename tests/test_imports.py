@@ -29,15 +29,7 @@ def test_what_is_loaded_at_once() -> None:
     loaded = run("import sys, torch_recompute; print(*(m for m in sys.modules if m.startswith('torch_recompute.')))")
     assert len(loaded) <= MODULES
     rooms = {name.split(".")[1] for name in loaded}
-    assert not rooms & {
-        "plan",
-        "planning",
-        "simulation",
-        "memory",
-        "checking",
-        "doctor",
-        "report",
-    }
+    assert not rooms & {"plan", "planning", "simulation", "memory", "checking", "doctor", "report"}
 
 
 def test_the_first_import_is_light() -> None:

@@ -74,11 +74,7 @@ PLACED: dict[str, Row] = {
     "t5": {
         "core_attn": (9, "decoder.block.1.layer.1.EncDecAttention", "@product"),
         "mlp": (6, "decoder.block.1.layer.2.DenseReluDense", ""),
-        "layernorm": (
-            6,
-            "decoder.block.1",
-            "layer.0.SelfAttention layer.1.EncDecAttention layer.2.DenseReluDense",
-        ),
+        "layernorm": (6, "decoder.block.1", "layer.0.SelfAttention layer.1.EncDecAttention layer.2.DenseReluDense"),
     },
     "vit": dense("vit.layers.0", "attention"),
     "whisper": {
@@ -115,10 +111,7 @@ PLACED: dict[str, Row] = {
         "layernorm": ("3*", "layers.0", "attention moe"),
     },
     "timm_vit": dense("blocks.0", "attn"),
-    "convnext": {
-        "mlp": (5, "stages.1.blocks.0.mlp", ""),
-        "layernorm": (5, "stages.1.blocks.0", "conv_dw mlp"),
-    },
+    "convnext": {"mlp": (5, "stages.1.blocks.0.mlp", ""), "layernorm": (5, "stages.1.blocks.0", "conv_dw mlp")},
 }
 # A layer's norms are recomputed in every layer, routed or not; the table counts the routed ones.
 ALL_LAYERS = {"qwen3_moe": 3, "deepseek_v2": 3, "deepseek_v3": 3, "megatron_moe": 3}

@@ -141,11 +141,7 @@ MORE = "(trying to save more tensors during recomputation than during the origin
 CAUSE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
-FULL: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 COUNT = (
     ", where a whole number of layers is expected, 1 or more.\n"
     "  Write recompute_num_layers=1, without quotes; leave it out, or write None (null in a file), for no number."
@@ -1968,7 +1964,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "get_recompute_data() was called while nothing is being recomputed: there is no data to hand out.\n"
         "  Ask first:  if doing_recompute(): (indices,) = get_recompute_data()\n"
         "              else: indices = choose(scores); save_for_recompute(indices)\n"
-        "  or say it in one word:  indices = replay(choose)(scores)": get_recompute_data,
+        "  or say it in one word:  indices = replay(choose)(scores)": get_recompute_data
     },
     BudgetError: {
         # torch-recompute plan

@@ -46,11 +46,7 @@ class Layer(nn.Module):
 
 
 PLAN = Plan(
-    (
-        Choice(("0",)),
-        Choice(("1",), keep=("@product", "norm", "drop@attention")),
-        Choice(("2", "3"), carry=True),
-    )
+    (Choice(("0",)), Choice(("1",), keep=("@product", "norm", "drop@attention")), Choice(("2", "3"), carry=True))
 )
 
 

@@ -65,10 +65,7 @@ def positive(x: torch.Tensor) -> torch.Tensor:
 SQUARE = (4, WIDTH, WIDTH)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (lambda: Around(nn.LSTM(WIDTH, WIDTH, batch_first=True)), (4, 8, WIDTH)),
-    "lstm of two layers, both ways": (
-        lambda: Around(nn.LSTM(WIDTH, WIDTH // 2, 2, bidirectional=True)),
-        (8, 4, WIDTH),
-    ),
+    "lstm of two layers, both ways": (lambda: Around(nn.LSTM(WIDTH, WIDTH // 2, 2, bidirectional=True)), (8, 4, WIDTH)),
     "gru": (lambda: Around(nn.GRU(WIDTH, WIDTH)), (8, 4, WIDTH)),
     "mask of an activation": (lambda: Around(every_other), (4, 8, WIDTH)),
     "matcher": (lambda: Around(matched), (4, 8, WIDTH)),
@@ -77,10 +74,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "solve": (lambda: Around(lambda x: torch.linalg.solve(positive(x), x)), SQUARE),
     "determinant": (lambda: Around(lambda x: x * torch.linalg.slogdet(positive(x))[1][:, None, None]), SQUARE),
     "batch norm of a view": (lambda: Around(Batched()), (4, 50, WIDTH)),
-    "spectral norm": (
-        lambda: Around(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-        (4, 8, WIDTH),
-    ),
+    "spectral norm": (lambda: Around(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
     "spectral norm by hooks": (lambda: Around(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
 }
 

@@ -439,10 +439,7 @@ def test_functions_name_the_modules_they_reach() -> None:
     """A plain function may be the model: paths are those of the module in its closure, or begin with its class."""
     one, other = mlp(nn.GELU()), nn.Sequential(nn.Tanh())
     assert set(saved_activations(lambda x: one(x).sin(), (leaf(),)).by_module()) == {"0", "1", "2"}
-    assert set(saved_activations(lambda x: other(one(x)), (leaf(),)).by_module()) == {
-        "Sequential.0",
-        "Sequential.1",
-    }
+    assert set(saved_activations(lambda x: other(one(x)), (leaf(),)).by_module()) == {"Sequential.0", "Sequential.1"}
 
 
 # --- nothing is changed -----------------------------------------------------------------------------------------------

@@ -16,17 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from laws.watch import on_threads
 from replicas import replicas
-from torch_recompute import (
-    ArgumentError,
-    BudgetError,
-    Choice,
-    Plan,
-    SizeClass,
-    apply,
-    make_plan,
-    measure,
-    simulate,
-)
+from torch_recompute import ArgumentError, BudgetError, Choice, Plan, SizeClass, apply, make_plan, measure, simulate
 from zoo import mean_loss
 
 WIDTH, BATCH = 32, 2
@@ -116,10 +106,7 @@ def plan() -> Plan:
 # No replay at all, parts of the MLP, and everything: sets that share modules and nest differently.
 BY_HAND = Plan(
     (Choice(("blocks.0",), ("mlp.0",)), Choice(("blocks.1", "blocks.2")), Choice(("blocks.3",), ("@product",))),
-    sizes=(
-        SizeClass((BATCH, 16)),
-        SizeClass((BATCH, 48), (Choice(("blocks.0.mlp",)), Choice(("blocks.3",)))),
-    ),
+    sizes=(SizeClass((BATCH, 16)), SizeClass((BATCH, 48), (Choice(("blocks.0.mlp",)), Choice(("blocks.3",))))),
 )
 
 

@@ -23,15 +23,7 @@ from laws.watch import vector
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
 from torch_recompute._torch import devices
-from torch_recompute.state import (
-    Ambient,
-    CpuRng,
-    DeviceRng,
-    GeneratorRng,
-    NumpyRng,
-    PythonRng,
-    TensorState,
-)
+from torch_recompute.state import Ambient, CpuRng, DeviceRng, GeneratorRng, NumpyRng, PythonRng, TensorState
 
 
 class Counter:

@@ -573,10 +573,7 @@ BRANCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "a saved call": (lambda x: SINE(x.exp()).argmax(), lambda x: SINE(x.cos()).exp()),
     "a choice": (lambda x: BEST(-x), lambda x: x.exp() * BEST(x)),
     "a region": (lambda x: INNER(x.exp()).argmax(), lambda x: INNER(x.cos()).exp()),
-    "everything": (
-        lambda x: INNER(SINE(x)).argmax() + BEST(x) * 0,
-        lambda x: INNER(SINE(x)) * (1 + BEST(x)),
-    ),
+    "everything": (lambda x: INNER(SINE(x)).argmax() + BEST(x) * 0, lambda x: INNER(SINE(x)) * (1 + BEST(x))),
 }
 
 

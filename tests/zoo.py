@@ -22,14 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zoo_handmade import (
-    ConvNeXt,
-    DecoderOnly,
-    MegatronGPT,
-    TitanDecoder,
-    VisionTransformer,
-    with_lora,
-)
+from zoo_handmade import ConvNeXt, DecoderOnly, MegatronGPT, TitanDecoder, VisionTransformer, with_lora
 
 BATCH, TOKENS, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 8, 32, 4, 3, 64
 Built = tuple[nn.Module, dict[str, Any]]

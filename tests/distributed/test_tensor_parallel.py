@@ -135,11 +135,7 @@ def train(plan: Plan | RecomputeConfig, how: str, dropout: float = 0.0) -> Any:
 
 
 EACH = (("0",), ("1",))
-FULL: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PLANS: dict[str, Plan | RecomputeConfig] = {
     "each": Plan(tuple(Choice(p) for p in EACH)),
     "products": Plan(tuple(Choice(p, keep=("@product",)) for p in EACH)),
@@ -209,8 +205,7 @@ FSDP, HSDP, TENSOR = "fully_shard", "fully_shard over two dimensions", "parallel
 
 
 @pytest.mark.parametrize(
-    ("ways", "split"),
-    [((), False), ((FSDP,), False), ((HSDP,), False), ((TENSOR,), True), ((TENSOR, FSDP), True)],
+    ("ways", "split"), [((), False), ((FSDP,), False), ((HSDP,), False), ((TENSOR,), True), ((TENSOR, FSDP), True)]
 )
 def test_which_layers_keep_reductions(four_ranks, ways: tuple[str, ...], split: bool) -> None:
     """Settings keep reductions of layers that tensor parallelism has split, not of those that only FSDP has."""

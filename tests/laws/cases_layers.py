@@ -197,9 +197,7 @@ def sorted_and_chosen():
 @case
 def linear_algebra():
     return program(
-        lambda x: x @ x.mT + torch.eye(4),
-        torch.linalg.cholesky,
-        lambda c: torch.linalg.solve(c, torch.eye(4)),
+        lambda x: x @ x.mT + torch.eye(4), torch.linalg.cholesky, lambda c: torch.linalg.solve(c, torch.eye(4))
     )
 
 
