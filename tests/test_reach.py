@@ -301,42 +301,6 @@ def test_partials_come_back() -> None:
 # --- regions over closures --------------------------------------------------------------------------------------------
 
 
-def test_a_loop_variable_is_that_of_its_turn() -> None:
-    """Regions made over one loop variable replay each the layer of its own turn, not the last one."""
-    layers = [nn.Linear(3, 3) for _ in range(4)]
-    results = []
-    for wrap in (recompute, lambda fn: fn):
-        x = y = vector()
-        for layer in layers:
-            y = wrap(lambda x: layer(x).sin().exp())(y)  # noqa: B023 - that it is the loop's is the point
-        y.sum().backward()
-        results.append(x.grad)
-    assert torch.equal(*results)
-
-
-def test_a_variable_rebound_by_the_caller() -> None:
-    """A closure variable that the caller rebinds, or deletes, after the forward is in the replay what it was."""
-    cells: list[Any] = []
-
-    def make() -> Callable[[torch.Tensor], torch.Tensor]:
-        scale, mask = torch.full((3,), 2.0), torch.tensor([1.0, 0.0, 1.0])
-
-        def fn(x: torch.Tensor) -> torch.Tensor:
-            return (x * scale * mask).sin().exp()
-
-        cells.extend(fn.__closure__ or ())
-        return fn
-
-    x, y = vector(), vector()
-    make()(y).sum().backward()
-    cells.clear()
-    loss = recompute(make())(x).sum()
-    cells[0].cell_contents = torch.zeros(3)
-    del cells[1].cell_contents
-    loss.backward()
-    assert torch.equal(x.grad, y.grad)
-
-
 def test_the_callers_cells_are_not_written() -> None:
     """A replay leaves the caller's variables, functions and their attributes as they are."""
     layer = nn.Linear(3, 3)
@@ -348,19 +312,6 @@ def test_the_callers_cells_are_not_written() -> None:
     before = [cell.cell_contents for cell in fn.__closure__ or ()]
     recompute(fn)(vector()).sum().backward()
     assert all(a is b for a, b in zip(before, [c.cell_contents for c in fn.__closure__ or ()], strict=True))
-
-
-def test_a_variable_that_the_function_writes_is_its_own() -> None:
-    """`nonlocal` in the function reaches the caller's variable, in forward and in the replay."""
-    count = 0
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return x.sin().exp()
-
-    recompute(fn)(vector()).sum().backward()
-    assert count == 2
 
 
 def test_a_tensor_with_grad_in_a_closure_gets_its_gradient() -> None:

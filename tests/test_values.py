@@ -18,7 +18,6 @@ from torch_recompute import (
     MismatchError,
     NotRecomputingError,
     SaveError,
-    checkpoint,
     doing_recompute,
     get_recompute_data,
     is_recomputing,
@@ -230,22 +229,6 @@ def test_outside_of_regions_nothing_happens() -> None:
     assert replay(lambda v: v.exp())(vector()).requires_grad
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("region", [recompute, lambda fn: lambda x: checkpoint(fn, x)], ids=["recompute", "checkpoint"])
-def test_without_grad_nothing_happens(mode: Any, region: Any) -> None:
-    """A region called without grad is the plain call: saving twice, or what requires grad, is a no-op."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        assert not doing_recompute()
-        save_for_recompute(x)
-        save_for_recompute(x)
-        return replay(torch.exp)(x)
-
-    x = vector()
-    with mode():
-        assert torch.equal(region(fn)(x), x.exp())
-
-
 def test_no_grad_inside_a_region_still_saves() -> None:
     """A choice made under `no_grad` inside a region is carried: routers are often written so."""
     got: list[Any] = []
@@ -352,30 +335,6 @@ def test_one_module_twice_in_one_graph() -> None:
     for _ in range(3):
         loss.backward(retain_graph=True)
     assert module.read == [2, 1] * 3
-
-
-def test_nested_regions_have_their_own_data() -> None:
-    """An inner region's data, without a key like the outer one's, is its own, in both regions' replays."""
-    read: list[Any] = []
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        if doing_recompute():
-            read.append(("inner", *get_recompute_data()))
-        save_for_recompute("inner's")
-        return x.sin().exp()
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        if doing_recompute():
-            read.append(("outer", *get_recompute_data()))
-        y = recompute(inner)(x)
-        save_for_recompute("outer's")
-        z = recompute(inner)(y.cos())
-        return z.exp()
-
-    recompute(outer)(vector()).sum().backward()
-    assert set(read) == {("inner", "inner's"), ("outer", "outer's")}
-    assert read[0] == ("outer", "outer's")
-    assert read.count(("outer", "outer's")) == 1
 
 
 def test_plain_calls_inside_a_region_share_its_data() -> None:
@@ -552,16 +511,6 @@ def test_routing_that_is_not_deterministic(carry: Any) -> None:
     plain = copy.deepcopy(ours)
     plain.choose = lambda _: choose.chosen[0]
     assert all(torch.equal(a, b) for a, b in zip(gradients(plain, plain), got, strict=True))
-
-
-def test_routing_that_is_not_deterministic_is_noticed() -> None:
-    """The same module without `replay` is an error that advises it, not a wrong gradient."""
-    torch.manual_seed(0)
-    choose = Unseeded()
-    ours = MoE(choose)
-    with pytest.raises(MismatchError, match=r"wrap it in replay\(fn\)"):
-        gradients(ours, recompute(ours))
-    assert not torch.equal(choose.chosen[0], choose.chosen[1])
 
 
 SINE, BEST = no_recompute(torch.sin), replay(torch.argmax)
