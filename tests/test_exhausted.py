@@ -57,6 +57,20 @@ def everything(model: nn.Module) -> Plan:
     return Plan(tuple(Choice((name,)) for name, _ in model.named_children()))
 
 
+def told(model: nn.Sequential, block: int, text: str = ASKED) -> list[str]:
+    """The lines of the error that rises when memory runs out in the forward of a block."""
+    model[block].error = torch.OutOfMemoryError(text)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(batch())
+    return lines(caught.value)
+
+
+def planned(model: nn.Sequential, budget: float) -> tuple[Plan, int]:
+    """A plan for a budget, and the number of the first block in it."""
+    plan = make_plan(model, (batch(),), budget=budget, device="h100", loss=mean_loss)
+    return plan, int(plan.choices[0].paths[0].partition(".")[0])
+
+
 def test_in_forward(model: nn.Sequential) -> None:
     """The same error object rises, of its own class, with the region, the model's bytes and the line to write."""
     apply(model, everything(model))
@@ -92,24 +106,18 @@ def test_in_a_replay_on_a_cpu(model: nn.Sequential) -> None:
 def test_under_a_measurement(model: nn.Sequential) -> None:
     """Where a measurement runs, every category is said, and their sum."""
     apply(model, everything(model))
-    model[2].error = torch.OutOfMemoryError(ASKED)
-    with measure(model) as memory, pytest.raises(torch.OutOfMemoryError) as caught:
-        model(batch())
+    with measure(model) as memory:
+        said = told(model, 2)
     assert memory.live_by_category["parameters"] == 6624
-    assert re.fullmatch(
-        r"  Alive then on cpu, [\d.]+ KiB: parameters 6\.47 KiB, activations [\d.]+ KiB\.", lines(caught.value)[2]
-    )
+    assert re.fullmatch(r"  Alive then on cpu, [\d.]+ KiB: parameters 6\.47 KiB, activations [\d.]+ KiB\.", said[2])
 
 
 def test_the_nearest_plan_fits(model: nn.Sequential) -> None:
     """A plan made for a budget says the next one below it, and the budget that it says makes a plan that needs less."""
-    plan = make_plan(model, (batch(),), budget=0.9, device="h100", loss=mean_loss)
+    plan, block = planned(model, 0.9)
     handle = apply(model, plan)
-    model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError(ASKED)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(batch())
+    promised, nearest = told(model, block)[3:]
     handle.remove()
-    promised, nearest = lines(caught.value)[3:]
     assert promised.startswith("  The plan in the model promises a peak of ")
     assert promised.endswith("torch_recompute.doctor tells which.")
     found = re.search(r'Write: make_plan\(\.\.\., budget="(\w+\.\w+)"\)\.', nearest)
@@ -125,40 +133,34 @@ def test_the_nearest_plan_fits(model: nn.Sequential) -> None:
 
 def test_where_no_plan_fits(model: nn.Sequential) -> None:
     """An allocation larger than any plan frees is answered with the least peak there is."""
-    plan = make_plan(model, (batch(),), budget=0.5, device="h100", loss=mean_loss)
+    plan, block = planned(model, 0.5)
     apply(model, plan)
-    model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(batch())
-    assert re.search(r"No plan would fit: with this batch the least has a peak of \d", lines(caught.value)[-1])
+    said = told(model, block, "Tried to allocate 9.00 GiB")
+    assert re.search(r"No plan would fit: with this batch the least has a peak of \d", said[-1])
 
 
 def test_a_plan_from_a_file(model: nn.Sequential) -> None:
     """A plan that was read has no costs with it; then the line to write has the budget that is left."""
-    plan = Plan.from_json(make_plan(model, (batch(),), budget=0.5, device="h100", loss=mean_loss).to_json())
+    made, block = planned(model, 0.5)
+    plan = Plan.from_json(made.to_json())
     assert plan.profile is None
     apply(model, plan)
-    model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError(ASKED)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(batch())
+    said = told(model, block)
     assert plan.predicted_peak_bytes is not None
     left = (plan.predicted_peak_bytes - 20 * 2**10) * 100 // 2**10 / 100
-    assert lines(caught.value)[-1].endswith(f"torch-recompute plan MODEL --budget {left:.2f}KiB")
+    assert said[-1].endswith(f"torch-recompute plan MODEL --budget {left:.2f}KiB")
 
 
 def test_on_cuda(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the allocator's books are said, and the budget is what this process can have, less five per cent."""
     gib = 2**30
-    plan = make_plan(model, (batch(),), budget=0.5, device="h100", loss=mean_loss)
+    plan, block = planned(model, 0.5)
     apply(model, plan)
     monkeypatch.setattr(exhausted, "_device", lambda model: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40 * gib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * gib, 80 * gib))
-    model[int(plan.choices[0].paths[0].partition(".")[0])].error = torch.OutOfMemoryError(ASKED)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(batch())
-    said = lines(caught.value)
+    said = told(model, block)
     assert "optimizer state and activations 40.00 GiB together" in said[2]
     assert said[3] == (
         "  On cuda:0 40.00 GiB were allocated, 70.00 GiB reserved by the allocator, of 80.00 GiB: 30.00 GiB lay unused "

@@ -18,7 +18,7 @@ from torch_recompute.plan.cost import Host
 from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.stores import Bandwidth
-from torch_recompute.stores.transfers import Depot
+from torch_recompute.stores.transfers import Depot, Direct
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
@@ -35,7 +35,7 @@ class Copy:
         return self.elements.size
 
 
-class Lane:
+class Lane(Direct):
     """Copies to such a place and back, in the order of a device's."""
 
     direct = False
@@ -47,12 +47,6 @@ class Lane:
         tensor = torch.empty(host.numel(), dtype=host.dtype)
         np.copyto(tensor.numpy(), host.elements)
         return tensor, None
-
-    def let_go(self, mark: None) -> None: ...
-
-    def arrive(self, tensor: torch.Tensor, mark: None) -> None: ...
-
-    def abandon(self, tensor: torch.Tensor, mark: None) -> None: ...
 
 
 class Away(OnHost):

@@ -94,13 +94,13 @@ def free_bytes(model: nn.Module, device: torch.device, optimizer: object = None,
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [*optimizer.state.values()] if isinstance(optimizer, torch.optim.Optimizer) else []
     own = storages([[*model.parameters(), *model.buffers(), *gradients], state, batch])
-    held = {id(storage): int(storage.nbytes()) for place, storage in own if _is_on(place, device)}
+    held = {
+        id(storage): int(storage.nbytes())
+        for place, storage in own
+        if place.type == device.type and device.index in (None, place.index)
+    }
     free, total = _memory(device)
     return free + sum(held.values()) - round(RESERVE * total)
-
-
-def _is_on(place: torch.device, device: torch.device) -> bool:
-    return place.type == device.type and device.index in (None, place.index)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 A plan for a device is made with fake tensors, often on a machine without one. There host memory is where the fakes are,
 so a simulated `OnHost` would free nothing. `OnHost` decides what is sent, when memory on the device is free and when
-the copy back starts, whatever makes the copies (a `Lane`). The lane here makes none: what has been sent is a size, what
+the copy back starts, whatever makes the copies. The lane here makes none: what has been sent is a size, what
 comes back is fresh memory.
 
 A copy is hidden behind what is computed meanwhile. A layer's input leaves while the layer runs and comes back while the
