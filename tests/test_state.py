@@ -589,6 +589,17 @@ def test_equal_streams_cost_no_wait(streams: SimpleNamespace) -> None:
     assert not streams.recorded
 
 
+def test_a_tensor_of_another_device_has_no_stream(streams: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device with streams is in use, tensors on the CPU are rebuilt and read without any wait."""
+    monkeypatch.setattr(devices, "ACCELERATOR", "cuda")
+    streams.now = streams.stream("main")
+    y = recompute(lambda x: no_recompute(torch.cos)(x.sin().exp()).exp())(vector())
+    streams.now = streams.stream("other")
+    y.sum().backward()
+    assert set(streams.waits) <= {("main", "other"), ("other", "main")}  # the replay's own
+    assert not streams.recorded
+
+
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 

@@ -112,7 +112,7 @@ def unpack(packed: Any) -> torch.Tensor:
                 tensor = eagerly(owner.rebuild, packed)
         if tensor._version != packed.version:
             raise errors.ChangedError(_changed_saved(owner.name, packed.version, tensor._version))
-        if owner.streams:
+        if owner.streams and packed.stream is not None:  # a tensor on the CPU has none
             wait_for(packed.stream, tensor)
         if owner.transient:
             owner.let_go(packed, tensor)
