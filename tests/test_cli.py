@@ -93,16 +93,6 @@ def test_a_difference_is_loud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "0x1." in out
 
 
-def test_short_text(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
-    """A text shorter than a sequence is refused with its length and the sequence length that would do."""
-    text = tmp_path / "text"
-    text.write_bytes(b"short")
-    assert cli.main([*TINY, "--text", str(text)]) == cli.USAGE
-    error = capsys.readouterr().err
-    assert "has 5 bytes; expected at least 17" in error
-    assert "--seq 4 or less" in error
-
-
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without rich the table is refused with what to install; the quiet JSON form needs no rich."""
     monkeypatch.setitem(sys.modules, "rich", None)

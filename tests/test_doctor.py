@@ -556,21 +556,13 @@ def test_replay_seconds(seconds: float, found: bool) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def bad_pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.Tensor]]:
-    return wrapped(reentrant)(), (batch().requires_grad_(),), mean_loss
-
-
 def good_pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.Tensor]]:
     return stack(), (batch(),), mean_loss
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> None:
+def command(plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is plain, and this file can be imported by its name."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "this_test", sys.modules[__name__])
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch_recompute import Plan, apply, make_plan
 from torch_recompute.commands import cli
 from torch_recompute.commands.models import PRESETS, batch_for, load
-from torch_recompute.errors import ArgumentError
 
 LLAMA = {
     "model_type": "llama",
@@ -251,12 +250,3 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     output = capsys.readouterr()
     assert output.out == ""
     assert message in output.err
-
-
-def test_batches_that_are_refused(llama: str) -> None:
-    """More tokens than positions, tokens of pictures, and models that take something else have no batch."""
-    with pytest.raises(ArgumentError, match="--sequence is 513, and MODEL has 512 positions"):
-        batch_for(load(llama).model, "MODEL", sequence=513)
-    with pytest.raises(ArgumentError, match="--sequence is a number of tokens, and vit-h takes pixel_values"):
-        batch_for(load("vit-h").model, "vit-h", sequence=8)
-    assert batch_for(load(llama).model, "MODEL", 3)["input_ids"].shape == (3, 512)

@@ -16,15 +16,10 @@ from torch_recompute.plan.units import find_units
 from zoo import LIBRARY, build
 
 INSTANCE = nn.Sequential(nn.Linear(2, 2))
-NUMBER = 3
 
 
 def factory() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-
-
-def broken_factory() -> nn.Module:
-    raise RuntimeError("no weights\nhere")
 
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
@@ -127,23 +122,6 @@ def test_the_current_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monk
         assert isinstance(load("lies_here:made.net").model, nn.LayerNorm)
     finally:
         sys.modules.pop("lies_here", None)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("llama-8b", "MODEL is 'llama-8b', which is no file, no folder and not of the form pkg.module:name"),
-        ("this_test:NUMBER", "gives int: 3; expected a torch.nn.Module, or a function that returns one"),
-        ("this_test:broken_factory", "and building it raises RuntimeError: no weights"),
-    ],
-)
-def test_no_model(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A MODEL that cannot be had ends with 2 and one line that says why and what to write."""
-    assert cli.main(["show", model, "--quiet"]) == cli.USAGE
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert message in output.err
-    assert len(output.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

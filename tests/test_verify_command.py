@@ -6,21 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from test_plan_command import LLAMA as LONGER
 from torch_recompute import Choice, Plan
 from torch_recompute.commands import cli, verify
 from torch_recompute.commands.models import batch_for, load, random_batch
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+LLAMA = LONGER | {"num_hidden_layers": 2, "max_position_embeddings": 64}
 
 
 @pytest.fixture(autouse=True)
