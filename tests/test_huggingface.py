@@ -463,7 +463,7 @@ def test_adapters_train_without_gradients_of_the_embedding(first: str, policy: s
         handle = apply(model, policy)
     assert not model.get_input_embeddings()._forward_hooks
     assert same(step(model, inputs), expected)
-    assert len(expected) == 1 + 2 * 3 * LAYERS
+    assert sum("lora" in name for name in expected) == 2 * 3 * LAYERS
     model.gradient_checkpointing_disable()
     assert same(step(model, inputs), expected)
     model.gradient_checkpointing_enable()
@@ -495,7 +495,7 @@ def test_hooks_for_one_forward_are_there_in_its_replay(policy: str) -> None:
             found.append(step(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}))
     assert count[0] == 2 * LAYERS
     assert same(*found)
-    assert len(found[0]) == 1 + 2 * 2 * LAYERS
+    assert sum("lora" in name for name in found[0]) == 2 * 2 * LAYERS
 
 
 def test_adapters_train_through_the_trainer(tmp_path: Path) -> None:
