@@ -86,7 +86,7 @@ def planned(block: Block, *keep: str) -> nn.Module:
     """The same block, under a plan with one region."""
     model = nn.Sequential(Block(block.norm1.normalized_shape[0], block.heads))
     model[0].load_state_dict(block.state_dict())
-    apply(model, Plan([Choice(("0",), keep=keep)]))
+    apply(model, Plan((Choice(("0",), keep=keep),)))
     return model
 
 
