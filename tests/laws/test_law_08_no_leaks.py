@@ -235,3 +235,22 @@ def test_a_tensor_goes_with_the_node_that_reads_it():
             run(x).sum().backward()
         peaks.append(lens.peak_bytes)
     assert peaks[0] <= peaks[1] <= peaks[0] + bias.nbytes
+
+
+def test_a_saved_call_holds_no_history_of_an_input():
+    """An input that regions in a saved call keep and then change in place is freed with the rest."""
+
+    def outer(given):
+        other = given.sin()
+
+        def saved():
+            return recompute(lambda _: recompute(torch.relu_)(given))(other)
+
+        return no_recompute(saved)()
+
+    with no_collector():
+        given = torch.ones(2, requires_grad=True).sin()
+        gone = weakref.ref(given)
+        result = recompute(outer)(given)
+        del given, result
+        assert gone() is None

@@ -259,6 +259,7 @@ Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib
 NEVER: Key = (-1, 0)
 _NONE: Mapping[int, torch.Tensor] = {}
 _UNKNOWN: Mapping[int, int] = {}
+_DETACHED = -1  # no version: what is no more than a view of what is alive is held without its history
 _END: Key = (math.inf, math.inf)
 
 
@@ -407,8 +408,9 @@ class RegionCall(Run):
             if version is None:
                 if tensor._is_view():
                     base = tensor._base
-                    version = alive(id(base))
-                    if version is None and (views or self._aliased or type(base) is not plain):
+                    if alive(id(base)) is not None:
+                        version = _DETACHED
+                    elif views or self._aliased or type(base) is not plain:
                         version = self._is_alive(tensor)
                 elif self._aliased or type(tensor) is not plain:
                     version = self._is_alive(tensor)
@@ -429,11 +431,10 @@ class RegionCall(Run):
         return _torch.see_through(pack)
 
     def _is_alive(self, tensor: torch.Tensor) -> int | None:
-        """Whether a tensor has the storage of an input, a parameter or a kept output; -1 if so, which is no version."""
+        """Says whether a tensor has the storage of an input, a parameter or a kept output: `_DETACHED`, else None."""
         storage = storage_id(tensor)
-        if parameter_of(tensor) is not None or storage in self.inputs.storages or storage in self._aliases:
-            return -1
-        return None
+        alive = parameter_of(tensor) is not None or storage in self.inputs.storages or storage in self._aliases
+        return _DETACHED if alive else None
 
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function under the hooks."""

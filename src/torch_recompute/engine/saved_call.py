@@ -291,12 +291,10 @@ class SavedCall:
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
         base: Any = tensor._base if tensor._is_view() else tensor
-        version = None if frame is None else frame.alive.get(id(base))
-        if version is not None:
-            now = version_of(tensor)
-            return (tensor if now == version else tensor.detach()), now
         if is_parameter(base) or is_parameter(tensor):
             return tensor, version_of(tensor)
+        if frame is not None and id(base) in frame.alive:
+            return tensor.detach(), version_of(tensor)
         if frame is not None:
             for i in self._sources(tensor, base, inputs, frame):
                 if i is None:
@@ -316,7 +314,7 @@ class SavedCall:
         for i, given in enumerate(inputs):
             if given is tensor or given is base:
                 yield i
-        storage = 0 if self.pure else storage_id(tensor)
+        storage = 0 if self.pure and base is tensor else storage_id(tensor)  # else an input may be a view of that base
         if storage:
             if storage in frame.inputs.storages:
                 yield None
