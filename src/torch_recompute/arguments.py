@@ -469,7 +469,7 @@ class Captured(NamedTuple):
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-_NAMED = Sequence[tuple[str, torch.Tensor]]
+_NAMED = list[tuple[str, torch.Tensor]]
 
 
 class _Scan:
@@ -512,7 +512,7 @@ class _Scan:
         except KeyError:
             return None
         if not self._tensors:
-            return modules, ()
+            return modules, []
         some = [(modules[i], name) for i, name in self._tensors]
         return modules, [(f"attribute '{name}' of {type(m).__name__}", m.__dict__[name]) for m, name in some]
 
@@ -555,24 +555,25 @@ class Captures:
         whole: How many of the modules belong to the function itself, not merely to its closure; they come first.
     """
 
-    modules: Sequence[torch.nn.Module] = ()
-    generators: Sequence[torch.Generator] = ()
-    tensors: Sequence[torch.Tensor] = ()
     whole = 0
-    _names: Sequence[str] = ()
-    _others: _NAMED = ()
 
     @classmethod
     def of(cls, module: nn.Module, whole: bool) -> Captures:
         """What one module reaches: the short way, since most regions are modules."""
         found = cls.__new__(cls)
         found.template = module
+        found.generators, found.tensors, found._names = [], [], []
         found.modules, found._others = scanned(module)
         if whole:
             found.whole = len(found.modules)
         return found
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
+        self.modules: Sequence[torch.nn.Module] = ()
+        self.generators: list[torch.Generator] = []
+        self.tensors: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._others: list[tuple[str, torch.Tensor]] = []
         seen: dict[int, Any] = {}
         self.template = self._function(fn, seen)
         for module in modules:
@@ -668,8 +669,8 @@ class Captures:
                 cells.append(value)
             elif isinstance(value, torch.Tensor):
                 cells.append(Hole(len(self.tensors)))
-                self.tensors = [*self.tensors, value]
-                self._names = [*self._names, f"closure variable '{name}'"]
+                self.tensors.append(value)
+                self._names.append(f"closure variable '{name}'")
             elif kind is types.FunctionType and id(value) not in seen:
                 seen[id(value)] = value
                 cells.append(self._closure(value, seen))
@@ -688,9 +689,9 @@ class Captures:
         elif isinstance(value, torch.Tensor):
             if id(value) not in seen:
                 seen[id(value)] = value
-                self._others = [*self._others, (name, value)]
+                self._others.append((name, value))
         elif type(value) is torch.Generator:
-            self.generators = [*self.generators, value]
+            self.generators.append(value)
         elif type(value) in _FOLLOWED and id(value) not in seen:
             seen[id(value)] = value
             if type(value) is types.MethodType and not isinstance(value.__self__, torch.nn.Module):

@@ -162,8 +162,7 @@ def recompute(
         if name is not None and thread.overrides is not None:
             thread.overrides.region(name)
         if tiles is not None and torch.is_grad_enabled():
-            one = _traced if torch.compiler.is_compiling() else call
-            return run_tiles(functools.partial(one, options, fn), options.name, tiles, tile_dim, args, kwargs)
+            return run_tiles(functools.partial(run, options, fn), options.name, tiles, tile_dim, args, kwargs)
         return run(options, fn, args, kwargs)
 
     return region

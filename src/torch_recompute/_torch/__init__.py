@@ -11,7 +11,6 @@ that state and nothing else.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

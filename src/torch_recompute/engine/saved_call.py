@@ -324,12 +324,11 @@ class SavedCall:
 
 
 def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
-    storage = 0
     for i, base in enumerate(inputs):
         if tensor is base:
             return View(i, None, wants_grad(tensor))
+    storage = storage_id(tensor) if inputs else 0
     for i, base in enumerate(inputs):
-        storage = storage or storage_id(tensor)
         if storage and storage_id(base) == storage:
             geometry = arguments.geometry(tensor, base)
             if geometry is not None:
