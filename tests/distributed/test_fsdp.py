@@ -143,17 +143,25 @@ def loss(model, step):
 
 
 def trained(model):
-    """The second of two steps: all-gathers in forward and in backward, the peak in bytes, and whole gradients."""
+    """The second of two steps: all-gathers in forward and in backward, the peak in bytes, and whole gradients.
+
+    The peak is the lowest of five equal steps: gloo's worker thread may hold a gathered buffer a moment after `wait()`
+    has returned (one step in ten, in plain FSDP and under torch's checkpoint as well).
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss(model, 0).backward()
     optimizer.step()
-    optimizer.zero_grad()
-    with measure(model) as memory, Gathers() as gathers:
-        result = loss(model, 1)
-        forward = gathers.count
-        result.backward()
+    peaks = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        with measure(model) as memory, Gathers() as gathers:
+            result = loss(model, 1)
+            forward = gathers.count
+            result.backward()
+        peaks.append(memory.peak_bytes)
+        del result
     grads = [whole(p.grad) for p in model.parameters()]
-    return (forward, gathers.count - forward), memory.peak_bytes, grads
+    return (forward, gathers.count - forward), min(peaks), grads
 
 
 def whole(tensor):
