@@ -58,7 +58,7 @@ LEAN = {room for row in ROOMS for room in row} - {
     "__main__",
 }
 # Third-party package -> the rooms that may import it inside a function.
-LATE = {"numpy": LEAN, "yaml": {"plan"}, "highspy": {"plan"}, "psutil": {"memory"}}
+LATE = {"numpy": LEAN, "yaml": {"plan"}, "psutil": {"memory"}}
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {

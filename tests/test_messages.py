@@ -1509,11 +1509,8 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "budget='3 pages': 'pages' is not a unit of memory.\n"
         "  Write B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
         "(powers of 1024).": lambda: read_budget("3 pages"),
-        "solver='gurobi' is not a solver.\n  Write one of auto, highs; auto is the one to use.": lambda: choose(
+        "solver='gurobi' is not a solver.\n  Leave it out; there is one, \"auto\".": lambda: choose(
             COSTS, 20 * GIB, "gurobi"
-        ),
-        'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy': lambda: (
-            without("highspy", lambda: choose(COSTS, 20 * GIB, "highs"))
         ),
         "planning for a memory budget needs the package numpy, which is not installed.\n  Write: "
         "pip install numpy": lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),

@@ -18,7 +18,6 @@ taken. What else was tried is in docs/design/009.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import warnings
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-SOLVERS = ("auto", "highs")
-FORMER = ("labels", "blocks")  # other names that meant solvers once; both mean "auto"
+FORMER = ("labels", "blocks", "highs")  # names that meant other solvers once; all mean "auto"
 WIDTH = 512  # choices for the end of a model that are kept at each place
 PRICES = 64  # directions in which the distance to the convex hull is looked at
 MOST = 64  # problems that modules which are called several times may give
@@ -63,7 +61,7 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction between 0 and 1 of the way from the least feasible peak to that of the
             step without recomputation.
-        solver: "auto", or "highs".
+        solver: "auto".
 
     Raises:
         BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
@@ -190,19 +188,16 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
     Args:
         costs: What there is to choose from.
         budget: The most bytes that may live at any time of the step.
-        solver: "auto"; or "highs", an integer program, which is slow and needs the package highspy. How exact the
-            answer is, is in `Solution.solver`.
+        solver: "auto". How exact the answer is, is in `Solution.solver`.
 
     Raises:
         BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
-        ArgumentError: The solver is unknown, it or numpy is not installed, or the costs are invalid.
+        ArgumentError: The solver is unknown, numpy is not installed, or the costs are invalid.
     """
     if solver in FORMER:
         warnings.warn(f'solver="{solver}" is "auto" now; leave it out.', DeprecationWarning, stacklevel=2)
-    elif solver not in SOLVERS:
-        raise errors.ArgumentError(
-            f"solver={solver!r} is not a solver.\n  Write one of {', '.join(SOLVERS)}; auto is the one to use."
-        )
+    elif solver != "auto":
+        raise errors.ArgumentError(f'solver={solver!r} is not a solver.\n  Leave it out; there is one, "auto".')
     curves = _curves(costs)
     if all(curve.least > budget for curve in curves):
         solution = _smallest(curves)
@@ -219,8 +214,7 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
         )
         raise errors.BudgetError(text, moment.bytes, solution)
     fitting = [curve for curve in curves if curve.least <= budget]
-    found = [_by_highs(curve, budget) if solver == "highs" else curve.within(budget) for curve in fitting]
-    return min(found, key=_by_cost)
+    return min((curve.within(budget) for curve in fitting), key=_by_cost)
 
 
 def smallest(costs: Costs) -> Solution:
@@ -472,48 +466,3 @@ def _ways(costs: Costs, path: str) -> list[dict[str, Option]]:
     options = [{o.regions: o for o in costs.kinds[kind].options if o.span == 1} for kind in kinds]
     common = [choice for choice in options[0] if all(choice in others for others in options)]
     return [{kind: option[choice] for kind, option in zip(kinds, options, strict=True)} for choice in common]
-
-
-def _by_highs(curve: _Curve, budget: int) -> Solution:
-    """Solves an integer program by HiGHS: one variable per segment and option that may begin there.
-
-    Each segment is in exactly one of the taken options, and at each what was saved before it and what its option needs
-    stay within the budget. If the exact bytes of the answer, found in floats, exceed it, a smaller budget is tried.
-    """
-    try:
-        highspy: Any = importlib.import_module("highspy")
-    except ImportError:
-        raise errors.ArgumentError(
-            'solver="highs" needs the package highspy, which is not installed.\n  Write: pip install highspy'
-        ) from None
-    size, mib = len(curve.costs.segments), 2**20  # HiGHS is at home with numbers around one
-    rows = [
-        (index, option, int(need))
-        for index in range(size)
-        for moves, own in curve.moves(index)
-        for option, need in zip(moves.options, own, strict=True)
-    ]
-    unit = max(option.seconds for _, option, _ in rows) or 1.0
-    allowed = budget
-    while True:
-        highs = highspy.Highs()
-        for name, value in (("output_flag", False), ("mip_rel_gap", 0.0), ("mip_abs_gap", 0.0), ("threads", 1)):
-            highs.setOptionValue(name, value)
-        taken = [highs.addBinary(obj=option.seconds / unit) for _, option, _ in rows]
-        for index in range(size):
-            covering = [x for (start, o, _), x in zip(rows, taken, strict=True) if start <= index < start + o.span]
-            highs.addConstr(highs.qsum(covering) == 1)
-        for index in range(size + 1):
-            weights = [o.saved_bytes if start < index else own * (start == index) for start, o, own in rows]
-            besides = curve.points_at[size] if index == size else 0
-            used = [weight / mib * x for weight, x in zip(weights, taken, strict=True) if weight]
-            if used:
-                highs.addConstr(highs.qsum(used) <= (allowed - besides) / mib)
-        highs.minimize()
-        values = highs.getSolution().col_value
-        begun = [option for (_, option, _), value in zip(rows, values, strict=True) if value > 0.5]
-        chosen = [option for option in begun for _ in range(option.span)]
-        solution = curve.solution(chosen, "highs: optimal, to the tolerance of HiGHS")
-        if solution.peak_bytes <= budget:
-            return solution
-        allowed -= solution.peak_bytes - budget

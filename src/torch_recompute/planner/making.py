@@ -151,7 +151,7 @@ def make_plan(
         loss: See `profile`, as the next two.
         optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
         device: Where the step is to run.
-        solver: "auto"; or "highs", a slow second opinion that needs the package highspy.
+        solver: "auto".
         sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
             Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
