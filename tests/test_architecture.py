@@ -31,7 +31,6 @@ ROOMS = (
     ("values",),
     ("stores",),
     ("engine",),
-    ("discard", "tiles"),
     ("region",),
     ("compat",),
     ("memory",),

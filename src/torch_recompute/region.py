@@ -38,10 +38,10 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from . import errors
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
 from .engine.saved_call import SavedCall, call_again, record_call, tensors_of
+from .engine.tiles import check as check_tiles
+from .engine.tiles import run as run_tiles
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
-from .tiles import check as check_tiles
-from .tiles import run as run_tiles
 from .values import Run, name_of, thread
 
 P = ParamSpec("P")

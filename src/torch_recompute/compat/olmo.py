@@ -1,4 +1,4 @@
-"""OLMo-core's `OutputDiscardCheckpoint` on this engine (`discard.py`): a region whose output is dropped."""
+"""OLMo-core's `OutputDiscardCheckpoint` on this engine (`engine/discard.py`): a region whose output is dropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .. import errors
-from ..discard import Discard
+from ..engine.discard import Discard
 from ..engine.region_call import Options
 from ..state import DEFAULT, Ambient
 from ..values import name_of

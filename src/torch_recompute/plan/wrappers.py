@@ -6,8 +6,8 @@ the other; they are taken out in the opposite order. `nn.DataParallel` copies th
 `_replicate_for_data_parallel` that makes wrappers for the replica.
 
 A region over several modules that the model calls one after the other is a chain: each is a region of its own, and
-passes its result on to the next, which then keeps no input but rebuilds it (`discard.py`). The model's own loop stays
-as it is; only the first one's input is kept, and no layer runs more than once in forward and once in backward.
+passes its result on to the next, which then keeps no input but rebuilds it (`engine/discard.py`). The model's own loop
+stays as it is; only the first one's input is kept, and no layer runs more than once in forward and once in backward.
 
 A named call is a saved call that the model's author gave a name. If a plan lists the name, `thread.overrides` makes
 such calls regions, or parts of the region that they are in, while the module runs; a replay finds the overrides of its
@@ -31,7 +31,7 @@ from torch import nn
 
 from .. import _torch, errors
 from ..arguments import copied
-from ..discard import Discard
+from ..engine.discard import Discard
 from ..engine.region_call import Options
 from ..observer import observing
 from ..region import keep, recompute, run

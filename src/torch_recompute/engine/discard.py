@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from . import _torch, arguments, errors
-from ._torch import parameter_of, storage_id
-from .engine.inputs import DeferredInput, waiting
-from .engine.region_call import Options, RegionCall
-from .engine.saved_call import SavedCall
-from .engine.slots import Slot, unpack
-from .values import thread
+from .. import _torch, arguments, errors
+from .._torch import parameter_of, storage_id
+from ..values import thread
+from .inputs import DeferredInput, waiting
+from .region_call import Options, RegionCall
+from .saved_call import SavedCall
+from .slots import Slot, unpack
 
 
 class Results(SavedCall):

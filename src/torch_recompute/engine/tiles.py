@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from . import _torch, errors
+from .. import _torch, errors
 
 Buffers = dict[int, torch.Tensor]
 """The sum of each backward call that runs now, by graph task."""
