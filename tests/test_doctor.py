@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
-from torch_recompute.checking import watch
-from torch_recompute.checking.checks import CHECKS, look_for
-from torch_recompute.checking.simulated import SimulatedSteps
-from torch_recompute.checking.watch import AllocatorStats, Observations
 from torch_recompute.commands import cli
+from torch_recompute.doctor import observed
+from torch_recompute.doctor.checks import CHECKS, look_for
+from torch_recompute.doctor.observed import AllocatorStats, Observations
+from torch_recompute.doctor.simulated import SimulatedSteps
 from torch_recompute.memory.loop import COMMON
 from unchanged import unchanged
 from zoo import mean_loss
@@ -530,7 +530,7 @@ def test_fragmentation_is_read_from_the_allocator(monkeypatch: pytest.MonkeyPatc
         train(model, 1)
         assert "whose allocator it is about" in dict(watching.report().not_looked_for)["fragmentation"]
         stats = {"allocated_bytes.all.peak": 40 * GIB, "reserved_bytes.all.peak": 70 * GIB, "num_alloc_retries": 3}
-        monkeypatch.setattr(watch, "_cuda_device", lambda model: torch.device("cuda", 0))
+        monkeypatch.setattr(observed, "_cuda_device", lambda model: torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
         (found,) = watching.report().findings

@@ -21,7 +21,7 @@ from torch import nn
 
 import torch_recompute
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, doing_recompute, measure
-from torch_recompute.integrations import door
+from torch_recompute.integrations import policies
 from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
 from torch_recompute.plan import observe
 from torch_recompute.plan.wrappers import wrappers_on
@@ -382,11 +382,11 @@ def test_the_callback_watches_as_often_as_it_is_told(every: int | None, tmp_path
 def test_the_share_of_replays_is_by_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16: replays and the step are timed by the same moments, of the device, and no earlier step counts."""
     now = itertools.count()
-    for module in (door, observe):
+    for module in (policies, observe):
         monkeypatch.setattr(module, "stamp", lambda: float(next(now)))  # each moment is one second after the last
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
-    figures = door.StepFigures(None)
-    handle = door.apply(model, Plan(tuple(Choice((str(i),)) for i in range(3))))
+    figures = policies.StepFigures(None)
+    handle = policies.apply(model, Plan(tuple(Choice((str(i),)) for i in range(3))))
     for _ in range(2):
         figures.begin(handle)
         model(torch.ones(2, 4)).sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,9 @@ from pathlib import Path
 import pytest
 
 import torch_recompute
-from torch_recompute import _lazy
 
 MODULES = 70
 CPU_SECONDS = 0.15
-PACKAGES = ("torch_recompute", "torch_recompute.compat")
 
 
 def run(script: str) -> list[str]:
@@ -29,7 +26,7 @@ def test_what_is_loaded_at_once() -> None:
     loaded = run("import sys, torch_recompute; print(*(m for m in sys.modules if m.startswith('torch_recompute.')))")
     assert len(loaded) <= MODULES
     rooms = {name.split(".")[1] for name in loaded}
-    assert not rooms & {"plan", "planning", "simulation", "memory", "checking", "doctor", "report"}
+    assert not rooms & {"plan", "planning", "simulation", "memory", "doctor", "report"}
 
 
 def test_the_first_import_is_light() -> None:
@@ -38,31 +35,22 @@ def test_the_first_import_is_light() -> None:
     assert min(float(run(script)[0]) for _ in range(5)) < CPU_SECONDS
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_type_checkers_see_what_is_imported_later(name: str) -> None:
-    """What stands under `if TYPE_CHECKING` is what is found at run time, from the same modules."""
-    package = importlib.import_module(name)
-    (block,) = [
-        node for node in ast.parse(Path(str(package.__file__)).read_text("utf-8")).body if isinstance(node, ast.If)
-    ]
+def test_type_checkers_see_what_is_imported_later() -> None:
+    """What is under `if TYPE_CHECKING` is what is found at run time, from the same modules."""
+    tree = ast.parse(Path(str(torch_recompute.__file__)).read_text("utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     typed = {f"{node.module or ''}:{alias.name}" for node in imports for alias in node.names}
-    (call,) = [node for node in ast.walk(ast.Module(block.orelse, [])) if isinstance(node, ast.Call) and node.args]
-    found = ast.literal_eval(call.args[1])
-    assert typed == {f"{module}:{one}" for module, names in found.items() for one in names} | {
-        f":{module}" for module, names in found.items() if not names
-    }
-    assert set(package.__all__) <= set(dir(package))
-    for one in package.__all__:
-        assert getattr(package, one) is package.__dict__[one]
+    found = torch_recompute._later  # pyright: ignore[reportAttributeAccessIssue]
+    assert typed == {f"{module}:{one}" for module, names in found.items() for one in names}
+    assert set(torch_recompute.__all__) <= set(dir(torch_recompute))
+    for one in torch_recompute.__all__:
+        assert getattr(torch_recompute, one) is torch_recompute.__dict__[one]
     for module in found:
-        assert "." in module or getattr(package, module).__name__ == f"{name}.{module}"
+        assert "." in module or getattr(torch_recompute, module).__name__ == f"torch_recompute.{module}"
 
 
 def test_a_name_that_is_not_there() -> None:
     """Another name is an AttributeError, as in any module."""
     with pytest.raises(AttributeError, match="module 'torch_recompute' has no attribute 'recompte'"):
         _ = torch_recompute.recompte  # type: ignore[attr-defined]
-    find, listed = _lazy.lazily({"__name__": "torch_recompute"}, {"region": ("recompute",)})
-    assert find("recompute") is torch_recompute.recompute
-    assert "recompute" in listed()

@@ -83,7 +83,7 @@ from torch_recompute.distributed import (
 )
 from torch_recompute.distributed.agreement import compare
 from torch_recompute.engine import mismatch
-from torch_recompute.integrations import door, huggingface
+from torch_recompute.integrations import huggingface, policies
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
@@ -609,14 +609,14 @@ ONE_LAYER = Plan((Choice(("layer",)),))
 
 def turns_other_checkpointing_on_inside() -> None:
     model = Switched()
-    door.apply(model, ONE_LAYER)
+    policies.apply(model, ONE_LAYER)
     model.layer.gradient_checkpointing = True
     model(vector())
 
 
 def turns_checkpointing_on_in_other_words() -> None:
     model = Switched()
-    door.apply(model, ONE_LAYER)
+    policies.apply(model, ONE_LAYER)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": None})
 
 
@@ -1476,7 +1476,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "str: 'block' does not say what to recompute.\n"
         '  Write "full" (every layer), "full:2" (two layers as one region), "block:3" (the first three layers), labels '
         'such as "core_attn,mlp", the path of a .json or .yaml file, Megatron\'s flags, or "none"; or pass a Plan or a '
-        "RecomputeConfig.": lambda: door.apply(Switched(), "block"),
+        "RecomputeConfig.": lambda: policies.apply(Switched(), "block"),
         "checkpointing was turned on with context_fn=None, but this model has a plan, which says what is recomputed; "
         "the setting would have no effect.\n"
         '  Leave it out and say it in the plan ("block:3" or labels, for less than all layers), or take the plan out: '
@@ -1487,7 +1487,7 @@ CASES: dict[type[RecomputeError], dict[str, Any]] = {
         "the cache of keys and values that layer was given with gradients on is written in place, so what it held when "
         "the region ran is gone when it is run again.\n"
         "  Pass use_cache=False, or a DynamicCache, which appends; a static cache is for torch.no_grad().": lambda: (
-            door.apply(model := Switched(), ONE_LAYER) and model(vector(), cache=StaticCache())
+            policies.apply(model := Switched(), ONE_LAYER) and model(vector(), cache=StaticCache())
         ),
         "every= is the number of steps from one taking of figures to the next, at least 3, but got int: 2. Two steps "
         "are watched each time.\n"

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_recompute import ArgumentError, Plan, Profile, apply, make_plan, simulate, solve
 from torch_recompute import profile as profile_of
 from torch_recompute.integrations import huggingface, lightning
-from torch_recompute.integrations.door import check_loop
+from torch_recompute.integrations.policies import check_loop
 from torch_recompute.memory.loop import Loop
 from zoo import build, scalar_loss
 
@@ -292,7 +292,7 @@ def test_the_same_autocast_is_not_spoken_of(
 
 
 def test_trainers_say_their_loop() -> None:
-    """The doors give the words of `make_plan` for their trainer's loop, and warn of a plan for one that holds less."""
+    """Integrations give `make_plan` the words for their trainer's loop, and warn of a plan for one that holds less."""
     model, batch, _ = logits()
     words = huggingface.training_loop(SimpleNamespace(gradient_accumulation_steps=2))
     assert words == {"hold_output": False, "accumulate": 2, "set_to_none": True}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torch_recompute import ArgumentError, Choice, Plan, no_recompute, recompute, verify
-from torch_recompute.checking.evidence import NOISE, Noise, SideEffects, StepResult, distance
-from torch_recompute.checking.verify import compare_calls
+from torch_recompute.doctor.evidence import NOISE, Noise, SideEffects, StepResult, distance
+from torch_recompute.doctor.verify import compare_calls
 from unchanged import unchanged
 
 

@@ -6,13 +6,16 @@
     attend = no_recompute(attention)   # inside a region: not run again
 
 The public names are the ones listed in `__all__`; `torch_recompute.state` holds the random-number and user states
-that `recompute(state=...)` takes. What plans, measures or checks is imported when it is first used.
+that `recompute(state=...)` takes.
+
+`import torch_recompute` runs in every process that trains, also in those that never plan; what a region needs is a
+third of the package. So what plans, measures or checks is imported when it is first asked for (PEP 562), and repeated
+under `if TYPE_CHECKING` for type checkers and editors; `tests/test_imports.py` compares the two.
 """
 
 from typing import TYPE_CHECKING
 
 from . import state as state
-from ._lazy import lazily
 from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
 from .errors import (
     ArgumentError,
@@ -29,8 +32,8 @@ from .stores import OnDevice, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
 if TYPE_CHECKING:
-    from .checking.audit import Audit, audit
-    from .checking.verify import Verification, verify
+    from .doctor.audit import Audit, audit
+    from .doctor.verify import Verification, verify
     from .memory import Measurement, SavedActivations, measure, saved_activations
     from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
     from .plan.config import RecomputeConfig
@@ -41,22 +44,36 @@ if TYPE_CHECKING:
     from .planner import make_plan, profile
     from .simulation import Simulation
 else:  # imported when they are first asked for
-    __getattr__, __dir__ = lazily(
-        globals(),
-        {
-            "checking.audit": ("Audit", "audit"),
-            "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
-            "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
-            "plan.config": ("RecomputeConfig",),
-            "plan.plan": ("Prediction",),
-            "plan.profile": ("Profile",),
-            "plan.solve": ("solve",),
-            "plan.stages": ("StagePlan", "StagePlans", "Stages"),
-            "planner": ("make_plan", "profile"),
-            "simulation": ("Simulation",),
-            "checking.verify": ("Verification", "verify"),
-        },
-    )
+    from importlib import import_module
+
+    _later = {
+        "doctor.audit": ("Audit", "audit"),
+        "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
+        "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
+        "plan.config": ("RecomputeConfig",),
+        "plan.plan": ("Prediction",),
+        "plan.profile": ("Profile",),
+        "plan.solve": ("solve",),
+        "plan.stages": ("StagePlan", "StagePlans", "Stages"),
+        "planner": ("make_plan", "profile"),
+        "simulation": ("Simulation",),
+        "doctor.verify": ("Verification", "verify"),
+    }
+    _module_of = {name: module for module, names in _later.items() for name in names}
+
+    def __getattr__(name):
+        if name in _module_of:
+            found = getattr(import_module(f"{__name__}.{_module_of[name]}"), name)
+        elif name in _later:
+            found = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found  # from now on like any other name
+        return found
+
+    def __dir__():
+        return sorted({*globals(), *_module_of, *(module for module in _later if "." not in module)})
+
 
 __version__ = "0.1.0"
 

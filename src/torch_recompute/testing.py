@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import errors
-from .checking.verify import Verification, compare_calls, verify
+from .doctor.verify import Verification, compare_calls, verify
 from .memory.measurement import Measurement
 from .plan import Plan
 from .plan.budget import read_budget

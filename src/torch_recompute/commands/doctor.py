@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checking.checks import Report
-from ..checking.doctor import examine
+from ..doctor import Report, examine
 from ..plan.budget import read_budget
 from .models import Step, add_loop_options, add_model_options, add_step_options, autocasting
 from .output import FAILED, OK, Output, add_options, new_command, read_plan

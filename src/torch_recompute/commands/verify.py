@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..checking.verify import Verification
-from ..checking.verify import verify as compare
+from ..doctor.verify import Verification
+from ..doctor.verify import verify as compare
 from ..memory.free import free_bytes
 from ..plan import simulate
 from ..simulation.step import any_loss

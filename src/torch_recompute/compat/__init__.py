@@ -12,15 +12,8 @@ under their own names; the others share names, so each is imported from its file
 `from torch_recompute.compat.paddle import recompute`.
 """
 
-from typing import TYPE_CHECKING
-
-from .._lazy import lazily
+from . import deepspeed, megatron, paddle
 from .olmo import OutputDiscardCheckpoint
 from .torch_utils import checkpoint, checkpoint_sequential
-
-if TYPE_CHECKING:
-    from . import deepspeed, megatron, paddle
-else:  # imported when they are first asked for
-    __getattr__, __dir__ = lazily(globals(), {"deepspeed": (), "megatron": (), "paddle": ()})
 
 __all__ = ["OutputDiscardCheckpoint", "checkpoint", "checkpoint_sequential", "deepspeed", "megatron", "paddle"]

@@ -21,8 +21,7 @@ from torch import nn
 
 from .. import errors, memory
 from ..memory.loop import Loop
-from .door import Applied, StepFigures, apply, check_loop
-from .policies import Policy, plan_of
+from .policies import Applied, Policy, StepFigures, apply, check_loop, plan_of
 
 if TYPE_CHECKING:
     from transformers.trainer_callback import TrainerCallback

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..memory.loop import Loop
-from .door import Applied, StepFigures, apply, check_loop
-from .policies import Policy
+from .policies import Applied, Policy, StepFigures, apply, check_loop
 
 if TYPE_CHECKING:
 

@@ -31,8 +31,8 @@ from ..simulation.step import loss_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
 from .evidence import ModelCall, tensors_in
+from .observed import CLOSELY, Observations, StepWatcher
 from .simulated import SimulatedSteps
-from .watch import CLOSELY, Observations, StepWatcher
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,8 +20,8 @@ from .._torch.modes import NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import Audit
+from .observed import Observations
 from .simulated import Account, SimulatedSteps, starred
-from .watch import Observations
 
 SCHEMA_VERSION = 1
 
