@@ -609,14 +609,15 @@ torch.manual_seed(0)
 on = {on!r}
 if {second}:
     torch.cuda.set_device(0); on = "cuda:1"
-model, batch, loss = g.{make}(on)
-before = [torch.get_rng_state()] + (torch.cuda.get_rng_state_all() if on != "cpu" else [])
-plan = make_plan(model, (batch,), budget=0.6, loss=loss)
-after = [torch.get_rng_state()] + (torch.cuda.get_rng_state_all() if on != "cpu" else [])
-assert all(torch.equal(a, b) for a, b in zip(before, after)), "planning moved a generator"
-handle = apply(model, plan)
-g.medians({{"step": lambda: loss(model(batch)).backward()}}, on, 3)
-assert plan.predicted_step_seconds > 0
+for make in {makes}:
+    model, batch, loss = getattr(g, make)(on)
+    before = [torch.get_rng_state()] + (torch.cuda.get_rng_state_all() if on != "cpu" else [])
+    plan = make_plan(model, (batch,), budget=0.6, loss=loss)
+    after = [torch.get_rng_state()] + (torch.cuda.get_rng_state_all() if on != "cpu" else [])
+    assert all(torch.equal(a, b) for a, b in zip(before, after)), "planning moved a generator"
+    handle = apply(model, plan)
+    g.medians({{"step": lambda: loss(model(batch)).backward()}}, on, 3)
+    assert plan.predicted_step_seconds > 0
 """
 
 
@@ -649,13 +650,14 @@ def with_experts(on: str) -> tuple[nn.Module, Tensor, Callable[[Any], Tensor]]:
 @check("plans, made in processes of their own")
 def plans(on: str) -> str:
     several = on == "cuda" and torch.cuda.device_count() > 1
-    for make in (with_dropout, with_bce, with_experts):
+    makes = [make.__name__ for make in (with_dropout, with_bce, with_experts)]
+    for together in [[make] for make in makes] if on == "cuda" else [makes]:
         for second in (False, True) if several else (False,):
-            code = PLANNED.format(here=str(HERE), on=on, make=make.__name__, second=second)
+            code = PLANNED.format(here=str(HERE), on=on, makes=together, second=second)
             try:
                 python(code, TORCH_RECOMPUTE_CACHE=os.path.join(os.environ.get("TMPDIR", "/tmp"), "no-prices-yet"))
             except AssertionError as error:
-                raise AssertionError(f"{make.__name__}: {error}") from error
+                raise AssertionError(f"{', '.join(together)}: {error}") from error
     return "dropout, BCE, experts" + ("; on the second device, too" if several else "; one device only")
 
 

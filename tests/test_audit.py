@@ -188,8 +188,6 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named(fault: Fault) -> None:
     """The row has the fault's kind, its operation and line, what was found and what to write; and there is no other."""
-    if fault.name == "numpy_random":
-        pytest.importorskip("numpy")
     model = Faulty(fault.name)
     found = audit(recompute(model, name="part"), (leaf(),))
     assert not found
@@ -227,8 +225,6 @@ MENDED: dict[str, Callable[[Faulty], Any]] = {
 @pytest.mark.parametrize("name", MENDED)
 def test_what_the_advice_says_mends_it(name: str) -> None:
     """The region with the state that the advice names is audited without a finding."""
-    if name == "numpy_random":
-        pytest.importorskip("numpy")
     model = Faulty(name)
     found = audit(recompute(model, state=MENDED[name](model)), (leaf(),))
     assert found.ok, found
@@ -501,7 +497,6 @@ def test_whole_models_are_sound(name: str) -> None:
 
 def test_nothing_of_the_model_is_changed() -> None:
     """Buffers, attributes, gradients, generators and hidden tensors are as before, whatever the regions do to them."""
-    pytest.importorskip("numpy")
     names = ["counts", "lists", "fills", "hidden_tensor", "python_random", "numpy_random"]
     model = nn.Sequential(*map(Faulty, names), Norm())
     model(leaf()).sum().backward()

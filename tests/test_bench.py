@@ -31,7 +31,6 @@ def cells(line: str) -> list[str]:
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """The table has a line per form under each block, fits into 80 columns, and progress goes to stderr."""
-    pytest.importorskip("rich")
     options = ["--d-model", "16", "--only", "swiglu", "rms_norm", "--n-layers", "2", "1", "--scale", "1"]
     assert comparisons.main([*TINY, *options]) == cli.OK
     output = capsys.readouterr()
@@ -53,7 +52,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table_of_the_published_size(capsys: pytest.CaptureFixture[str]) -> None:
     """At the published size the table fits into 80 columns too, and shows what was published beside the peaks."""
-    pytest.importorskip("rich")
     assert (
         comparisons.main(
             [*BENCH, *["--only", "up_proj", "--iters", "1", "--scale", "128", "--device", "cpu", "--quiet"]]
@@ -110,7 +108,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     """`--check` ends with 0, a line per form, and no difference."""
-    pytest.importorskip("rich")
     assert comparisons.main([*TINY, "--check", "--n-layers", "2", "--quiet"]) == cli.OK
     out = capsys.readouterr().out
     assert "…" not in out
@@ -120,7 +117,6 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check_finds_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A form that computes something else ends with 1 and is named, in the table and in JSON."""
-    pytest.importorskip("rich")
 
     def wrong(block, x):
         return block(x) * 1.001
@@ -146,7 +142,6 @@ def published_size() -> Result:
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_plot(published_size: Result, suffix: str, start: bytes, tmp_path) -> None:
     """The picture has a bar for every row, also for those of the published method."""
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"peaks{suffix}"
     plot.draw(published_size, path)
     data = path.read_bytes()

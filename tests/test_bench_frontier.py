@@ -243,7 +243,6 @@ def test_difference() -> None:
 
 def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The tables hold every peer and budget, and the verdict follows."""
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(frontier, "run", lambda config, progress: ran.result)
     assert comparisons.main(["frontier", "--quiet", "--check"]) == cli.OK
@@ -255,7 +254,6 @@ def test_what_is_printed(ran: Ran, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_plot(ran: Ran, tmp_path: Path) -> None:
     """The picture names every family, and what has other gradients."""
-    pytest.importorskip("matplotlib")
     plot.draw(ran.result, tmp_path / "points.svg")
     text = (tmp_path / "points.svg").read_text(encoding="utf-8")
     other = {True: "", False: ", other gradients"}

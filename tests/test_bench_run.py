@@ -312,7 +312,6 @@ def test_the_published_way(launched: Any, tmp_path: Path, capsys: pytest.Capture
 
 def test_the_table(launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The table fits into 80 columns, has no escape codes, and shows what the control costs less."""
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")
 
     def answer(task: Any) -> Record:
@@ -442,7 +441,6 @@ def test_sweeps_that_are_refused(fields: list[Any], message: str, tmp_path: Path
 
 def test_yaml_and_the_command_line(tmp_path: Path, launched: Any) -> None:
     """A sweep may be YAML; all recompute fields can be pasted; an option on the command line wins over the file's."""
-    pytest.importorskip("yaml")
     path = tmp_path / "sweep.yaml"
     path.write_text(
         "model: gpt-tiny\nrounds: 1\ndevice: cpu\nbatch: 3\nexperiments:\n"

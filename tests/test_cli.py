@@ -53,7 +53,6 @@ def test_malformed_command_lines(argv: list[str], capsys: pytest.CaptureFixture[
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """The demonstration prints its progress on stderr, one table on stdout, and no escape codes."""
-    pytest.importorskip("rich")
     assert cli.main(TINY) == cli.OK
     output = capsys.readouterr()
     assert "\x1b" not in output.out + output.err
@@ -79,7 +78,6 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
 
 def test_a_difference_is_loud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A loss that differs ends with 1 and is named with both values."""
-    pytest.importorskip("rich")
 
     def nearly(model, *_):
         model.norm.register_forward_hook(lambda module, args, x: x + torch.linspace(0, 1, x.shape[-1]))

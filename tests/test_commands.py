@@ -25,7 +25,6 @@ from torch_recompute.commands import bench, cli, demo, output
 from torch_recompute.commands.output import Output, document
 from torch_recompute.errors import ArgumentError
 
-pytest.importorskip("rich")
 HEAD = ["schema_version", "command"]
 
 
@@ -242,7 +241,6 @@ def test_other_answers(row: Command, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("row", [row for row in COMMANDS if row.plots is not None], ids=lambda row: row.argv[:40])
 def test_pictures(row: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--plot` draws into a file, in the form that its name says, beside what is printed."""
-    pytest.importorskip("matplotlib")
     path = tmp_path / "picture.svg"
     assert run(row.argv, *str(row.plots).split(), "--plot", str(path), "--json", "--quiet") == cli.OK
     assert json.loads(capsys.readouterr().out)

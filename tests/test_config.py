@@ -598,7 +598,6 @@ def test_files_that_hold_something_else(
     name: str, text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is no JSON or YAML, or holds no keys, is refused by name, and the parser's reason is given."""
-    pytest.importorskip("yaml", reason="YAML files need PyYAML")
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(text, encoding="utf-8")
     with pytest.raises(ArgumentError) as caught:

@@ -569,7 +569,6 @@ def command(plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("command")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
-    pytest.importorskip("rich")
     arguments = ["--optimizer", "none", "--device", "h100", "--no-hold-output"]
     assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.OK
     assert "nothing found; 11 kinds looked for" in capsys.readouterr().out

@@ -30,9 +30,9 @@ def test_what_is_loaded_at_once() -> None:
 
 
 def test_the_first_import_is_light() -> None:
-    """Beyond `import torch` it takes 0.15 s of CPU, in the fastest of five processes."""
+    """Beyond `import torch` it takes 0.15 s of CPU, in one of five processes; the first is usually enough."""
     script = "import time, torch; t = time.process_time(); import torch_recompute; print(time.process_time() - t)"
-    assert min(float(run(script)[0]) for _ in range(5)) < CPU_SECONDS
+    assert any(float(run(script)[0]) < CPU_SECONDS for _ in range(5))
 
 
 def test_type_checkers_see_what_is_imported_later() -> None:

@@ -107,7 +107,6 @@ def test_models_by_name_have_their_published_size(name: str) -> None:
 
 def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table is the plan's own, progress goes to stderr, and the file holds the plan that `make_plan` makes."""
-    pytest.importorskip("rich")
     out = tmp_path / "plan.json"
     argv = ["--batch", "2", "--sequence", "256", "--dtype", "fp32", "--budget", "0.3", "--out", str(out)]
     assert cli.main(["plan", llama, *argv]) == cli.OK
@@ -154,8 +153,6 @@ def test_frontier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds[-1] == found["plain"]["step_seconds"]
     assert all(promise.peak_bytes <= promise.budget_bytes for promise in promises)
 
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("rich")
     picture = tmp_path / "curve.png"
     argv = ["--frontier", "--optimizer", "none", "--device", "h100", "--plot", str(picture)]
     assert cli.main(["plan", "this_test:pair", *argv]) == cli.OK
@@ -189,7 +186,6 @@ def test_the_training_loop(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_step_over_ranks(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There is a plan for each rank of the pipeline, in a file and in the document, and a row and a word for each."""
-    pytest.importorskip("rich")
     out = tmp_path / "plan.json"
     argv = [llama, "--pp", "3", "--dp", "2", "--mbs", "2", "--sequence", "64", "--budget", "50%", "--out", str(out)]
     found = document(capsys, *argv)

@@ -164,8 +164,17 @@ def promise_is_kept(
     assert m.peak_bytes == plan.predicted_peak_bytes
 
 
-@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.fixture(scope="module")
+def gpt() -> Planner:
+    """What several tests ask of: the planner of a small GPT for a data sheet, which has measured its options once."""
+    model, args = made("gpt")
+    return Planner(model, args, None, device="h100", loss=mean_loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("gpt", None), ("gpt", torch.optim.AdamW), ("gpt by hand", torch.optim.AdamW), ("u-net", None)],
+)
 def test_the_promise_is_kept(name: str, optimizer: Any) -> None:
     """At every budget the measured peak is the predicted one, and FLOPs and gradients are as they should be."""
     model, args = made(name)
@@ -196,11 +205,9 @@ def test_the_promise_is_kept_for_every_sort_of_model(name: str) -> None:
     promise_is_kept(fresh, plan, inputs)
 
 
-def test_a_larger_budget_never_costs_more() -> None:
+def test_a_larger_budget_never_costs_more(gpt: Planner) -> None:
     """Along the budgets the predicted peak stays below each, and seconds and FLOPs fall."""
-    model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100", loss=mean_loss)
-    plans = [planner.plan(share / 10) for share in range(1, 10)]
+    plans = [gpt.plan(share / 10) for share in range(1, 10)]
     for plan in plans:
         assert plan.prediction is not None
         assert plan.prediction.peak_bytes <= plan.prediction.budget_bytes
@@ -210,37 +217,33 @@ def test_a_larger_budget_never_costs_more() -> None:
     assert seconds[0] > seconds[-1]
 
 
-def test_prices_may_be_given_as_a_roofline() -> None:
+def test_prices_may_be_given_as_a_roofline(gpt: Planner) -> None:
     """A planner that is given a device by its speeds spares by them: one that counts FLOPs replays no more of them."""
     model, args = made("gpt")
     counting = Planner(model, args, None, device=Roofline("counting", {1: 1e12}, 1e18, 1e-12), loss=mean_loss)
-    other = Planner(model, args, None, device="h100", loss=mean_loss)
     for share in (0.2, 0.5, 0.8):
-        plan, peer = counting.plan(share), other.plan(share)
+        plan, peer = counting.plan(share), gpt.plan(share)
         assert plan.prediction is not None
         assert plan.prediction.device == "counting"
         assert (plan.predicted_replay_flops or 0) <= (peer.predicted_replay_flops or 0)
 
 
-def test_an_infeasible_budget_names_the_smallest_and_its_plan() -> None:
+def test_an_infeasible_budget_names_the_smallest_and_its_plan(gpt: Planner) -> None:
     """The error carries the least budget and a plan; asking for that budget gives a plan that keeps it."""
-    model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100", loss=mean_loss)
     with pytest.raises(BudgetError, match="is too small for a step of this model") as caught:
-        planner.plan("1 KiB")
+        gpt.plan("1 KiB")
     least = caught.value.smallest
-    plan = planner.plan(least)
+    plan = gpt.plan(least)
     assert plan.predicted_peak_bytes == least
     assert isinstance(caught.value.solution, Plan)
     assert caught.value.solution.predicted_peak_bytes == least
     with pytest.raises(BudgetError):
-        planner.plan(least - 1)
+        gpt.plan(least - 1)
 
 
-def test_a_generous_budget_leaves_the_model_alone() -> None:
+def test_a_generous_budget_leaves_the_model_alone(gpt: Planner) -> None:
     """With more than the plain step needs there is no region, and the step costs nothing more."""
-    model, args = made("gpt")
-    plan = make_plan(model, args, budget="10 GiB", device="h100", loss=mean_loss)
+    plan = gpt.plan("10 GiB")
     assert len(plan) == 0
     assert plan.predicted_replay_flops == 0
     assert plan.prediction is not None
@@ -271,7 +274,7 @@ def test_a_model_on_meta_is_planned_without_memory() -> None:
     assert len(plan) > 0
 
 
-def test_a_profile_is_data() -> None:
+def test_a_profile_is_data(gpt: Planner) -> None:
     """What is written as JSON and read back solves to the same plans, without the model."""
     model, args = made("gpt")
     taken = profile(model, args, device="h100", loss=mean_loss)
@@ -283,17 +286,15 @@ def test_a_profile_is_data() -> None:
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.predicted_peak_bytes is not None
         assert plan.prediction is not None
-        again = make_plan(model, args, budget=plan.prediction.budget_bytes, device="h100", loss=mean_loss)
-        assert again.choices == plan.choices
+        assert gpt.plan(plan.prediction.budget_bytes).choices == plan.choices
     with pytest.raises(BudgetError) as caught:
         solve(read, budget=1)
     assert isinstance(caught.value.solution, Plan)
 
 
-def test_a_plan_is_for_one_model() -> None:
+def test_a_plan_is_for_one_model(gpt: Planner) -> None:
     """A plan that was written and read applies to the same model made again; another is refused by its difference."""
-    model, args = made("gpt")
-    plan = Plan.from_json(make_plan(model, args, budget=0.3, device="h100", loss=mean_loss).to_json())
+    plan = Plan.from_json(gpt.plan(0.3).to_json())
     again, _ = made("gpt")
     apply(again, plan).remove()
     again.blocks[1].mlp[0] = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
@@ -313,17 +314,16 @@ def test_planning_leaves_no_trace() -> None:
     assert all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_guess_is_what_a_trial_finds() -> None:
+def test_a_guess_is_what_a_trial_finds(gpt: Planner) -> None:
     """Of a block, bytes stored and FLOPs replayed are guessed from the graph as the engine does them."""
     model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100", loss=mean_loss)
     captured = capture(model, args, {})
     call = captured.calls[0]
     with captured.running():
         inputs = [x.detach().requires_grad_() for x in call.inputs]
         found = trace(call.steps[0][0], lambda: call.run(inputs), inputs)
     guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
-    options = planner.costs.kinds["0"].options
+    options = gpt.costs.kinds["0"].options
     assert len(options) > 8
     for option in options[1:]:
         if option.span > 1:
@@ -480,31 +480,27 @@ def test_layers_that_do_not_hand_on_are_not_grouped() -> None:
     assert {option.span for kind in planner.costs.kinds.values() for option in kind.options} == {1}
 
 
-def test_a_part_is_recomputed_with_its_norm() -> None:
+def test_a_part_is_recomputed_with_its_norm(gpt: Planner) -> None:
     """The output of a norm is rebuilt with the part that it feeds: it is no input that the region has to keep."""
-    model, args = made("gpt")
-    planner = Planner(model, args, None, device="h100", loss=mean_loss)
-    options = {option.regions: option for option in planner.costs.kinds["0"].options}
+    options = {option.regions: option for option in gpt.costs.kinds["0"].options}
     together = [regions for regions in options if any(choice.paths == ("norm1", "attn") for choice in regions)]
     assert together
-    paths = {choice.paths for share in (0.1, 0.75) for choice in planner.plan(share)}
+    paths = {choice.paths for share in (0.1, 0.75) for choice in gpt.plan(share)}
     assert any(len(path) == 2 and path[0].endswith("norm1") and path[1].endswith("attn") for path in paths)
 
 
-def test_the_turn_is_what_lives_before_backward() -> None:
+def test_the_turn_is_what_lives_before_backward(gpt: Planner) -> None:
     """An optimizer, whose step is simulated after backward, does not change what is said of the turn but its state."""
     model, args = made("gpt")
-    without = Planner(model, args, None, device="h100", loss=mean_loss).costs
     with_adam = Planner(model, args, None, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss).costs
     elements = sum(p.numel() for p in model.parameters())
     steps = len(list(model.parameters()))
-    assert with_adam.turn_bytes - without.turn_bytes == 4 * (2 * elements + steps)
+    assert with_adam.turn_bytes - gpt.costs.turn_bytes == 4 * (2 * elements + steps)
 
 
-def test_the_table_says_what_and_why() -> None:
+def test_the_table_says_what_and_why(gpt: Planner) -> None:
     """A printed plan has its promise, and a line per sort of treatment with an exchange rate."""
-    model, args = made("gpt")
-    text = str(make_plan(model, args, budget=0.4, device="h100", loss=mean_loss))
+    text = str(gpt.plan(0.4))
     assert "from a budget of" in text
     assert "allowed" in text
     assert "no schedule saves more than" in text

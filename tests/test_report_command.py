@@ -14,7 +14,6 @@ from torch_recompute import Plan, simulate
 from torch_recompute.commands import cli
 from zoo import mean_loss
 
-pytest.importorskip("rich")
 MADE_BY = ["plan", "cases:task", "--device", "h100", "--optimizer", "sgd", "--budget", "40%"]
 
 
@@ -46,7 +45,6 @@ def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan's file says which step it is for: its promise is met, and page, snapshot, picture and table are of it."""
-    pytest.importorskip("matplotlib")
     capsys.readouterr()
     Path("plan.json").write_text(made)
     assert json.loads(made)["task"] == {"model": "cases:task", "optimizer": "sgd", "device": "h100"}

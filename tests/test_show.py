@@ -33,7 +33,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
     """The tree names every part once per kind of layer, with the labels that place a region there."""
-    pytest.importorskip("rich")
     assert cli.main(["show", "this_test:factory"]) == cli.OK
     output = capsys.readouterr()
     assert output.err == "building this_test:factory ...\n"
@@ -51,7 +50,6 @@ def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
     """A model without known parts is shown as what it is: no layers, no labels."""
-    pytest.importorskip("rich")
     assert cli.main(["show", "this_test:INSTANCE"]) == cli.OK
     assert capsys.readouterr().out.splitlines() == [
         "Sequential; layers: none",

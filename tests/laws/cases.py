@@ -5,6 +5,7 @@ gains every law that is tried over the table.
 
 Flags say what is special about a program. `inplace`: a stage changes its own input, so a region around that stage
 alone may refuse. `double`: smooth, small and in float64, so that `gradgradcheck` can say something.
+`backward_inside`: it takes a gradient in its forward, which needs grad, and a replay of its own.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def parts_without_grad():
     return program(half, torch.tanh, lambda x: x.detach().exp() * x)
 
 
-@case
+@case(backward_inside=True)
 def gradient_taken_inside():
     def penalty(x):
         x = x.sin()

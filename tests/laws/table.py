@@ -57,6 +57,7 @@ class Case:
     make: Callable[[], Program]
     inplace: bool = False
     double: bool = False
+    backward_inside: bool = False
 
     def build(self) -> Program:
         """The program, with the same weights and inputs each time."""
