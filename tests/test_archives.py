@@ -75,7 +75,12 @@ def test_the_source_archive_can_be_built_and_tested(sdist: set[str]) -> None:
         "CHANGELOG.md",
         "CONTRIBUTING.md",
     }
-    wanted |= {"src/torch_recompute/py.typed", "src/torch_recompute_pytest.py", "tests/public_api.txt"}
+    wanted |= {
+        "src/torch_recompute/py.typed",
+        "src/torch_recompute_pytest.py",
+        "tests/public_api.txt",
+        "tests/messages.txt",
+    }
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert wanted <= sdist

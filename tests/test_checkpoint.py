@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from laws.watch import Operations, vector
+from laws.watch import Operations, Turns, vector
 from torch_recompute import (
     ArgumentError,
     MismatchError,
@@ -39,19 +39,6 @@ from torch_recompute import (
 )
 
 aten = torch.ops.aten
-
-
-class Turns:
-    """Does something else each time it is called."""
-
-    def __init__(self, *bodies: Callable[..., Any]) -> None:
-        self.bodies = bodies
-        self.calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        body = self.bodies[min(self.calls, len(self.bodies) - 1)]
-        self.calls += 1
-        return body(*args, **kwargs)
 
 
 def gradients(call: Callable[[torch.Tensor], torch.Tensor], *more: torch.Tensor) -> list[torch.Tensor]:

@@ -83,6 +83,19 @@ def vector() -> torch.Tensor:
     return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
+class Turns:
+    """Does something else each time it is called: what a region must not be given."""
+
+    def __init__(self, *bodies: Callable[..., Any]) -> None:
+        self.bodies = bodies
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        body = self.bodies[min(self.calls, len(self.bodies) - 1)]
+        self.calls += 1
+        return body(*args, **kwargs)
+
+
 class Counted:
     """Counts the calls of what it wraps, by name."""
 
