@@ -2,7 +2,7 @@
 
 The work of a recomputed function is forward + forward + backward. What a chain of 20 regions takes beyond that,
 divided by 20, is the engine's cost per region. The functions are chains of `sin` on 8 x 8 tensors, so that nearly all
-is engine: the first tensor each saves is the region's input, the others lie inside it. All engines look after random
+is engine: the first tensor each saves is the region's input, the others are inside it. All engines look after random
 numbers, autocast and the metadata check, but torch_remat, which refuses to look after random numbers. Peers: torch's
 two engines, and torch_remat where installed (`pip install --no-deps torch_remat==0.2.2`).
 

@@ -2,7 +2,7 @@
 
 A pre-norm transformer of width 8192 at 4096 tokens in bf16, by arithmetic: the results of a layer, what each weighs and
 what computing it again costs at 400 TFLOP/s and 2 TB/s, every set of them to keep as an option. Gradients, sharded over
-64 ranks, grow during backward, and the logits of 128,000 words lie at the turn. For stacks of equal layers, and of two
+64 ranks, grow during backward, and the logits of 128,000 words are at the turn. For stacks of equal layers, and of two
 kinds in turns, at budgets from 10 % to 90 % of the way from the least feasible to no recomputation: the seconds that
 the choice takes, and the gap to the lower bound as a share of the step. Then the whole curve, and the bound.
 

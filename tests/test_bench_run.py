@@ -325,7 +325,7 @@ def test_the_table(launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     rows = [line.split() for line in output.out.splitlines()]
     assert ["control", "1.0000", "100", "1.0", "2.0", "–", "–", "10.0%", "OK"] in rows
     assert ["setting", "0.5000", "50", "0.5", "2.0", "-50.0%", "+100.0%", "10.0%", "OK"] in rows
-    assert "Noise: rounds of one setting lie up to 0.0 % apart." in output.out
+    assert "Noise: rounds of one setting differ by up to 0.0 %." in output.out
     assert output.err.splitlines()[-1] == "100%  setting: round 3 of 3: done"
 
 

@@ -121,3 +121,19 @@ def test_the_readme_begins_with_what_one_needs() -> None:
     assert all(words in first for words in ("make demo", "make test", "pip install", "```python"))
     assert len(blocks(ROOT / "README.md")[0][1].splitlines()) <= 16
     assert "Apache-2.0" in text
+
+
+# Words of an older dialect of these pages, which a reader has to guess at. `stand for` and `stand in for` are English.
+DIALECT = re.compile(
+    r"\b(dear|anew|whoever|hand(?:s|ed)? out|what of|lies?|stood|stands?(?!-in| for| in for))\b", re.IGNORECASE
+)
+
+
+def test_the_words_are_those_of_the_field() -> None:
+    """The glossary has fifteen terms at most, each is used on other pages, and no page has words of the old dialect."""
+    text = {page: FENCED.sub("", page.read_text(encoding="utf-8")) for page in PAGES if "design" not in page.parts}
+    assert {page.name: found for page, words in text.items() if (found := DIALECT.findall(words))} == {}
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", text[ROOT / "docs" / "glossary.md"], re.MULTILINE)
+    assert 10 <= len(terms) <= 15
+    used = {term: [page for page, words in text.items() if term.lower() in words.lower()] for term in terms}
+    assert [term for term, pages in used.items() if len(pages) < 2] == []

@@ -183,7 +183,7 @@ def _title(point: dict[str, Any]) -> str:
     return f"{point['family']} {point['setting']}".strip()
 
 
-# The name in a page's marker -> what stands below it.
+# The name in a page's marker -> what is below it.
 TABLES: Mapping[str, Callable[[], str]] = {
     "saves": saves,
     "replays": replays,

@@ -26,7 +26,7 @@ def on_config(config: Any) -> None:
 
 
 def _outside(page: File, link: str, docs: Path) -> Path | None:
-    """The file that a link of a page names, if it lies in the repository and not in `docs/`."""
+    """The file that a link of a page names, if it is in the repository and not in `docs/`."""
     target = (docs / page.src_uri).parent.joinpath(link).resolve()
     within = target.is_relative_to(docs.parent) and not target.is_relative_to(docs)
     return target.relative_to(docs.parent) if within and target.is_file() else None

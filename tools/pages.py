@@ -8,9 +8,9 @@ edit stays as it is.
 
 Idea. Each is a function of something else: of `benchmarks/results/*.json`, of a few lines of drawing. This tool is that
 function, `tests/test_pages.py` holds the pages to it, and the result
-stands in the repository, so that it can be read there without building anything.
+is in the repository, so that it can be read there without building anything.
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
+A table is between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the
 tables, `pictures.py` the pictures.
 """
 

@@ -178,10 +178,10 @@ SAVED_CALL = Picture(
     ("x", "h", "q", "a", "y"),
     Lane(FORWARD, ["runs", "runs", "call", "runs"], ["kept", "dropped", "dropped", "kept", ""]),
     Lane(REPLAY, ["runs", "runs", "skipped", "skipped"], ["kept", "rebuilt", "rebuilt", "kept", ""]),
-    ("no_recompute(attention): dear to compute, small to keep", "the call is passed over, its result handed out"),
+    ("no_recompute(attention): expensive to compute, small to keep", "the call is passed over, its result returned"),
 )
 DISCARD = Picture(
-    "A region from a normalisation through its consumer discards what lies between them",
+    "A region from a normalisation through its consumer discards what is between them",
     ("norm", "product"),
     ("x", "h", "y"),
     Lane(FORWARD, ["runs", "call"], ["kept", "dropped", ""]),

@@ -127,7 +127,7 @@ def plan_instead(what: str, seen: Counter[str]) -> None:
     def look(self: Any, model_class: Any) -> str:
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config.use_cache = config.get_text_config().use_cache = (
-            False  # with a cache keys lie otherwise, and round otherwise
+            False  # with a cache keys are laid out otherwise, and round otherwise
         )
         config.return_dict = True
         model = model_class(config).train()

@@ -1,4 +1,4 @@
-"""The classes of errors, and the texts that several rooms raise; every other text stands beside its `raise`.
+"""The classes of errors, and the texts that several rooms raise; every other text is beside its `raise`.
 
 One base class, `RecomputeError`, so that a caller can catch all of ours; each class also derives from the built-in or
 PyTorch class that existing code catches in the same place. A text says what was passed, what was expected, why, and

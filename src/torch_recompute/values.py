@@ -296,7 +296,7 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
     run = thread.run
     if run is None or not run.replaying:
         raise errors.NotRecomputingError(
-            "get_recompute_data() was called while nothing is being recomputed: there is no data to hand out.\n"
+            "get_recompute_data() was called while nothing is being recomputed: there is no data to return.\n"
             "  Ask first:  if doing_recompute(): (indices,) = get_recompute_data()\n"
             "              else: indices = choose(scores); save_for_recompute(indices)\n"
             "  or say it in one word:  indices = replay(choose)(scores)"

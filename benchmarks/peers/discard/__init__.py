@@ -1,7 +1,7 @@
 """`python benchmarks/peers discard`: the published table of output-discarding checkpointing, and regions beside it.
 
-Problem. A region frees what lies inside it; its own output stays, because the consumer saves it. The methods that free
-that too were published with one table of six blocks. Whoever chooses between them and this library wants that table,
+Problem. A region frees what is inside it; its own output stays, because the consumer saves it. The methods that free
+that too were published with one table of six blocks. To choose between them and this library one wants that table,
 line by line, on his own machine, with the new columns beside the old ones.
 
 Idea. The same blocks, loss and lifetimes (`blocks.py`); the columns as a table of ways to run a block (`forms.py`); the

@@ -6,7 +6,7 @@ keeps it. To compare with its table, blocks and loss have to be those; to try ot
 inside must be within reach.
 
 Idea. A block says only what it computes. Both halves ask `call` how to make each matrix product; by default plainly.
-What a block is like, and so which forms make sense for it, stands in its class: `fat` where what is between is
+What a block is like, and so which forms make sense for it, is in its class: `fat` where what is between is
 larger than `x`, `gemm_before_pointwise` where `inner` is a matrix product followed by something cheap.
 
 Where there is data, the last weight of each block is scaled so that its output is about as large as its input. With

@@ -1,4 +1,4 @@
-"""What is asked of `python benchmarks/peers discard`, and what of it cannot be had.
+"""The options of `python benchmarks/peers discard`, and which of them cannot be had here.
 
 The published size is the default. Without CUDA nothing of that size is run: peaks are computed on tensors without
 data, and times are taken on a copy in which d_model, d_ff and the sequence are divided by `scale`.

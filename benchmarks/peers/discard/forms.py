@@ -1,6 +1,6 @@
 """The ways to run a block, one line each in `FORMS`; the first is what the others are compared with.
 
-Problem. Recomputing `inner` frees what lies inside it, but its result stays, because the consumer saves it. The
+Problem. Recomputing `inner` frees what is inside it, but its result stays, because the consumer saves it. The
 published method frees it by resizing its storage to nothing and runs a second backward to fill it again.
 
 Idea. A region from `inner` through its consumer, the consumer a saved call: the consumer is not repeated, and what it

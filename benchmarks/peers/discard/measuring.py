@@ -11,7 +11,7 @@ Rejected. `FakeTensorMode`: a mode more to enter, for the same figures. FLOPs ar
 counter.
 
 What a device decides stays unseen on `meta`. There a norm is several operations, as on the CPU, where CUDA has one, so
-the computed peaks of rms_norm lie above the published ones; what a kernel allocates for itself is not counted.
+the computed peaks of rms_norm are above the published ones; what a kernel allocates for itself is not counted.
 
 Invariants. All forms of a stack use the same weights and input. One iteration of each form follows the other, so that
 noise hits all alike, and figures are medians. Gradients are None at the beginning of every iteration.
@@ -43,7 +43,7 @@ class Computed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Median seconds of a step, and on CUDA the most bytes that the allocator had handed out in one."""
+    """Median seconds of a step, and on CUDA the most bytes that the allocator had allocated in one."""
 
     forward: float
     backward: float

@@ -42,7 +42,7 @@ class Row:
         saved_bytes: The baseline's peak less this one.
         saved_percent: The same in percent of the baseline's.
         flops: Of a step's matrix products, at the full size.
-        extra_flops_percent: What of these the baseline does not do, in percent of the baseline's.
+        extra_flops_percent: Those of these that the baseline does not do, in percent of the baseline's.
         forward_seconds: Median time of a forward with the loss.
         backward_seconds: Median time of a backward.
         total_seconds: Median time of both.

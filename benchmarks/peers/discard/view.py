@@ -1,6 +1,6 @@
 """What the comparison looks like: a table for each number of layers and dtype, and what each figure is.
 
-rich decides about colours (`NO_COLOR`, a pipe, an old terminal); this file decides only what stands in the table. It
+rich decides about colours (`NO_COLOR`, a pipe, an old terminal); this file decides only what is in the table. It
 is imported late, so that everything else works without rich.
 """
 

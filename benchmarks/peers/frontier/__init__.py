@@ -1,6 +1,6 @@
 """`python benchmarks/peers frontier`: every peer at every setting, and our plans for budgets, on one model in one run.
 
-Problem. Each way to recompute has a few settings, and each setting is one point of memory and cost. Whoever has so many
+Problem. Each way to recompute has a few settings, and each setting is one point of memory and cost. A user with so many
 bytes wants to know which point fits and what it costs, and whether a planner finds a better one. Figures from different
 papers, models and machines do not say.
 

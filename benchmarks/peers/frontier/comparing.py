@@ -21,7 +21,7 @@ from .result import MATCHED, OURS, Failure, Match, Point, Promise, Result
 from .ways import PLAIN, Way, peers, planned
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-"""Our budgets, as shares of what lies between the least peak and the plain step's."""
+"""Our budgets, as shares of the way between the least peak and the plain step's."""
 
 
 class _Run:

@@ -1,4 +1,4 @@
-"""What is asked of `python benchmarks/peers frontier`, and what of it cannot be had."""
+"""The options of `python benchmarks/peers frontier`, and which of them cannot be had here."""
 
 from __future__ import annotations
 

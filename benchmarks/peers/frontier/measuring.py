@@ -1,4 +1,4 @@
-"""What one step takes, whoever runs it: peak bytes and FLOPs by PyTorch's profiler, gradients, and seconds.
+"""What one step takes, with any engine: peak bytes and FLOPs by PyTorch's profiler, gradients, and seconds.
 
 Problem. The lens of this library and PyTorch's own counter of FLOPs watch by a dispatch mode, and compiled code does
 not run under a mode: PyTorch falls back to the original code. Figures of peers by one instrument and ours by another
@@ -11,7 +11,7 @@ that it does not need, they are PyTorch's formulas on the arguments that the pro
 the same.
 
 Rejected: the profiler's operations for all. It lists an operation before it runs, and so also those that a replay
-breaks off at, and those whose saved result is handed out.
+breaks off at, and those whose saved result is returned.
 
 Invariants. Each way has a copy of the model; parameters are shared. Steps begin without gradients and from one seed.
 """

@@ -1,6 +1,6 @@
 """What the comparison looks like: a table of the peers' points with ours beside them, one of our budgets, the verdict.
 
-rich decides about colours; this file decides only what stands in the tables. It is imported late, so that everything
+rich decides about colours; this file decides only what is in the tables. It is imported late, so that everything
 else works without rich.
 """
 

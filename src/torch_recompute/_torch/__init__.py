@@ -3,7 +3,7 @@
 PyTorch offers no public way to push saved-tensor hooks without a context manager object, to ask which backward
 call is running, or to see the stacks of ambient modes. The engine needs these on its hot path. They are gathered
 here so that a new torch release is answered in one file, and `tests/test_architecture.py` keeps them from
-spreading. Supported: torch 2.11 and later. Where a name is newer than 2.11 the fallback stands beside it, and
+spreading. Supported: torch 2.11 and later. Where a name is newer than 2.11 the fallback is beside it, and
 `tests/test_torch_shims.py` takes the newer name away to run it.
 
 Invariants: nothing here decides anything; a function either answers a question about PyTorch's state or changes
@@ -122,11 +122,11 @@ sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 
 
 SavedTensor: type = _autograd.SavedTensor
-"""What a `_raw_saved_*` attribute of a node is made of."""
+"""The class of the `_raw_saved_*` attributes of a node."""
 
 
 def packed_of(saved: Any) -> Any:
-    """What a pack hook returned for a `_raw_saved_*` attribute of a node; None where torch cannot tell."""
+    """Returns what a pack hook made of a `_raw_saved_*` attribute of a node; None where torch cannot tell."""
     return getattr(saved, "data", None)
 
 
@@ -136,7 +136,7 @@ def unpack_hook_of(saved: Any) -> Any:
 
 
 def replace_saved(node: Any, choose: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Puts what `choose` makes of it in the place of each tensor that a node has saved.
+    """Replaces each tensor that a node has saved by what `choose` makes of it.
 
     Left alone is a tensor for which `choose` returns None, and one that was saved under hooks: torch takes one pair.
     """
@@ -152,7 +152,7 @@ def replace_saved(node: Any, choose: Callable[[torch.Tensor], Any], unpack: Call
                 packed = choose(one.data) if bare else None
                 if packed is not None:
                     one.register_hooks(partial(_swap, packed), unpack)
-            else:  # torch 2.11 does not say what lies there, so everything is looked at from within a hook
+            else:  # torch 2.11 does not show it, so everything is looked at from within a hook
                 with contextlib.suppress(RuntimeError):
                     one.register_hooks(partial(_swap_if, choose), unpack)
 
@@ -170,7 +170,7 @@ _saved_names: Any = weakref.WeakKeyDictionary()  # by class of node
 
 
 def sequence_of(node: Any) -> int:
-    """When an autograd node was made, as `sequence_number` counts on its thread; larger than all for leaves."""
+    """The sequence number of an autograd node, by which older nodes come first; larger than all for leaves."""
     return node._sequence_nr()
 
 
@@ -206,12 +206,12 @@ _PLAIN: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter, FakeTenso
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor whose strides say where its elements lie: no subclass, but a fake one may be."""
+    """Whether `value` is a tensor whose strides say where its elements are: no subclass, but a fake one may be."""
     return type(value) in _PLAIN
 
 
 def is_plain_kind(kind: type) -> bool:
-    """The same of a tensor's class."""
+    """Whether a tensor of a class is plain: see `is_plain`."""
     return kind in _PLAIN
 
 
@@ -227,7 +227,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def being_traced() -> bool:
-    """Whether torch.compile is just looking at values that code is called with."""
+    """Whether torch.compile is tracing the code that calls this."""
     return _TracingContext.try_get() is not None
 
 
@@ -256,7 +256,7 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._for
 
 @contextlib.contextmanager
 def versions_kept(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """Within it nothing is recorded for backward; after it the tensors have the versions that they had before."""
+    """A context without autograd, after which the tensors have the versions that they had before."""
     versions = tuple(map(version_of, tensors))
     with torch.no_grad():
         try:
@@ -294,12 +294,12 @@ def say_stack(stack: Any, last: int = 12) -> list[str]:
 
 
 def early_stop_override() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_early_stop` says; None where it says nothing."""
+    """The value of `torch.utils.checkpoint.set_checkpoint_early_stop` around; None outside of it."""
     return cast("Any", _checkpoint)._enable_checkpoint_early_stop
 
 
 def debug_override() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` says; None where it says nothing."""
+    """The value of `torch.utils.checkpoint.set_checkpoint_debug_enabled` around; None outside of it."""
     return cast("Any", _checkpoint)._checkpoint_debug_enabled
 
 
@@ -314,7 +314,7 @@ ambient_hooks: Callable[[], _Hooks | None] = partial(_autograd._top_saved_tensor
 
 
 class _Beneath:
-    """What torch finds when it asks one of this library's pack hooks for the hooks around it: the user's."""
+    """Finds the user's hooks, where torch asks one of this library's pack hooks for the hooks around it."""
 
     _checkpoint_internal = True
 
@@ -356,7 +356,7 @@ _NODES: Any = _pytree.SUPPORTED_NODES
 
 
 def _node_of(value: Any) -> Any:
-    """How a pytree container is taken apart and put together; None for a leaf."""
+    """The functions that take a pytree container apart and put it together; None for a leaf."""
     kind = type(value)
     node = _NODES.get(kind)
     if node is None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -370,7 +370,7 @@ def is_container(value: Any) -> bool:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a pytree and what `tree_unflatten` makes it from again.
+    """The leaves of a pytree, and its structure for `tree_unflatten`.
 
     PyTorch's own functions of these names define a recursive closure, seven objects of cyclic garbage per call.
     """

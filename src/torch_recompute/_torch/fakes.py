@@ -64,7 +64,7 @@ is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass
 
 
 def is_operator(func: object) -> bool:
-    """Whether what a dispatch mode is shown is one operator, not an operator of other functions."""
+    """Whether a dispatch mode is shown one operator, not an operator of other functions."""
     return isinstance(func, torch._ops.OpOverload)
 
 

@@ -149,7 +149,7 @@ _refused: dict[tuple[Any, ...], set[int]] = {}  # by state of the tree: who of t
 
 
 def _older(tree: tuple[Any, ...]) -> list[Any]:
-    """What the older interface says of the tree; None where it refuses to."""
+    """The setting of the tree by the older interface; None where that refuses to tell."""
     refused = _refused.get(tree)
     if refused is None:
         try:
@@ -170,7 +170,7 @@ _call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda fn:
 
 
 def settings() -> list[Any]:
-    """What decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
+    """Reads what decides how an operation runs: autocast, SDPA backends, cuDNN, precision; then the ambient modes."""
     values = [*map(_call, _get_flags)]
     values.append(_older(tuple(values[_tree])))
     if _count_function_modes() or _count_dispatch_modes():
@@ -185,7 +185,7 @@ def update_kernels(values: list[Any]) -> None:
 
 
 def split_settings(values: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
-    """What `settings` returned, as flags, function modes and dispatch modes."""
+    """Splits what `settings` returned into flags, function modes and dispatch modes."""
     count = len(_FLAGS) + 1
     if len(values) == count:
         return values, (), ()
@@ -237,7 +237,7 @@ def casting(kernels: Iterable[tuple[Any, Callable[..., Any]]]) -> Generator[None
 def autocast_as_one(is_on: Callable[[], None]) -> Generator[None]:
     """A context in which this thread's autocast of CUDA and that of the CPU are one, and CUDA's is there without CUDA.
 
-    Whoever turns either on or off turns both. One that is on before is on for both; CUDA's goes before.
+    Turning either on or off turns both. One that is on before is on for both; CUDA's goes before.
 
     Args:
         is_on: Called whenever autocast has been turned on.
@@ -302,7 +302,7 @@ NO_CUDA_GRAPH = "no CUDA graph (cudagraph_skips)"
 
 
 def fallbacks() -> dict[str, int]:
-    """How often each thing was not compiled, or not captured, so far, by its reason."""
+    """Counts what was not compiled, or not captured, so far, by its reason."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return {}
@@ -340,4 +340,4 @@ def _shown_inside(function: types.FunctionType) -> Callable[..., Any]:
 
 
 attention_in_parts = _shown_inside(F.multi_head_attention_forward)
-"""What `nn.MultiheadAttention` calls, with its products, its attention and its dropout shown."""
+"""The function that `nn.MultiheadAttention` calls, with its products, its attention and its dropout shown."""

@@ -51,7 +51,7 @@ def call_next_mode(mode: Any, func: Any, kinds: Any, args: tuple[Any, ...], kwar
 
 
 def let_go(outputs: Iterable[torch.Tensor]) -> None:
-    """Cuts the outputs of the last stage, which are kept until the step ends, off their graph: all that are no views.
+    """Detaches the outputs of the last stage, which are kept until the step ends, from their graph; views cannot be.
 
     The graph of a view stays, with whatever the backward has not let go of.
     """
@@ -66,7 +66,7 @@ def backward_for_inputs(
     inputs: Sequence[torch.Tensor],
     weights: Iterable[torch.nn.Parameter],
 ) -> Any:
-    """Makes the gradients of the inputs; returns what the other half needs."""
+    """Computes the gradients of the inputs; returns what the other half of backward needs."""
     from torch.distributed.pipelining import _backward
 
     given = None if gradients is None else list(gradients)
@@ -74,7 +74,7 @@ def backward_for_inputs(
 
 
 def backward_for_weights(weights: Iterable[torch.nn.Parameter], groups: Any) -> None:
-    """Makes the gradients of the weights."""
+    """Computes the gradients of the weights."""
     from torch.distributed.pipelining import _backward
 
     _backward.stage_backward_weight(iter(weights), groups)

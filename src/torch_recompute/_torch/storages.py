@@ -25,7 +25,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int
 
 
 def set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
-    """Makes tensors that hold what they held then of that version again: graphs that have saved them remain valid."""
+    """Gives tensors their former versions, so that graphs that have saved them remain valid."""
     changed = [(tensor, then) for tensor, then in versions if tensor._version != then]
     if changed:
         _set_versions(*map(tuple, zip(*changed, strict=True)))

@@ -819,7 +819,7 @@ def notes(result: Result) -> list[str]:
     if result.taken:
         said.append(f"{result.taken} trials were taken from the file of results; --fresh runs them again.")
     if result.noise_percent is not None:
-        said.append(f"Noise: rounds of one setting lie up to {result.noise_percent:.1f} % apart.")
+        said.append(f"Noise: rounds of one setting differ by up to {result.noise_percent:.1f} %.")
         if result.golden is not None and result.noise_percent > result.config.threshold:
             said.append("That is more than the threshold, so a regression may be noise: take more --rounds.")
     golden = result.golden

@@ -57,7 +57,7 @@ class CheckpointWithoutOutput(OutputDiscardCheckpoint):
     Args:
         fp8: Transformer Engine's recompute contexts; refused unless None or False.
         ckpt_manager: Megatron's manager for chains; refused, for there is nothing to manage.
-        retain_input_tensors: Whether outputs that lie in the memory of an input are left alone. They always are.
+        retain_input_tensors: Whether outputs that are in the memory of an input are left alone. They always are.
 
     Raises:
         ArgumentError: `fp8` or `ckpt_manager` is given, or `retain_input_tensors` is neither True nor False.
@@ -65,7 +65,7 @@ class CheckpointWithoutOutput(OutputDiscardCheckpoint):
 
     def __init__(self, fp8: Any = False, ckpt_manager: Any = None, retain_input_tensors: bool = False) -> None:
         super().__init__(fp8, ckpt_manager)
-        write = "Leave it out: outputs that lie in the memory of an input are always left alone."
+        write = "Leave it out: outputs that are in the memory of an input are always left alone."
         check_switch("CheckpointWithoutOutput", "retain_input_tensors", retain_input_tensors, write)
 
     def _state(self) -> Sequence[Ambient]:

@@ -49,7 +49,7 @@ def recompute(
             PyTorch's generators, as in Paddle.
         use_reentrant: False or None. True is refused.
         offload_indices: Which of the positional arguments wait in host memory, counted from 0: all tensors in them.
-            The others stay where they are, inside of another region too. Inside `torch.compile`, where tensors lie is
+            The others stay where they are, inside of another region too. Inside `torch.compile`, where tensors are is
             not ours to say.
         **kwargs: Keyword arguments of `function`.
 

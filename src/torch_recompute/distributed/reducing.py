@@ -129,7 +129,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what of a tensor is in this rank's memory."""
+    """Returns the part of a tensor that is in this rank's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -6,7 +6,7 @@ there are streams: `default`, PyTorch's own generators, seeded alike on the rank
 on each tensor parallel rank; `expert`, another on each rank that holds other experts. `fork(name)` puts a stream's
 state into PyTorch's generators for a while, and theirs back at the end.
 
-A region replays what it drew from PyTorch's generators; where a stream stood, a fork inside a region writes down in the
+A region replays what it drew from PyTorch's generators; a fork inside a region writes down in the
 region's trace, and the replay's fork at the same place finds it. So no stream is moved by a replay.
 
 A state is never written to: the CPU's is a tensor of 5,056 bytes that is replaced, and kept once while nothing is drawn
@@ -42,7 +42,7 @@ class _State(NamedTuple):
 
 
 def _present(loaded: _State) -> _State:
-    """Returns where the generators stand now, since `loaded` was put into them."""
+    """Returns the state of the generators now, since `loaded` was put into them."""
     cpu = _cpu.get_state()
     if _torch.same_bytes(cpu, loaded.cpu):
         cpu = loaded.cpu
@@ -66,8 +66,8 @@ class _Fork:
 
     Attributes:
         name: Its name for errors.
-        state: Where the stream stood; None where it was drawn from already.
-        after: Where the stream around stood at the end, if that was forked inside too; else None.
+        state: The state of the stream; None where it was drawn from already.
+        after: The state of the stream around at the end, if that was forked inside too; else None.
     """
 
     name: str
@@ -190,7 +190,7 @@ class RngStreams:
             _load(after)
 
     def capture(self) -> tuple[str, dict[str, _State]]:
-        """The stream in use, and where all others stand."""
+        """The stream in use, and the state of all others."""
         return self._current, dict(self._states)
 
     def restore(self, value: tuple[str, dict[str, _State]]) -> None:

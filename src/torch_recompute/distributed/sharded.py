@@ -189,7 +189,7 @@ class ShardedOver:
                 return
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns what of the tensor is on this rank, and a function that makes the tensor of its shape and that."""
+        """Returns the part of the tensor on this rank, and a function that makes the tensor of its shape and that."""
         placements: Any = getattr(tensor, "placements", None)
         wrap: Any = _expanded
         if placements is not None:

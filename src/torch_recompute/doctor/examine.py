@@ -93,7 +93,7 @@ def examine(
     on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))])
     if run and on_meta:
         raise errors.ArgumentError(
-            f"run=True, but a part of {type(model).__name__} or of its batch lies on the meta device, where "
+            f"run=True, but a part of {type(model).__name__} or of its batch is on the meta device, where "
             "nothing can be run.\n"
             "  Leave run out: then a step is simulated, and the report says what was not looked for."
         )

@@ -359,7 +359,7 @@ def _check(config: RecomputeConfig) -> None:
         if config.cpu_offloading:
             raise errors.ArgumentError(
                 "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of "
-                "regions in parts on the tensor parallel ranks, the other in host memory, and they lie in one place.\n"
+                "regions in parts on the tensor parallel ranks, the other in host memory, and they are in one place.\n"
                 '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some '
                 'layers, store="host"  for others.'
             )
@@ -423,7 +423,7 @@ def _check_offloaded_parts(config: RecomputeConfig) -> None:
     for field in (field for field in fields if field != "offload_modules" and not _is_default(config, field)):
         why, write = "it is about Megatron-LM's own schedule", "Write nothing in its place"
         if field in OPTIONS:
-            why = "a plan says whose inputs lie in host memory, and the store how many of them"
+            why = "a plan says whose inputs are in host memory, and the store how many of them"
             write = f'Write apply(model, plan, stores={{"host": store}}) with store = {OPTIONS[field]}'
         _no_effect(config, field, why, write)
 
@@ -530,7 +530,7 @@ def _parts(
     merged = merge(units, found)
     for label in config.offload_modules or ():
         if not any(label in choice.labels and choice.store == HOST for choice in merged):
-            why = f"all of {label!r} lies inside of other regions, whose inputs stay on the device"
+            why = f"all of {label!r} is inside of other regions, whose inputs stay on the device"
             write = "Name the label of those in offload_modules"
             _no_effect(config, "offload_modules", why, write)
     return merged

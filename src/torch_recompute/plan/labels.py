@@ -4,7 +4,7 @@ Each label is a function from the units of a model to choices. Two shapes are en
 role, with the calls in it that are saved; and, for what has no module of its own (the norms and residual adds of a
 layer), a region around the layer in which everything else is a saved call.
 
-    core_attn        region around each attention, products saved: what lies between the projections is recomputed
+    core_attn        region around each attention, products saved: what is between the projections is recomputed
     mlp              region around each dense MLP
     moe              region around each mixture of experts, router included, its decisions carried
     moe_act          region around the experts, products saved

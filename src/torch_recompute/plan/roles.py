@@ -4,8 +4,8 @@
 a part does in a transformer, whatever its class is called:
 
     layer             one step of the residual stream, repeated; its container is a stack
-    attention         the projections and what lies between them, self or cross
-    core_attention    what lies between them: a module of its own, or a call inside `path`
+    attention         the projections and what is between them, self or cross
+    core_attention    what is between them: a module of its own, or a call inside `path`
     down_projection   into, and
     up_projection     out of the latents of multi-head latent attention (MLA); without a latent for the queries, their
                       projection is an up-projection too

@@ -208,7 +208,7 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
             f"budget={errors.size(budget)} is too small: no choice of what to recompute needs less than "
             f"{least}{exact}.\n"
             f"  With that choice the peak is {moment.where}, where {errors.size(moment.fixed)} are not for a plan to "
-            "change: parameters, gradients, optimizer state and what lies between the planned modules.\n"
+            "change: parameters, gradients, optimizer state and what is between the planned modules.\n"
             f'  Pass budget="{least.replace(" ", "")}" or more, or a smaller batch. The choice that needs the least is '
             ".solution of this error, and its bytes are .smallest."
         )
