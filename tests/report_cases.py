@@ -6,22 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from models import Residual
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.report_data import Clock, Reported, collect
 from zoo import mean_loss
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def pair() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return nn.Sequential(*(Block() for _ in range(4)), nn.BatchNorm1d(32)), (torch.ones(512, 32),)
+    return nn.Sequential(*(Residual(32) for _ in range(4)), nn.BatchNorm1d(32)), (torch.ones(512, 32),)
 
 
 def task() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[Any], torch.Tensor]]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laws.watch import Operations
+from models import Made
 from torch_recompute import Choice, Plan, apply, doctor
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
@@ -29,16 +30,11 @@ def without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_recompute.simulation.step.kept_by_cublas", lambda capability: 0)
 
 
-class Norms(nn.Module):
+def norms() -> nn.Module:
     """Norms and dropout between products, in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm, self.dropout = nn.RMSNorm(WIDTH), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.dropout(self.norm(self.first(x))))
+    first, second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    parts = {"norm": nn.RMSNorm(WIDTH), "dropout": nn.Dropout(0.1)}
+    return Made(lambda m, x: m.second(m.dropout(m.norm(m.first(x)))), first=first, second=second, **parts)
 
 
 def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
@@ -64,7 +60,7 @@ def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
 
 def test_a_norm_is_one_operation_that_keeps_its_input_and_a_number_per_row() -> None:
     """Beside the norm, one product keeps its input and one reads the norm's result; dropout keeps a byte each."""
-    model = Norms().to(torch.bfloat16)
+    model = norms().to(torch.bfloat16)
     there, ran = simulated(model, "cuda")
     assert ran["_fused_rms_norm"] == ran["_fused_rms_norm_backward"] == 1
     assert ran["native_dropout"] == ran["native_dropout_backward"] == 1
@@ -76,7 +72,7 @@ def test_a_norm_is_one_operation_that_keeps_its_input_and_a_number_per_row() -> 
 
 def test_without_cuda_as_the_target_the_step_is_the_one_of_this_machine() -> None:
     """The norm is then taken apart, and keeps more."""
-    model = Norms().to(torch.bfloat16)
+    model = norms().to(torch.bfloat16)
     here, ran = simulated(model, "")
     there, _ = simulated(model, "cuda")
     assert ran["_fused_rms_norm"] == ran["native_dropout"] == 0
@@ -369,26 +365,26 @@ def test_dropout_is_that_of_the_function() -> None:
 def test_a_plan_for_a_gpu_is_for_its_operations_where_the_model_has_no_weights() -> None:
     """A model on meta is planned as on CUDA; one with weights as it runs here, of which its peak is promised."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    real = Norms().to(torch.bfloat16)
+    real = norms().to(torch.bfloat16)
     here = Planner(real, (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
     there = Planner(real.to("meta"), (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
-    assert here == simulate_step(Norms().to(torch.bfloat16), (x,), loss=mean_loss).peak_bytes
-    assert there == simulate_step(Norms().to(torch.bfloat16), (x,), composed="cuda", loss=mean_loss).peak_bytes < here
+    assert here == simulate_step(norms().to(torch.bfloat16), (x,), loss=mean_loss).peak_bytes
+    assert there == simulate_step(norms().to(torch.bfloat16), (x,), composed="cuda", loss=mean_loss).peak_bytes < here
 
 
 def test_a_device_of_which_nothing_is_said_changes_nothing() -> None:
     """Every data sheet is of a CUDA device; a roofline of the user's own is of none unless it says so."""
-    meta = Norms().to("meta")
+    meta = norms().to("meta")
     assert {where(name, meta).composed.partition(" ")[0] for name in DEVICES} == {"cuda"}
     assert where("h100", meta).composed == "cuda 9.0"
     mine = Roofline("mine", {1: 1e12}, 1e12, 1e-6)
-    assert where(mine, meta).composed == where(None, meta).composed == where("h100", Norms()).composed == ""
+    assert where(mine, meta).composed == where(None, meta).composed == where("h100", norms()).composed == ""
 
 
 def test_the_doctor_examines_the_step_that_a_plan_is_for() -> None:
     """What fits a GPU by its own operations fits in the doctor's simulation, too, and does not as the CPU's."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    meta = Norms().to(torch.bfloat16).to("meta")
+    meta = norms().to(torch.bfloat16).to("meta")
     budget = Planner(meta, (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
     found = [
         {finding.kind for finding in doctor.examine(meta, (x,), budget=budget, device=device, loss=mean_loss).findings}

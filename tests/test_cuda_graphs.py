@@ -280,17 +280,6 @@ def test_no_device_captures_nothing() -> None:
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """A layer with dropout."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.up, self.down, self.p = nn.Linear(64, 256), nn.Linear(256, 64), p
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.dropout(F.gelu(self.up(x)), self.p))
-
-
 def step(blocks: nn.ModuleList, x: torch.Tensor, wrap: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
     y = x
     for block in blocks:

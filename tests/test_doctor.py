@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from models import Made
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
 from torch_recompute.commands import cli
@@ -68,15 +69,9 @@ def each(*parts: str, keep: tuple[str, ...] = ()) -> Plan:
     return Plan(tuple(Choice((f"{i}.{part}".strip("."),), keep) for i in range(2) for part in parts))
 
 
-class Wrapped(nn.Module):
+def around(inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> nn.Module:
     """A module that is called in some way of its own."""
-
-    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.inner, self.call = inner, call
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(self.inner, x)
+    return Made(lambda m, x: call(m.inner, x), inner=inner)
 
 
 class Waits(nn.Linear):
@@ -112,15 +107,9 @@ class Remembers(nn.Linear):
         return super().forward(x).sin()
 
 
-class Head(nn.Module):
+def head() -> nn.Module:
     """A tiny layer, and logits that are much wider."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4096, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.gelu(self.layer(x)))
+    return Made(lambda m, x: m.head(F.gelu(m.layer(x))), layer=nn.Linear(8, 8), head=nn.Linear(8, 4096, bias=False))
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -169,7 +158,7 @@ class Case:
 
 
 def wrapped(call: Callable[[nn.Module, torch.Tensor], torch.Tensor], inner: Callable[[], nn.Module] = linear) -> Any:
-    return lambda: stack(lambda: Wrapped(inner(), call))
+    return lambda: stack(lambda: around(inner(), call))
 
 
 def with_grad(out: torch.Tensor) -> torch.Tensor:
@@ -225,7 +214,7 @@ CASES = [
     ),
     Case(
         "output_held",
-        lambda: nn.Sequential(Head()),
+        lambda: nn.Sequential(head()),
         "the training loop",
         ("`out` of `out = model(...)` keeps 1.00 MiB alive",),
         lambda: {"loss": entropy, "hold_output": True},
@@ -233,7 +222,7 @@ CASES = [
     ),
     Case(
         "loss_head",
-        lambda: nn.Sequential(Head()),
+        lambda: nn.Sequential(head()),
         "Sequential",
         ("as wide as the logits",),
         lambda: {"loss": entropy, "plan": Plan((Choice(("0.layer",)),))},
@@ -301,7 +290,7 @@ def test_what_regions_free_is_what_the_step_keeps_less(plan: Plan) -> None:
 
 def test_everything_is_as_before() -> None:
     """An examination changes no weight, gradient, buffer, random state or forward, and leaves no hook."""
-    model = stack(lambda: Wrapped(nn.Sequential(Counts(), nn.Dropout()), theirs))
+    model = stack(lambda: around(nn.Sequential(Counts(), nn.Dropout()), theirs))
     model(batch()).sum().backward()
     with unchanged(model):
         doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100", loss=mean_loss)
@@ -339,7 +328,7 @@ def test_a_model_on_meta_is_simulated() -> None:
 def test_a_step_that_cannot_be_simulated_is_run() -> None:
     """A model that no copy can be made of is run all the same, and the report says what is missing for it."""
     outside = linear()
-    report = doctor.examine(nn.Sequential(Wrapped(outside, lambda fn, x: outside(x))), (batch(),), loss=mean_loss)
+    report = doctor.examine(nn.Sequential(around(outside, lambda fn, x: outside(x))), (batch(),), loss=mean_loss)
     assert report
     assert dict(report.not_looked_for)["made_worse"].startswith("the step cannot be simulated (")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import Made
 from torch_recompute import ArgumentError
 from torch_recompute.integrations.lightning import Recompute
 from zoo_handmade import DecoderOnly
@@ -36,15 +37,9 @@ def runs_of(model: nn.Module, call: Any) -> int:
     return count[0]
 
 
-class Wrapped(nn.Module):
+def wrapped(module: nn.Module) -> nn.Module:
     """What a strategy makes of the model: a module around it, as DistributedDataParallel is."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+    return Made(lambda m, *args: m.module(*args), module=module)
 
 
 def fit(model: nn.Module, callback: Recompute | None) -> list[torch.Tensor]:
@@ -52,7 +47,7 @@ def fit(model: nn.Module, callback: Recompute | None) -> list[torch.Tensor]:
     if callback is not None:
         callback.setup(None, model, "fit")
     torch.manual_seed(1)
-    Wrapped(model)(torch.arange(16).view(2, 8)).square().mean().backward()
+    wrapped(model)(torch.arange(16).view(2, 8)).square().mean().backward()
     if callback is not None:
         callback.teardown(None, model, "fit")
     return [p.grad.clone() for p in model.parameters()]

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from laws.watch import no_collector, on_threads
+from models import Made
 from torch_recompute.memory import CATEGORIES, Measurement, measure
 
 KIB = 1024
@@ -163,15 +164,10 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(4, 16, 32))
 
 
-class Checkpointed(nn.Module):
+def checkpointed(inner: nn.Module) -> nn.Module:
     """Without the generator's state, 5,056 bytes that no operator returns."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=False)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return Made(lambda m, x: checkpoint(m.inner, x, **options), inner=inner)
 
 
 def mlp() -> nn.Module:
@@ -184,7 +180,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "attention": Attention,
     "softmax": lambda: nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1)),
-    "checkpointed": lambda: nn.Sequential(*(Checkpointed(mlp()) for _ in range(3))),
+    "checkpointed": lambda: nn.Sequential(*(checkpointed(mlp()) for _ in range(3))),
     "shared": lambda: nn.Sequential(*[nn.Linear(32, 32)] * 3),
 }
 
@@ -257,22 +253,15 @@ def in_blocks(figures: dict[str, int]) -> dict[str, float]:
     return {name: count / BLOCK for name, count in figures.items()}
 
 
-class Layers(nn.Module):
+def layers() -> nn.Module:
     """Two 64x64 matrices without bias, a buffer, and a relu: every tensor is one block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64, bias=False)
-        self.second = nn.Linear(64, 64, bias=False)
-        self.register_buffer("shift", block())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second((self.first(x) + self.shift).relu())
+    first, second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+    return Made(lambda m, x: m.second((m.first(x) + m.shift).relu()), {"shift": block()}, first=first, second=second)
 
 
 def test_categories_in_forward() -> None:
     """Parameters and buffers count from the start; a linear layer and a relu between them save one block."""
-    net, x = Layers(), block()
+    net, x = layers(), block()
     with measure(net) as m:
         start = m.live_by_category
         y = net(x)
@@ -285,7 +274,7 @@ def test_categories_in_forward() -> None:
 
 def test_categories_in_backward() -> None:
     """Gradients are gradients already at the peak, though they became `.grad` after it."""
-    net, x = Layers(), block()
+    net, x = layers(), block()
     with measure(net) as m:
         net(x).backward(block())
     assert in_blocks(m.live_by_category) == categories(parameters=2, buffers=1, gradients=2)
@@ -295,7 +284,7 @@ def test_categories_in_backward() -> None:
 
 def test_gradients_that_exist() -> None:
     """A `.grad` from before counts from the start; accumulating into it makes one that passes and adds none."""
-    net, x = Layers(), block()
+    net, x = layers(), block()
     net(x).backward(block())
     with measure(net) as m:
         assert in_blocks(m.live_by_category) == categories(parameters=2, buffers=1, gradients=2)
@@ -307,7 +296,7 @@ def test_gradients_that_exist() -> None:
 
 def test_gradients_released_by_a_hook() -> None:
     """A gradient that the user's own hook gives up at once, before ours could look, was a gradient all the same."""
-    net, x = Layers(), block()
+    net, x = layers(), block()
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with measure(net) as m:
@@ -318,7 +307,7 @@ def test_gradients_released_by_a_hook() -> None:
 
 def test_gradients_by_assignment() -> None:
     """Gradients taken with `autograd.grad`, or assigned by hand, are gradients."""
-    net, x = Layers(), block()
+    net, x = layers(), block()
     with measure(net) as m:
         gradients = torch.autograd.grad(net(x).sum(), tuple(net.parameters()))
         assert in_blocks(m.live_by_category)["gradients"] == 2
@@ -330,7 +319,7 @@ def test_gradients_by_assignment() -> None:
 @pytest.mark.parametrize("foreach", [False, True])
 def test_adam(foreach: bool) -> None:
     """Adam keeps two blocks per parameter and a step counter; what its step allocates is the optimizer's too."""
-    net, x = Layers(), block()
+    net, x = layers(), block()
     optimizer = torch.optim.AdamW(net.parameters(), foreach=foreach)
     net(x).backward(block())
     with measure(net, optimizer) as m:
@@ -347,7 +336,7 @@ def test_adam(foreach: bool) -> None:
 def test_model_made_inside() -> None:
     """A model that the block makes is renamed from activations to parameters when it is tracked."""
     with measure() as m:
-        net = Layers()
+        net = layers()
         assert in_blocks(m.live_by_category) == categories(activations=3)
         m.track(net)
         assert in_blocks(m.live_by_category) == categories(parameters=2, buffers=1)
@@ -364,7 +353,7 @@ def test_a_tensor_by_name() -> None:
 
 def test_tied_weights_count_once() -> None:
     """A parameter that two modules share, or that the optimizer names too, is one storage."""
-    net = Layers()
+    net = layers()
     net.second.weight = net.first.weight
     with measure(net, torch.optim.SGD(net.parameters())) as m:
         pass
@@ -373,7 +362,7 @@ def test_tied_weights_count_once() -> None:
 
 def test_checkpoint_moves_the_peak() -> None:
     """What `torch.utils.checkpoint` drops is not there after forward, and its replay inside backward is seen."""
-    net = nn.Sequential(*(Layers() for _ in range(4)))
+    net = nn.Sequential(*(layers() for _ in range(4)))
     x = block()
     with measure(net) as plain:
         net(x).backward(block())
@@ -503,7 +492,7 @@ def test_measurements_on_two_threads() -> None:
 def test_no_cycle_and_no_hook_stays() -> None:
     """Model, optimizer, tensors and the measurement itself die without the garbage collector."""
     with no_collector():
-        net = Layers()
+        net = layers()
         optimizer = torch.optim.AdamW(net.parameters())
         with measure(net, optimizer) as m:
             y = net(block())
@@ -519,7 +508,7 @@ def test_no_cycle_and_no_hook_stays() -> None:
 
 def test_exception_inside() -> None:
     """An exception passes through, the mode and the hooks are gone, and the figures so far are there."""
-    net = Layers()
+    net = layers()
 
     def breaks(m: Measurement) -> None:
         with m:
@@ -550,7 +539,7 @@ def test_after_the_block() -> None:
 
 def test_repr_says_the_peak() -> None:
     """The measurement prints as its device, its peak and what the peak was for."""
-    net = Layers()
+    net = layers()
     with measure(net) as m:
         pass
     assert repr(m) == "<measurement on cpu: peak 49,152 bytes (parameters 32,768, buffers 16,384)>"

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import Made
 from torch_recompute import Choice, Plan, apply
 
 LAYERS, WIDTH, TOKENS = 4, 16, 8
@@ -137,21 +138,15 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Mlp(nn.Module):
-    """An MLP behind a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu()).sin()
+def mlp() -> nn.Module:
+    parts = {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 32), "down": nn.Linear(32, WIDTH)}
+    return Made(lambda m, x: x + m.down(m.up(m.norm(x)).relu()).sin(), **parts)
 
 
 def parallel(plan: Plan | None, mode: Any, sequence: bool) -> Any:
     """The mode, after a step of a tensor-parallel model under it."""
     torch.manual_seed(0)
-    m = nn.Sequential(Mlp(), Mlp())
+    m = nn.Sequential(mlp(), mlp())
     layout: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         layout = {

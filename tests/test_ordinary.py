@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from models import Made
 from torch_recompute import Profile, apply, make_plan, measure, profile, simulate, solve
 from torch_recompute.memory import workspaces
 from torch_recompute.plan.cost import peak
@@ -33,15 +34,9 @@ class Around(nn.Module):
         return self.last(made[0] if isinstance(made, tuple) else made).square().mean()
 
 
-class Batched(nn.Module):
+def batched() -> nn.Module:
     """A batch norm over a view with the channels in front."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+    return Made(lambda m, x: m.norm(x.transpose(1, 2)).transpose(1, 2), norm=nn.BatchNorm1d(WIDTH))
 
 
 def every_other(x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "inverse": (lambda: Around(lambda x: torch.linalg.inv(positive(x))), SQUARE),
     "solve": (lambda: Around(lambda x: torch.linalg.solve(positive(x), x)), SQUARE),
     "determinant": (lambda: Around(lambda x: x * torch.linalg.slogdet(positive(x))[1][:, None, None]), SQUARE),
-    "batch norm of a view": (lambda: Around(Batched()), (4, 50, WIDTH)),
+    "batch norm of a view": (lambda: Around(batched()), (4, 50, WIDTH)),
     "spectral norm": (lambda: Around(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
     "spectral norm by hooks": (lambda: Around(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
 }

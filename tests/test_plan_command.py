@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from models import Made
 from torch_recompute import Plan, apply, make_plan
 from torch_recompute.commands import cli
 from torch_recompute.commands.models import PRESETS, batch_for, load
@@ -29,20 +30,15 @@ LLAMA = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
+def block() -> nn.Module:
+    return Made(lambda m, x: x + m.down(nn.functional.gelu(m.up(x))), up=nn.Linear(8, 32), down=nn.Linear(32, 8))
 
 
 Task = tuple[nn.Module, Any, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def pair() -> Task:
-    return nn.Sequential(*(Block() for _ in range(3))), (torch.ones(256, 8),), torch.mean
+    return nn.Sequential(*(block() for _ in range(3))), (torch.ones(256, 8),), torch.mean
 
 
 def named_pair() -> Task:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import InTurn, Residual
 from torch_recompute import (
     ArgumentError,
     BudgetError,
@@ -252,21 +253,9 @@ def test_a_generous_budget_leaves_the_model_alone(gpt: Planner) -> None:
 
 def test_a_model_on_meta_is_planned_without_memory() -> None:
     """A model far larger than this machine is planned; nothing of it is ever made."""
-
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(16384, 65536), nn.GELU(), nn.Linear(65536, 16384)) for _ in range(6)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x.square().mean()
-
     with torch.device("meta"):
-        model = Large()
+        parts = [nn.Sequential(nn.Linear(16384, 65536), nn.GELU(), nn.Linear(65536, 16384)) for _ in range(6)]
+    model = InTurn(parts, residual=True)
     x = torch.empty(65536, 16384, device="meta")
     plan = make_plan(model, (x,), budget=0.3, device="h100", loss=mean_loss)
     assert plan.prediction is not None
@@ -428,19 +417,8 @@ DEEP = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
 def deep_is_made() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Many narrow layers over many tokens: the inputs of layers outweigh what is in them."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Narrow() for _ in range(12)))
+    model = nn.Sequential(*(Residual(16, dropout=0.1) for _ in range(12)))
     return model, lambda: model(DEEP).square().mean()
-
-
-class Narrow(nn.Module):
-    """A layer of an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
 
 
 def test_groups_of_layers_need_less_than_any_single_ones() -> None:
@@ -465,18 +443,8 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
 
 def test_layers_that_do_not_hand_on_are_not_grouped() -> None:
     """Where something lies between layers, a group would not free the inputs inside it, so none is offered."""
-
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Narrow() for _ in range(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x.square().mean()
-
-    planner = Planner(Between(), (torch.randn(64, 16),), None, device="h100", loss=mean_loss)
+    model = InTurn((Residual(16, dropout=0.1) for _ in range(6)), residual=True)
+    planner = Planner(model, (torch.randn(64, 16),), None, device="h100", loss=mean_loss)
     assert {option.span for kind in planner.costs.kinds.values() for option in kind.options} == {1}
 
 

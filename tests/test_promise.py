@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from models import Made
 from torch_recompute import ArgumentError, Plan, Profile, apply, make_plan, simulate, solve
 from torch_recompute import profile as profile_of
 from torch_recompute.integrations import huggingface, lightning
@@ -26,18 +27,11 @@ SEEN = 64  # bytes: numbers that an optimizer makes where no mode watches
 VOCABULARY = 4096
 
 
-class Logits(nn.Module):
+def head_over(vocabulary: int = VOCABULARY, width: int = 16) -> nn.Module:
     """Two layers and a head as wide as a vocabulary; returns logits, as the readme's users write them."""
-
-    def __init__(self, width: int = 16, vocabulary: int = VOCABULARY) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3))
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x))
+    layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
+    head = nn.Linear(width, vocabulary, bias=False)
+    return Made(lambda m, x: m.head(m.layers(x)), layers=nn.Sequential(*layers), head=head)
 
 
 LABELS = torch.zeros(32, dtype=torch.long)
@@ -48,7 +42,7 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def logits() -> tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]:
-    return Logits(), {"x": torch.ones(32, 16)}, entropy
+    return head_over(), {"x": torch.ones(32, 16)}, entropy
 
 
 def of_the_zoo(name: str) -> Callable[[], tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]]:
@@ -141,15 +135,9 @@ def test_gradients_are_alive_in_forward() -> None:
         assert found.peak_bytes > plain.peak_bytes
 
 
-class Returns(nn.Module):
+def returning(what: Callable[[torch.Tensor], Any]) -> nn.Module:
     """Returns something made of a linear layer's result."""
-
-    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.body, self.what = nn.Sequential(nn.Linear(4, 4)), what
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.what(self.body(x))
+    return Made(lambda m, x: what(m.body(x)), body=nn.Sequential(nn.Linear(4, 4)))
 
 
 ASKED = {
@@ -171,7 +159,7 @@ ASKED = {
 def test_no_loss_is_invented(what: str) -> None:
     """Fault 1: where the output does not tell, `loss=` is asked for by all that speak of a peak, with the line."""
     returns, says = ASKED[what]
-    model, x = Returns(returns), torch.ones(2, 4)
+    model, x = returning(returns), torch.ones(2, 4)
     for ask in (
         lambda: simulate(model, (x,)),
         lambda: make_plan(model, (x,), budget=0.5, device="h100"),
@@ -196,7 +184,7 @@ TOLD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 def test_a_loss_that_is_there_is_taken_and_named(what: str) -> None:
     """A loss in the output, or its one scalar, needs no word, and the plan says which was counted."""
     returns, words = TOLD[what]
-    plan = make_plan(Returns(returns), (torch.ones(2, 4),), budget=0.5, device="h100")
+    plan = make_plan(returning(returns), (torch.ones(2, 4),), budget=0.5, device="h100")
     assert plan.prediction is not None
     assert plan.prediction.loop is not None
     assert plan.prediction.loop.loss == words
@@ -253,7 +241,7 @@ def planned() -> Iterator[Callable[[bool], tuple[nn.Module, torch.Tensor]]]:
     """Makes a model with a plan in it, made inside of autocast or outside."""
 
     def made(inside: bool) -> tuple[nn.Module, torch.Tensor]:
-        model, x = Logits(vocabulary=16), torch.ones(32, 16)
+        model, x = head_over(vocabulary=16), torch.ones(32, 16)
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             plan = make_plan(model, (x,), budget=0.1, loss=entropy, device="h100")
         assert plan.prediction is not None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from laws.watch import vector
+from models import Made
 from torch_recompute import ChangedError, arguments, recompute
 from torch_recompute.arguments import reach, rebuild
 
@@ -353,22 +354,16 @@ def test_a_reached_tensor_changed_before_backward_is_an_error(kind: str) -> None
         y.exp().sum().backward()
 
 
-class Attributed(nn.Module):
+def attributed() -> nn.Module:
     """Has tensors that are neither parameters nor buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.scale = torch.ones(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).sin().exp() * self.scale
+    parts = {"weight": nn.Parameter(torch.ones(3)), "scale": torch.ones(3)}
+    return Made(lambda m, x: (x * m.weight).sin().exp() * m.scale, **parts)
 
 
 @pytest.mark.parametrize("wrap", [recompute, lambda m: recompute(lambda x: m(x))], ids=["module", "closure"])
 def test_a_plain_attribute_changed_before_backward(wrap: Any) -> None:
     """A tensor that a module holds without registering it, changed before backward: the plain gradient or an error."""
-    plain, module = Attributed(), Attributed()
+    plain, module = attributed(), attributed()
     x, y = vector(), vector()
     plain(y).sum().backward()
     loss = wrap(module)(x).sum()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from models import Made
 from test_zoo import plans
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, measure, simulate
 from torch_recompute.memory import CATEGORIES
@@ -106,16 +107,10 @@ def test_a_model_on_meta_is_simulated_where_it_could_run() -> None:
     assert without.assumed == ("input_ids has no values: taken to be ones",)
 
 
-class Stack(nn.Module):
+def stack(width: int, vocabulary: int) -> nn.Module:
     """Two layers and a head as wide as a vocabulary."""
-
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
+    return Made(lambda m, x: m.head(m.layers(x)), layers=layers, head=nn.Linear(width, vocabulary))
 
 
 def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -124,7 +119,7 @@ def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
 
 def test_says_which_module_keeps_what() -> None:
     """What is kept for backward is given by module and sums to the total; the phases follow each other."""
-    result = simulate(Stack(8, 8), (torch.randn(4, 8),), loss=mean_loss)
+    result = simulate(stack(8, 8), (torch.randn(4, 8),), loss=mean_loss)
     assert result.saved_by_module == {"layers.0.1": 128, "layers.1.1": 128, "": 4} | (
         {"head": 128} if "head" in result.saved_by_module else {}
     )
@@ -138,7 +133,7 @@ def test_says_which_module_keeps_what() -> None:
 
 def test_says_what_activations_are_for() -> None:
     """Those of the peak are saved, of the loss or transient; a plan turns what is saved into what passes."""
-    model, x = Stack(8, 4096), torch.randn(64, 8)
+    model, x = stack(8, 4096), torch.randn(64, 8)
     logits = 64 * 4096 * 4
     results = [
         simulate(model, (x,), plan=plan, loss=cross_entropy, hold_output=False)
@@ -156,7 +151,7 @@ def test_says_what_activations_are_for() -> None:
 
 def test_flops_of_replays_are_predicted() -> None:
     """A region around the layers adds its products but the last, which backward does not need, to the replay."""
-    model, x = Stack(8, 8), torch.randn(4, 8)
+    model, x = stack(8, 8), torch.randn(4, 8)
     plain = simulate(model, (x,), loss=mean_loss)
     planned = simulate(model, (x,), plan=Plan((Choice(("layers",)),)), loss=mean_loss)
     product = 2 * 4 * 8 * 8
@@ -167,8 +162,8 @@ def test_flops_of_replays_are_predicted() -> None:
 
 def test_a_wide_loss_is_pointed_out() -> None:
     """Logits that make up much of the peak are named with their share and what helps; small ones are not."""
-    assert simulate(Stack(256, 8), (torch.randn(64, 256),), loss=cross_entropy).advice == ""
-    wide = simulate(Stack(8, 4096), (torch.randn(64, 8),), loss=cross_entropy)
+    assert simulate(stack(256, 8), (torch.randn(64, 256),), loss=cross_entropy).advice == ""
+    wide = simulate(stack(8, 4096), (torch.randn(64, 8),), loss=cross_entropy)
     assert "as wide as the logits (4,096)" in wide.advice
     assert "tiles=8" in wide.advice
     assert wide.advice in str(wide)
@@ -176,7 +171,7 @@ def test_a_wide_loss_is_pointed_out() -> None:
 
 def test_gradients_of_several_batches_meet() -> None:
     """With accumulation the second forward finds the gradients of the first, and so the peak is higher."""
-    model, x = Stack(64, 64), torch.randn(256, 64)
+    model, x = stack(64, 64), torch.randn(256, 64)
     once, twice, zeroed = (
         simulate(model, (x,), **words, loss=mean_loss) for words in ({}, {"accumulate": 2}, {"set_to_none": False})
     )
@@ -188,7 +183,7 @@ def test_gradients_of_several_batches_meet() -> None:
 
 def test_sizes_are_rounded_as_asked() -> None:
     """With `rounding=512` every storage counts in whole blocks, as in the allocator of CUDA."""
-    result = simulate(Stack(8, 8), (torch.randn(4, 8),), rounding=512, loss=mean_loss)
+    result = simulate(stack(8, 8), (torch.randn(4, 8),), rounding=512, loss=mean_loss)
     assert all(moment.live_bytes % 512 == 0 for moment in result.timeline)
     assert result.by_category["parameters"] == 6 * 512
 
@@ -236,7 +231,7 @@ def test_a_copy_that_uses_the_original_is_refused() -> None:
 
 def test_a_second_plan_is_refused() -> None:
     """A plan that is in the model already is simulated with it; another one on top is an error."""
-    model, x = Stack(8, 8), torch.randn(4, 8)
+    model, x = stack(8, 8), torch.randn(4, 8)
     plan = Plan((Choice(("layers",)),))
     expected = simulate(model, (x,), plan=plan, loss=mean_loss)
     apply(model, plan)

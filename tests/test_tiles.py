@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import Made
 from torch_recompute import measure, no_recompute, recompute
 
 WIDTH, FAT, TOKENS = 6, 16, 11
@@ -68,48 +69,31 @@ class Products(nn.Module):
         return h @ self.frozen
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """One weight up and down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FAT, WIDTH, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(F.linear(x, self.weight)) @ self.weight
+    weight = nn.Parameter(torch.randn(FAT, WIDTH, dtype=torch.float64))
+    return Made(lambda m, x: torch.tanh(F.linear(x, m.weight)) @ m.weight, weight=weight)
 
 
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """A frozen weight and a low-rank adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
-        self.a = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
-        self.b = nn.Linear(2, WIDTH, bias=False, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.base(x) + self.b(self.a(x)))
+    base = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+    a, b = (nn.Linear(*size, bias=False, dtype=torch.float64) for size in ((WIDTH, 2), (2, WIDTH)))
+    return Made(lambda m, x: torch.sigmoid(m.base(x) + m.b(m.a(x))), base=base, a=a, b=b)
 
 
-class Inner(nn.Module):
+def inner() -> nn.Module:
     """Saved calls and a region inside a tile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Mlp(), Mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return recompute(self.second)(no_recompute(self.first)(x).sin())
+    return Made(lambda m, x: recompute(m.second)(no_recompute(m.first)(x).sin()), first=Mlp(), second=Mlp())
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "gated": Gated,
     "products": Products,
-    "tied": Tied,
-    "adapter": Adapted,
-    "saved call and region inside": Inner,
+    "tied": tied,
+    "adapter": adapted,
+    "saved call and region inside": inner,
     "no parameters": nn.Tanh,
 }
 WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

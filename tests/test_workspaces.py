@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models import Made
 from test_blocks import alive
 from test_zoo import plans
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
@@ -251,22 +252,15 @@ def test_a_planned_convolutional_network_is_within_its_budget() -> None:
         assert peak <= plan.prediction.budget_bytes
 
 
-class Convolutions(nn.Module):
-    """Two convolutions whose workspaces are the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.second = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of what the second one makes of the first."""
-        return self.second(F.gelu(self.first(x))).mean()
+def convolutions() -> nn.Module:
+    """The mean of what two convolutions make, whose workspaces are the peak."""
+    first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    return Made(lambda m, x: m.second(F.gelu(m.first(x))).mean(), first=first, second=second)
 
 
 def test_the_books_are_whole() -> None:
     """A workspace is a block of its operation's moment: sums, categories, phase and module are right there."""
-    model, x = Convolutions().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    model, x = convolutions().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     step = simulate(model, (x,), hold_output=False)
     assert [moment.live_bytes for moment in step.timeline] == [
         sum(alive(step.blocks, moment.event).values()) for moment in step.timeline
@@ -299,9 +293,9 @@ def test_what_takes_long_is_not_run(asked: list[Any]) -> None:
 
 def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[Any]) -> None:
     """For a device that is not here, and where the memory to ask is missing, it is counted as none and said."""
-    model, x = Convolutions(), torch.randn(2, 3, 16, 16)
+    model, x = convolutions(), torch.randn(2, 3, 16, 16)
     with torch.device("meta"):
-        empty = Convolutions()
+        empty = convolutions()
     named = simulate_step(empty, (x,), composed="cuda", loss=mean_loss)
     assert not asked
     monkeypatch.setattr(workspaces, "host_memory", lambda: (1000, 2000))

@@ -12,24 +12,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distributed.pipelines import ONE, stages_of
+from models import Residual
 from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
 from torch_recompute.planner.pipeline import plan_stages
 from torch_recompute.planner.planner import Planner
 
 WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
-
-
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
@@ -39,7 +28,7 @@ class Net(nn.Module):
         super().__init__()
         numbers = list(layers)
         self.embed = nn.Embedding(CLASSES, WIDTH) if 0 in numbers else None
-        self.layers = nn.ModuleDict({str(i): Block() for i in numbers})
+        self.layers = nn.ModuleDict({str(i): Residual(WIDTH, dropout=0.1) for i in numbers})
         self.head = nn.Linear(WIDTH, CLASSES) if LAYERS - 1 in numbers else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,23 +19,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from distributed.ranks import started
+from models import Residual
 from torch_recompute import Choice, Plan, RecomputeError, apply, measure, no_recompute, recompute
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
 
 WORLD = 2
 WIDTH = 8
 ranks = pytest.fixture(scope="module")(started(WORLD))
-
-
-class Layer(nn.Module):
-    """A block that saves what a region can drop, with dropout-free arithmetic so that ranks and processes compare."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def each_once(model, wrap, x):
@@ -103,7 +93,7 @@ class Model(nn.Module):
 
     def __init__(self, program, wrap):
         super().__init__()
-        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(3))
+        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Residual(WIDTH, 2) for _ in range(3))
         self.program, self.wrap, self.step = program, wrap, 0
 
     def forward(self, x):
@@ -454,13 +444,14 @@ def test_the_cause_of_a_parameter_ready_twice(ranks):
     for said, found, without_model in ranks.run(marked_twice):
         assert "marked as ready twice" in said
         assert [(one.function, one.path, one.calls) for one in found] == [
-            ("Layer", "module.layers.2", 1),
-            ("Layer", "module.layers.0", 2),
-            ("Layer", "module.layers.1", 1),
+            ("Residual", "module.layers.2", 1),
+            ("Residual", "module.layers.0", 2),
+            ("Residual", "module.layers.1", 1),
         ]
         assert {one.library for one in found} == {"torch.utils.checkpoint"}
         assert [(one.path, one.calls) for one in without_model] == [("", 4)]
-        assert "Layer (module.layers.0) is checkpointed 2 times by torch.utils.checkpoint, reentrant" in str(found[1])
+        said = "Residual (module.layers.0) is checkpointed 2 times by torch.utils.checkpoint, reentrant"
+        assert said in str(found[1])
 
 
 def test_partials_and_methods_are_followed_to_their_module():

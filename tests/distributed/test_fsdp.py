@@ -25,19 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from distributed.ranks import started
+from models import Residual
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, apply, measure, recompute
 
 WORLD, WIDTH, DEPTH, TOKENS = 2, 16, 3, 64
 ranks = pytest.fixture(scope="module")(started(WORLD))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def each(model, wrap, x):
@@ -76,7 +68,7 @@ PROGRAMS = (each, within, around, nested, twice)
 class Model(nn.Module):
     def __init__(self, program=each, wrap=lambda fn: fn):
         super().__init__()
-        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(DEPTH))
+        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Residual(WIDTH) for _ in range(DEPTH))
         self.program, self.wrap = program, wrap
 
     def forward(self, x):
@@ -279,7 +271,7 @@ def pairs(together):
     results = []
     for with_regions in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Layer() for _ in range(4)))
+        model = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
         for i in (0, 2):
             fully_shard([model[i], model[i + 1]]) if together else [fully_shard(model[j]) for j in (i, i + 1)]
         fully_shard(model)
@@ -375,13 +367,13 @@ def wrapped(way, strategy, original):
         apply(model, plan(PATHS, ("@product",)))
     fsdp = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        auto_wrap_policy=ModuleWrapPolicy({Residual}),
         sharding_strategy=getattr(ShardingStrategy, strategy),
         use_orig_params=original,
         device_id=torch.device("cpu"),
     )
     if way == "plan after":
-        apply(fsdp, plan([path for path, module in fsdp.named_modules() if isinstance(module, Layer)]))
+        apply(fsdp, plan([path for path, module in fsdp.named_modules() if isinstance(module, Residual)]))
     return fsdp
 
 
@@ -408,17 +400,17 @@ def pairs_wrapped(strategy, when):
     results = []
     for with_regions in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Layer() for _ in range(4)))
+        model = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
         if with_regions and when == "before":
             apply(model, config.plan(model))
         fsdp = FullyShardedDataParallel(
             model,
-            auto_wrap_policy=None if strategy == "one unit" else ModuleWrapPolicy({Layer}),
+            auto_wrap_policy=None if strategy == "one unit" else ModuleWrapPolicy({Residual}),
             sharding_strategy=getattr(ShardingStrategy, strategy, ShardingStrategy.FULL_SHARD),
             device_id=torch.device("cpu"),
         )
         if with_regions and when == "after":
-            paths = [path for path, module in fsdp.named_modules() if isinstance(module, Layer)]
+            paths = [path for path, module in fsdp.named_modules() if isinstance(module, Residual)]
             apply(fsdp, Plan((Choice(tuple(paths[:2])), Choice(tuple(paths[2:])))))
         try:
             results.append(trained(fsdp))
