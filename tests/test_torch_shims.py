@@ -781,6 +781,7 @@ def test_what_backward_has_yet_to_reach() -> None:
     middle.exp().sum().backward()
     assert seen == [(True, False)]
     assert list(_torch.upstream()) == []
+    assert len(list(_torch.nodes_from([None, middle.grad_fn]))) == 2
 
 
 # How hooks of this library look to torch's selective contexts: tests/test_checkpoint.py.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,6 +39,11 @@ def paragraph(text: str, indent: int = 0, hanging: int = 0, width: int = 112) ->
     return textwrap.wrap(
         text, width, initial_indent=spaces, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
     )
+
+
+def starred(text: str) -> str:
+    """The text with a star for each number: the pattern that paths of alike layers have in common."""
+    return re.sub(r"\d+", "*", text)
 
 
 def counted(number: int, thing: str) -> str:

@@ -20,8 +20,9 @@ import operator
 import os
 import weakref
 from collections import deque, namedtuple
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -93,19 +94,22 @@ def after_backward(callback: Callable[[], None]) -> None:
 _MOST_NODES = 10_000  # to look at before giving up
 
 
-def upstream() -> Iterator[Any]:
-    """The nodes that the running backward is at and has yet to reach, nearest first."""
-    start = current_node()
-    if start is None:
-        return
-    seen, queue = {start}, deque([start])
-    while queue and len(seen) < _MOST_NODES:
+def nodes_from(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of a graph from some of them on (None is none), each once, nearest first."""
+    queue = deque(filter(None, roots))
+    seen = set(queue)
+    while queue:
         node = queue.popleft()
         yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 queue.append(following)
+
+
+def upstream() -> Iterator[Any]:
+    """The nodes that the running backward is at and has yet to reach, nearest first."""
+    return islice(nodes_from([current_node()]), _MOST_NODES)
 
 
 def leads_to(leaf: torch.Tensor) -> bool:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from .._text import starred
 from ..memory import Block
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
@@ -306,7 +306,7 @@ def placements(
         return prediction.lines
     groups: dict[tuple[str, str], list[Choice]] = {}
     for choice in choices:
-        groups.setdefault((re.sub(r"\d+", "*", ", ".join(choice.paths)), _what(choice)), []).append(choice)
+        groups.setdefault((starred(", ".join(choice.paths)), _what(choice)), []).append(choice)
     lines: list[Line] = []
     for (pattern, what), alike in groups.items():  # figures are the mean of regions that are treated alike
         paths, count = [path for choice in alike for path in choice.modules], len(alike)

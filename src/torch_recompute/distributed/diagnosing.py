@@ -13,8 +13,7 @@ all, and trains nothing; torch warns), and autograd Functions of other names tha
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
         )
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     found: Counter[tuple[str, str, str]] = Counter()
-    for node in _nodes(roots):
+    for node in _torch.nodes_from(roots):
         made_by = _torch.function_of(node)
         if made_by is not None and made_by.__name__ == "CheckpointFunction":
             function: Any = getattr(node, "run_function", None)
@@ -86,19 +85,6 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
             name = "a function" if function is None else name_of(function if module is None else module)
             found[name, paths.get(id(module), ""), made_by.__module__] += 1
     return [Reentrant(*key, calls) for key, calls in found.items()]
-
-
-def _nodes(roots: list[Any]) -> Iterator[Any]:
-    """Yields the nodes of a graph, each once, breadth first."""
-    queue = deque(filter(None, roots))
-    seen = set(queue)
-    while queue:
-        node = queue.popleft()
-        yield node
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                queue.append(parent)
 
 
 def _module_of(function: Any) -> nn.Module | None:

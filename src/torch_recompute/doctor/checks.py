@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from .. import errors
-from .._text import counted, document, paragraph, times
+from .._text import counted, document, paragraph, starred, times
 from .._torch.modes import NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import Audit
 from .observed import Observations
-from .simulated import Account, SimulatedSteps, starred
+from .simulated import Account, SimulatedSteps
 
 SCHEMA_VERSION = 1
 

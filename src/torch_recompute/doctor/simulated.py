@@ -12,7 +12,6 @@ Names are those of regions with the numbers in them as `*`: the layers of a stac
 
 from __future__ import annotations
 
-import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from .. import _torch
+from .._text import starred
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
 from ..memory.ledger import CountedOnce, storages
@@ -167,11 +167,6 @@ class _Outermost:
     name: str
     account: Account
     dropped: CountedOnce = field(default_factory=CountedOnce)
-
-
-def starred(name: str) -> str:
-    """A name with the numbers in it as `*`."""
-    return re.sub(r"\d+", "*", name)
 
 
 class SimulatedSteps:

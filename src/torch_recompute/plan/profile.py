@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from statistics import median
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .. import errors
-from .._text import table
+from .._text import starred, table
 from ..memory.loop import Loop
 from .cost import Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
 
@@ -205,11 +204,6 @@ def _groups(costs: Costs) -> dict[str, tuple[str, ...]]:
             str(len(options)),
         )
     return groups
-
-
-def starred(text: str) -> str:
-    """The text with a star for each number: the pattern that paths of alike layers have in common."""
-    return re.sub(r"\d+", "*", text)
 
 
 def _besides(costs: Costs) -> str:

@@ -12,10 +12,10 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .._text import table
+from .._text import starred, table
 from .choice import Choice, Target
 from .observe import Figures
-from .profile import MIB, starred
+from .profile import MIB
 
 WORTH = 0.01
 

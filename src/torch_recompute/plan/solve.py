@@ -28,12 +28,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
+from .._text import starred
 from .bound import bound
 from .budget import read_budget
 from .choice import Choice, joined, stored_in
 from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
 from .plan import Line, Plan, Prediction
-from .profile import Profile, starred
+from .profile import Profile
 from .roles import inside
 
 if TYPE_CHECKING:
