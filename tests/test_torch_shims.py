@@ -634,16 +634,22 @@ def test_same_bytes() -> None:
     other[-1] ^= 1
     assert not _torch.same_bytes(state, other)
     assert not _torch.same_bytes(state, state[:-1])
+    assert _torch._differ(state.data_ptr(), other.data_ptr(), 5056)
 
 
 # --- diagnosis --------------------------------------------------------------------------------------------------------
 
 
-def test_copy_each() -> None:
-    """Each tensor of one list takes the values of that of the other."""
+def test_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor of one list takes the values of that of the other; a new list is made where there is none."""
     targets = [torch.zeros(2), torch.zeros(3)]
     _torch.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
     assert [t.tolist() for t in targets] == [[1, 1], [2, 2, 2]]
+    for _ in range(2):
+        copied = load(inspect.getsource(_torch)).clone_each(targets)
+        assert all(map(torch.equal, copied, targets))
+        assert copied[0] is not targets[0]
+        monkeypatch.delattr(torch, "_foreach_clone", raising=False)
 
 
 def test_versions_kept() -> None:
@@ -825,6 +831,7 @@ def test_every_stand_in_is_tried() -> None:
         "_C.f'_set_{setter or name}'",
         "_C.'_get_fp32_precision_getter'",  # test_without_the_newer_interface_to_precision, test_tf32_is_...
         "torch.'xpu'",  # test_device_generators
+        "torch.'_foreach_clone'",  # test_copy_each
         "torch.UntypedStorage.'_new_with_weak_ptr'",  # test_memory_that_torch_cannot_find_again
         "config.'activation_memory_budget'",  # test_the_budget_of_compiled_code
         "modes.py: import",

@@ -267,31 +267,21 @@ class TensorState:
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A copy of each tensor. Small ones that are alike share memory and two operations: BatchNorms have many."""
+    """A copy of each tensor. One operation copies all that are alike: BatchNorms have many."""
     found: dict[int, torch.Tensor] = {}
     for some in _alike(tensors):
         each = [tensors[i] for i in some]
-        parts: Sequence[torch.Tensor]
-        if len(each) == 1:
-            parts = [each[0].clone()]
-        elif all(tensor.shape == each[0].shape for tensor in each):
-            parts = torch.stack(each).unbind()
-        else:
-            flat = torch.cat([tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in each])
-            parts = [
-                part if tensor.dim() == 1 else part.view(tensor.shape)
-                for part, tensor in zip(flat.split([tensor.numel() for tensor in each]), each, strict=True)
-            ]
-        found.update(zip(some, parts, strict=True))
+        found.update(zip(some, _torch.clone_each(each) if len(each) > 1 else [each[0].clone()], strict=True))
     return [found[i] for i in range(len(tensors))]
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
-    """The places of tensors that one operation can copy: small, dense and of one device and dtype; others alone."""
+    """The places of tensors that one operation can copy: of one device, and of one dtype if that is not the CPU."""
     groups: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        plain = type(tensor) is torch.Tensor and _small(tensor) and tensor.is_contiguous()
-        groups.setdefault((tensor.dtype, tensor.device) if plain else i, []).append(i)
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        kind = "" if tensor.device.type == "cpu" else tensor.dtype
+        groups.setdefault((kind, tensor.device) if plain else i, []).append(i)
     return groups.values()
 
 
