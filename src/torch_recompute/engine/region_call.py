@@ -24,7 +24,7 @@ import math
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -43,9 +43,6 @@ from .mismatch import Fingerprints, OpTrace, reader_of
 from .saved_call import SavedCall
 from .shape_only import Read, ShapeOnly, give_values, missing
 from .slots import KEPT, Packed, Slot, Stop, lend, unpack, without_history
-
-if TYPE_CHECKING:
-    pass
 
 
 def _needed_by(op: str) -> str:
@@ -74,9 +71,7 @@ class Replay(Run):
     """One replay of a frame: fills the slots that are still open, then stops."""
 
     pack: Callable[..., Packed]
-    filled = 0
-    _done = False
-    _unfinished = -1
+    filled: int
     _fingerprints: Fingerprints | None = None
     _module_hook: RemovableHandle | None = None
     _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
@@ -85,7 +80,7 @@ class Replay(Run):
         super().__init__(frame.name, frame.ambients)
         self.read(frame.trace)
         self._frame = frame
-        self._ids = ids
+        self._ids, self.filled, self._done, self._unfinished = ids, 0, False, -1
         self._restored = frame.restored
         self._stop = stop
         self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
@@ -172,7 +167,7 @@ class Replay(Run):
             ref = slots[index] if index < count else None
             if ref is kept:
                 self.filled = index + 1
-                return tensor, tensor._version
+                return (tensor, tensor._version) if finished else tensor  # an input outlives the replay's graph
             if self._done:
                 raise Stop(self)
             self.filled = index + 1
@@ -259,7 +254,6 @@ Contexts = Callable[[], tuple[contextlib.AbstractContextManager[Any], contextlib
 NEVER: Key = (-1, 0)
 _NONE: Mapping[int, torch.Tensor] = {}
 _UNKNOWN: Mapping[int, int] = {}
-_DETACHED = -1  # no version: what is no more than a view of what is alive is held without its history
 _END: Key = (math.inf, math.inf)
 
 
@@ -294,7 +288,7 @@ class RegionCall(Run):
     later: SavedCall | None = None
     fingerprints: Fingerprints | None = None
     streams: tuple[Any, ...] = ()
-    transient = complete = _aliased = False
+    transient = complete = False
     alive: Mapping[int, int] = _UNKNOWN
     _aliases: Mapping[int, torch.Tensor] = _NONE
     _contexts: contextlib.AbstractContextManager[Any] | None = None
@@ -311,6 +305,7 @@ class RegionCall(Run):
                 self.read(outer.next_child())
         self.overrides, self.observers = thread.overrides, here.observers
         self.slots: list[weakref.ref[Slot]] = []
+        self._ordinary = {torch.Tensor}  # classes of tensors that are looked at no further
         self._first, self._lock = _torch.sequence_number(), RLock()
         if check == "values":
             self.fingerprints = Fingerprints()
@@ -362,7 +357,7 @@ class RegionCall(Run):
         From here on a tensor is known by its storage alone: what a replay hands out has the storage of what the call
         returned, but need not be a view where that was one.
         """
-        self._aliased = True
+        self._ordinary.clear()
         if self.store is None:
             self._aliases = {**self._aliases, **{storage_id(tensor): tensor for tensor in tensors}}
 
@@ -398,43 +393,46 @@ class RegionCall(Run):
         view of them is looked for only where there can be such: where an input is a view, or a saved call has returned
         a tensor that is kept.
         """
-        slots, fingerprints, observers = self.slots, self.fingerprints, self.observers
         self.alive = {**self._state.versions(), **self.inputs.ids}
-        alive = self.alive.get
-        views, add, new, ref, plain = self.inputs.any_views(), slots.append, Slot, weakref.ref, torch.Tensor
+        alive, add, new, ref, kept = self.alive.get, self.slots.append, Slot, weakref.ref, KEPT
+        ordinary = self._ordinary
+        bases = () if self.inputs.any_views() else ordinary
+        watched = self.fingerprints is not None or self.observers is not None
 
         def pack(tensor: torch.Tensor) -> Packed:
             version = alive(id(tensor))
-            if version is None:
-                if tensor._is_view():
-                    base = tensor._base
-                    if alive(id(base)) is not None:
-                        version = _DETACHED
-                    elif views or self._aliased or type(base) is not plain:
-                        version = self._is_alive(tensor)
-                elif self._aliased or type(tensor) is not plain:
-                    version = self._is_alive(tensor)
             if version is not None:
-                add(KEPT)
+                add(kept)
                 now = tensor._version  # once changed here, its history leads to the very node that saves it
                 return (tensor if now == version else tensor.detach()), now
+            base = tensor._base
+            if base is None:
+                gone = type(tensor) in ordinary or not self._is_alive(tensor)
+            else:
+                gone = alive(id(base)) is None and (type(base) in bases or not self._is_alive(tensor))
+            if not gone:
+                add(kept)
+                return tensor.detach(), tensor._version
             slot = new()
             slot.owner = self
             slot.meta = meta(tensor)
             add(ref(slot))
-            if fingerprints is not None:
-                fingerprints.add(len(slots) - 1, tensor)
-            if observers is not None:
-                observers.dropped(self, tensor)
+            if watched:
+                self._watched(tensor)
             return slot
 
         return _torch.see_through(pack)
 
-    def _is_alive(self, tensor: torch.Tensor) -> int | None:
-        """Says whether a tensor has the storage of an input, a parameter or a kept output: `_DETACHED`, else None."""
+    def _watched(self, tensor: torch.Tensor) -> None:
+        """Shows a tensor that is not kept to those who look on."""
+        if self.fingerprints is not None:
+            self.fingerprints.add(len(self.slots) - 1, tensor)
+        self.dropped(tensor)
+
+    def _is_alive(self, tensor: torch.Tensor) -> bool:
+        """Says whether a tensor has the storage of an input, a parameter or a kept output."""
         storage = storage_id(tensor)
-        alive = parameter_of(tensor) is not None or storage in self.inputs.storages or storage in self._aliases
-        return _DETACHED if alive else None
+        return parameter_of(tensor) is not None or storage in self.inputs.storages or storage in self._aliases
 
     def forward(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outer: Run | None) -> Any:
         """Runs the function under the hooks."""
@@ -487,10 +485,8 @@ class RegionCall(Run):
         need: Key = (last, math.inf) if last >= 0 else NEVER
         if self.trace is None and self.later is None:
             return need
-        for record in self._saved_calls():
-            if record.needed:
-                need = max(need, record.key)
-        return need
+        later = (record.key for record in reversed(self._saved_calls()) if record.needed)
+        return max(need, next(later, NEVER))
 
     def _saved_calls(self) -> Sequence[SavedCall]:
         later = () if self.later is None else (self.later,)

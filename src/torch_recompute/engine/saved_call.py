@@ -242,7 +242,7 @@ class SavedCall:
         inputs: Sequence[torch.Tensor],
         versions: Sequence[int],
         store: Store | None,
-        after: list[tuple[Ambient, Any]],
+        after: Sequence[tuple[Ambient, Any]],
     ) -> list[torch.Tensor]:
         """Takes what a replay will need; returns the outputs that are kept on the device."""
         if after:
@@ -290,11 +290,13 @@ class SavedCall:
         store: Store | None,
     ) -> Packed:
         """The pack hook of the call: sorts a tensor that autograd saves in it."""
-        base: Any = tensor._base if tensor._is_view() else tensor
-        if is_parameter(base) or is_parameter(tensor):
-            return tensor, version_of(tensor)
+        base: Any = tensor._base
+        if base is None:
+            base = tensor
+        if not (type(base) is type(tensor) is torch.Tensor) and (is_parameter(base) or is_parameter(tensor)):
+            return tensor, tensor._version
         if frame is not None and id(base) in frame.alive:
-            return tensor.detach(), version_of(tensor)
+            return tensor.detach(), tensor._version
         if frame is not None:
             for i in self._sources(tensor, base, inputs, frame):
                 if i is None:
@@ -342,8 +344,9 @@ _LEAVES = _TENSORS | arguments.PLAIN
 
 def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call is made with: in its arguments, and in the cells of a closure."""
-    if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
-        found: list[torch.Tensor] = [leaf for leaf in (*args, *kwargs.values()) if type(leaf) in _TENSORS]
+    leaves = (*args, *kwargs.values()) if kwargs else args
+    if _LEAVES.issuperset(map(type, leaves)):
+        found: list[torch.Tensor] = [leaf for leaf in leaves if type(leaf) in _TENSORS]
     else:
         call = arguments.Call(args, kwargs)
         found = [call.leaves[i] for i in call.tensors]
@@ -389,7 +392,7 @@ def record_call(
     versions = [*map(version_of, inputs)]
     record = SavedCall(name, run.key(), inputs, values_unused, pure)
     ambients = () if pure else run.ambients
-    before = [ambient.capture() for ambient in ambients]
+    before = [ambient.capture() for ambient in ambients] if ambients else ()
 
     def pack(tensor: torch.Tensor) -> Packed:
         return record.pack(tensor, inputs, versions, frame, store)
@@ -410,7 +413,7 @@ def record_call(
     finally:
         thread.run = run
         _torch.pop_hooks()
-    kept = record.record(result, inputs, versions, store, advanced(ambients, before))
+    kept = record.record(result, inputs, versions, store, advanced(ambients, before) if ambients else ())
     inputs.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
     return result, kept
 
