@@ -644,8 +644,7 @@ def test_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
     _torch.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
     assert [t.tolist() for t in targets] == [[1, 1], [2, 2, 2]]
     for _ in range(2):
-        copied = load(inspect.getsource(_torch)).clone_each(targets)
-        assert [t.tolist() for t in copied] == [[1, 1], [2, 2, 2]]
+        assert [t.tolist() for t in load(inspect.getsource(_torch)).clone_each(targets)] == [[1, 1], [2, 2, 2]]
         monkeypatch.delattr(torch, "_foreach_clone", raising=False)
 
 
