@@ -18,6 +18,7 @@ from _measure import arguments, finish
 from torch_recompute import Plan, RecomputeConfig, apply
 from torch_recompute.commands.models import batch_for, load
 from torch_recompute.memory.loop import Loop
+from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
@@ -41,8 +42,8 @@ def figures_of(name: str) -> dict[str, Any]:
     def step(plan: Plan) -> dict[str, Any]:
         ran: Counter[Op] = Counter()
 
-        def count(_phase: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-            op = op_of(func, args, kwargs, out)
+        def count(_phase: str, operation: Operation) -> None:
+            op = op_of(operation)
             if op is not None:
                 ran[op] += 1
 

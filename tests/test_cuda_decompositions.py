@@ -13,6 +13,7 @@ from laws.watch import Operations
 from models import Made
 from torch_recompute import Choice, Plan, apply, doctor
 from torch_recompute.memory.loop import Loop
+from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import DEVICES, Roofline, where
 from torch_recompute.simulation import Simulation, simulate_step
@@ -50,8 +51,8 @@ def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
 
     ran: Counter[str] = Counter()
 
-    def watch(phase: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        ran[func.overloadpacket.__name__] += 1
+    def watch(_: str, operation: Operation) -> None:
+        ran[operation.func.overloadpacket.__name__] += 1
 
     model = fn if isinstance(fn, nn.Module) else Net()
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)

@@ -120,7 +120,7 @@ def test_what_looks_at_a_model_runs_it() -> None:
 def test_its_price_is_that_of_its_products() -> None:
     """It is no operation that runs alone, and is priced by its FLOPs and bytes."""
     seen: list[Any] = []
-    with logging(lambda op, inputs, out: seen.append(op)), torch.no_grad():
+    with logging(lambda op, _: seen.append(op)), torch.no_grad():
         Block(False)(x())
     (op,) = [op for op in seen if op.func is OPERATOR]
     assert flops_of(op) == 4 * HEADS * TOKENS * TOKENS * HEAD

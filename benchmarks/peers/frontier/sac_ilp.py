@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torch_recompute._torch.fakes import FakeTensorMode
+from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.prices import Roofline, prices_for
 
@@ -125,7 +126,7 @@ class Statistics:
 def _estimated(price: Callable[[Op], float], func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
     """What an operation makes, and its milliseconds."""
     out = func(*args, **(kwargs or {}))
-    op = op_of(func, args, kwargs, out)
+    op = op_of(Operation(func, args, kwargs or {}, out))
     return out, 0.0 if op is None else 1000 * price(op)
 
 

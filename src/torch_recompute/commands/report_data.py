@@ -23,6 +23,7 @@ from torch import nn
 from .._text import starred
 from ..memory import Block
 from ..memory.loop import COMMON, Loop
+from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import Choice, stored_in
 from ..plan.plan import Line, Plan, Prediction
@@ -118,8 +119,8 @@ class Clock:
         held: list[int] = []
         stores = stores_for(plan, self.model, self._asked)
 
-        def watch(phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            ran.append(op_of(func, args, kwargs, out))
+        def watch(_: str, operation: Operation) -> None:
+            ran.append(op_of(operation))
             held.append(sum(store.host_bytes for store in stores.values()))
 
         simulation = simulate_step(

@@ -28,7 +28,7 @@ from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
 from ..engine.region_call import RegionCall
 from ..memory.ledger import storages
-from ..memory.operations import ModuleStack, kind_of, leaves, storages_before
+from ..memory.operations import ModuleStack, Operation, kind_of, leaves
 from ..observer import Running, observing, running
 from .evidence import TensorSample, sample_of
 
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         with _no_function_modes():
             if name in _UNDEFINED:
                 out.zero_()
-            self._number(func, (args, kwargs), out)
+            self._number(Operation(func, args, kwargs, out))
             if place is not None and place.runs and name != "aten.detach":
                 _describe(op, func, args, kwargs, out, written)
                 what = _sync_of(name, func, args, kwargs, out)
@@ -246,13 +246,11 @@ class Recorder(TorchDispatchMode):
         ref, number = self._made.get(id(storage), (None, 0))
         return number if ref is not None and ref() is storage else 0
 
-    def _number(self, func: Any, inputs: object, out: Any) -> None:
-        given = storages_before(func, inputs)
-        for tensor in leaves(out):
-            for _, storage in storages(tensor):
-                if id(storage) not in given and not self._made_at(storage):
-                    self._count += 1
-                    self._made[id(storage)] = weakref.ref(storage), self._count
+    def _number(self, ran: Operation) -> None:
+        for _, storage in ran.made:
+            if not self._made_at(storage):
+                self._count += 1
+                self._made[id(storage)] = weakref.ref(storage), self._count
 
     def _before_writing(self, tensors: list[Any], op: RecordedOp, runs: Iterable[RegionRun]) -> None:
         for tensor in leaves(tensors):
@@ -371,7 +369,7 @@ def _sync_of(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> str:
 
 def _describe(op: RecordedOp, func: Any, args: Any, kwargs: Any, out: Any, written: list[Any]) -> None:
     """Notes what an operation returned."""
-    results = list(leaves(out))
+    results = leaves(out)
     op.metas = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
     if isinstance(out, (bool, int, float)):
         op.metas.append(out)
@@ -381,7 +379,7 @@ def _describe(op: RecordedOp, func: Any, args: Any, kwargs: Any, out: Any, writt
     if op.op in _CHOICES and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
         shown = results
         op.chosen = Indices(_by_token(op.op, results[_CHOICES[op.op]].detach(), args, kwargs), op.op in _SORTS)
-    if not list(leaves(written)):  # else it is the memory of an input, but with other contents
+    if not leaves(written):  # else it is the memory of an input, but with other contents
         shown = [tensor for tensor in shown if not {id(storage) for _, storage in storages(tensor)} & inputs]
     op.samples = [sample for sample in map(sample_of, shown) if sample is not None]
 

@@ -26,8 +26,9 @@ from .. import _torch
 from .._text import starred
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
-from ..memory.ledger import CountedOnce, storages
+from ..memory.ledger import CountedOnce
 from ..memory.loop import Loop
+from ..memory.operations import Operation
 from ..memory.retainers import Retainers
 from ..observer import Observer, observing, running
 from ..plan.apply import apply
@@ -80,12 +81,11 @@ class Accounts(Observer):
         self._around: dict[str, str] = {}
         self._made: dict[int, weakref.ref[Any]] = {}
 
-    def operation(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def operation(self, _: str, ran: Operation) -> None:
         """Called with each operation of the step."""
-        run, op = thread.run, op_of(func, args, kwargs, out)
+        run, op, func = thread.run, op_of(ran), ran.func
         flops = 0 if op is None else flops_of(op)
-        given = {id(storage) for _, storage in storages((args, kwargs))}
-        self._made.update({id(s): weakref.ref(s) for _, s in storages(out) if id(s) not in given})
+        self._made.update({id(storage): weakref.ref(storage) for _, storage in ran.made})
         if run is None:
             self.flops["backward" if _torch.in_backward() else "forward"] += flops
             return

@@ -196,28 +196,41 @@ class Ledger:
             entry.nbytes = nbytes
 
 
-def storages(value: object) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
-    """Yields the storages under a nest of tensors; of a tensor subclass that wraps others, theirs.
+SCALARS: frozenset[type] = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types of arguments that hold no tensor, most of all that operations are given."""
 
-    Sparse and other tensors without a storage of their own yield nothing.
+
+def storages(value: object) -> list[tuple[torch.device, torch.UntypedStorage]]:
+    """Returns the storages under a nest of tensors, with their devices; of a subclass that wraps tensors, theirs.
+
+    Sparse and other tensors without a storage of their own have none.
     """
-    if type(value) is FakeTensor:
-        yield device_of(value), value.untyped_storage()
+    found: list[tuple[torch.device, torch.UntypedStorage]] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[tuple[torch.device, torch.UntypedStorage]]) -> None:
+    kind = type(value)
+    if kind in SCALARS:
+        return
+    if kind is FakeTensor:
+        found.append((device_of(cast("torch.Tensor", value)), cast("torch.Tensor", value).untyped_storage()))
+    elif isinstance(value, (list, tuple)):
+        for item in cast("Iterable[object]", value):
+            _collect(item, found)
     elif isinstance(value, torch.Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is not None:
             for name in flatten()[0]:
-                yield from storages(getattr(value, name))
+                _collect(getattr(value, name), found)
         elif value.layout is torch.strided:
-            yield value.device, value.untyped_storage()
-    elif isinstance(value, torch.UntypedStorage):
-        yield value.device, value
+            found.append((value.device, value.untyped_storage()))
     elif isinstance(value, dict):
         for item in cast("dict[object, object]", value).values():
-            yield from storages(item)
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Iterable[object]", value):
-            yield from storages(item)
+            _collect(item, found)
+    elif isinstance(value, torch.UntypedStorage):
+        found.append((value.device, value))
 
 
 class CountedOnce:

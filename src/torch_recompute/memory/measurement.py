@@ -47,7 +47,7 @@ from .ledger import (
     by_category,
     storages,
 )
-from .operations import Operations, place_in_code, storages_before
+from .operations import Operation, Operations, place_in_code
 from .snapshot import write_snapshot
 from .workspaces import workspace
 
@@ -256,33 +256,27 @@ class Measurement:
             ended, self._watch = self._watch, None
         ended.close()
 
-    def record(self, func: object, inputs: object, outputs: object) -> None:
-        """Books one operation that ran unseen; `inputs` are its positional and keyword arguments."""
-        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any] | None]", inputs)
-        self._book(func, args, kwargs or {}, outputs)
-
-    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _book(self, ran: Operation) -> None:
         """Books one operation: its new storages, and any known one that changed size."""
-        inputs = (args, kwargs)
+        func, inputs = ran.func, (ran.args, ran.kwargs)
         with self._lock:
             self._events += 1
-            for device, storage in storages(inputs):
+            for device, storage in (*ran.given, *ran.results):
                 self._ledgers[device].touch(storage)
-            known = storages_before(func, inputs)
             place: Place | None = None
-            for device, storage in storages(out):
+            for device, storage in ran.made:
                 ledger = self._ledgers[device]
-                if not ledger.touch(storage) and id(storage) not in known:
+                if not ledger.touch(storage):
                     place = place or self._place(func)
                     ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS, place)
             name, taken = str(getattr(func, "__name__", func)), self._workspace(func, inputs)
             if taken:
-                self._take(name, taken, inputs, place or self._place(func))
+                self._take(name, taken, ran.given[0][0], place or self._place(func))
             self._close("" if taken else name)
 
-    def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
+    def _take(self, op: str, nbytes: int, device: torch.device, place: Place) -> None:
         """Books an operation's workspace; that it is given back is an event of its own, which begins."""
-        ledger = self._ledgers[next(storages(inputs))[0]]
+        ledger = self._ledgers[device]
         taken = torch.UntypedStorage(nbytes, device="meta")
         ledger.mark(taken, OPTIMIZER if self._in_step else ACTIVATIONS, place._replace(shape=()))
         self._close(op)

@@ -19,9 +19,9 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .._torch import TorchDispatchMode, current_node, sequence_number, sequence_of
 from ..observer import observing, running
 from ..values import thread
-from .ledger import storages
+from .ledger import SCALARS, storages
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NN = os.path.join(_TORCH, "nn") + os.sep
@@ -41,12 +41,74 @@ Calls = tuple[tuple[str, int], ...]
 PHASES = ("forward", "loss", "backward", "replay", "optimizer")
 
 
+_Found = TypeVar("_Found")
+Storages = list[tuple[torch.device, torch.UntypedStorage]]
+
+
+class Operation:
+    """One operation that has run. What several readers ask of it is found once; nobody keeps it.
+
+    Args:
+        func: The overload, or an operator of other functions, such as `flex_attention`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+        known: What is known of operations with arguments of these layouts, see `once`.
+    """
+
+    __slots__ = ("_given", "_known", "_results", "args", "func", "kwargs", "out")
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: dict[Any, Any] | None = None
+    ) -> None:
+        self.func, self.args, self.kwargs, self.out, self._known = func, args, kwargs, out, known
+        self._given: Storages | None = None
+        self._results: Storages | None = None
+
+    def once(self, find: Callable[[Operation], _Found]) -> _Found:
+        """Returns what a function says of the operation; in simulations, where layouts repeat, it is asked once each.
+
+        Args:
+            find: Its answer must follow from the layouts of tensors and the values of other arguments.
+        """
+        if self._known is None:
+            self._known = {}
+        if find not in self._known:
+            self._known[find] = find(self)
+        return self._known[find]
+
+    @property
+    def given(self) -> Storages:
+        """The storages among the arguments, with their devices."""
+        if self._given is None:
+            self._given = storages((self.args, self.kwargs))
+        return self._given
+
+    @property
+    def results(self) -> Storages:
+        """The storages of the result, with their devices."""
+        if self._results is None:
+            self._results = storages(self.out)
+        return self._results
+
+    @property
+    def made(self) -> Storages:
+        """The storages of the result that are not among the arguments."""
+        if self.func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
+            return self.results
+        given = {id(storage) for _, storage in self.given}
+        return [(device, storage) for device, storage in self.results if id(storage) not in given]
+
+
+Seen = Callable[[Operation], object]
+
+
 class Operations(TorchDispatchMode):
-    """Runs operations as they are, and calls `seen` with each: operation, arguments, keyword arguments, result."""
+    """Runs operations as they are, and calls `seen` with each."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
         self._seen = seen
 
@@ -59,7 +121,7 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._seen(func, args, kwargs, out)
+        self._seen(Operation(func, args, kwargs, out))
         return out
 
 
@@ -202,39 +264,38 @@ class Allocations:
             self._running = False
             self._found, self._modules = {}, ModuleStack({})
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _note(self, ran: Operation) -> None:
         if not self._running:
             return
-        known = storages_before(func, (args, kwargs))
+        made = {id(storage) for _, storage in ran.made}
         place: tuple[str, str] | None = None
-        for tensor in leaves(out):
+        for tensor in leaves(ran.out):
             for device, storage in storages(tensor):
                 key, old = id(storage), self._found.get(id(storage))
-                if key in known or (old is not None and old.storage() is storage):
+                if key not in made or (old is not None and old.storage() is storage):
                     continue
                 place = place or place_in_code()
-                name, dtype = str(getattr(func, "overloadpacket", func)), str(tensor.dtype).removeprefix("torch.")
+                func, dtype = ran.func, str(tensor.dtype).removeprefix("torch.")
+                name = str(getattr(func, "overloadpacket", func))
                 shape, module = tuple(map(int, tensor.shape)), self._modules.module
                 self._found[key] = Allocation(weakref.ref(storage), name, shape, dtype, str(device), module, *place)
 
 
-def storages_before(func: Any, inputs: object) -> set[int]:
-    """Returns the `id`s of the storages among an operation's inputs; its result has others where it made them."""
-    if func is torch.ops.aten.lift_fresh.default:  # how `torch.tensor` and `from_numpy` announce a new storage
-        return set()
-    return {id(storage) for _, storage in storages(inputs)}
+def leaves(value: object) -> list[torch.Tensor]:
+    """Returns the tensors in a nest of lists, tuples and dicts, as an operation returns them."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
 
 
-def leaves(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a nest of lists, tuples and dicts, as an operation returns them."""
+def _collect(value: object, found: list[torch.Tensor]) -> None:
+    if type(value) in SCALARS:
+        return
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in cast("dict[object, object]", value).values():
-            yield from leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Iterable[object]", value):
-            yield from leaves(item)
+        found.append(value)
+    elif isinstance(value, (dict, list, tuple)):
+        for item in cast("Iterable[object]", value.values() if isinstance(value, dict) else value):
+            _collect(item, found)
 
 
 def place_in_code() -> tuple[str, str]:

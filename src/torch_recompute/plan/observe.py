@@ -24,7 +24,7 @@ from .._torch.devices import capturing
 from .._torch.flops import flops
 from ..engine.region_call import RegionCall
 from ..memory.ledger import CountedOnce
-from ..memory.operations import Operations
+from ..memory.operations import Operation, Operations
 from ..observer import Observer, Running, running
 from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
@@ -112,8 +112,8 @@ class Figures(Observer):
         self._flips.append(flips)
         self.decisions += decisions
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.flops = (self.flops or 0) + flops(func, args, kwargs, out)
+    def _count(self, ran: Operation) -> None:
+        self.flops = (self.flops or 0) + flops(ran.func, ran.args, ran.kwargs, ran.out)
 
     @contextmanager
     def _timed(self) -> Generator[None]:

@@ -36,6 +36,7 @@ from .. import _torch
 from .._torch.modes import attention_in_parts
 from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
 from ..memory.ledger import storages
+from ..memory.operations import Operation
 from ..plan.calls import ALL_PRODUCTS, kind_of
 from ..plan.choice import DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.cost import Graph, Node
@@ -97,11 +98,11 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     made_in: list[_Key | None] = []
     calls = _Calls(module)
 
-    def seen(op: Op, arguments: Any, result: Any) -> None:
-        given = {id(storage) for _, storage in storages(list(arguments))}
+    def seen(op: Op, ran: Operation) -> None:
+        given = {id(storage) for _, storage in ran.given}
         reads = set[int]() if op.func in ASK_FOR_LAYOUT else {index[storage] for storage in given & index.keys()}
-        held.append(result)
-        results = [s for _, s in storages([result])]
+        held.append(ran.out)
+        results = [s for _, s in ran.results]
         fresh = [s for s in results if id(s) not in index and id(s) not in given]
         written = [index[id(s)] for s in results if index.get(id(s), -1) >= 0]
         drawn = op.func is DROPOUT and len(fresh) == 2

@@ -17,8 +17,7 @@ import torch
 from .. import _torch
 from .._torch.fakes import device_of, is_operator, writes
 from .._torch.flops import flops
-from ..memory.ledger import storages
-from ..memory.operations import Operations
+from ..memory.operations import Operation, Operations
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,15 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> Op | None:
+def op_of(ran: Operation) -> Op | None:
     """The key of an operation that has run; None for one that neither made nor wrote memory."""
-    kwargs = kwargs or {}
-    if not writes(func):
-        before = {id(storage) for _, storage in storages((args, kwargs))}
-        if all(id(storage) in before for _, storage in storages(out)):
-            return None
+    return ran.once(_op_of)
+
+
+def _op_of(ran: Operation) -> Op | None:
+    func, args, kwargs, out = ran.func, ran.args, ran.kwargs, ran.out
+    if not writes(func) and not ran.made:
+        return None
     counted = flops(func, args, kwargs, out)
     if not is_operator(func):  # the tensors of a higher-order operator are enough for its price
         args, kwargs = tuple(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), {}
@@ -89,12 +90,12 @@ def op_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: 
     return Op(func, _plain(args), named, tuple(metas(_plain((out,)))), counted)
 
 
-def logging(seen: Callable[[Op, Any, Any], None]) -> Operations:
-    """The mode that shows the operations that run inside, each with its arguments and its result."""
+def logging(seen: Callable[[Op, Operation], None]) -> Operations:
+    """The mode that shows the operations that run inside and make or write memory, each with its key."""
 
-    def ran(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        op = op_of(func, args, kwargs, out)
+    def look(ran: Operation) -> None:
+        op = op_of(ran)
         if op is not None:
-            seen(op, (args, kwargs), out)
+            seen(op, ran)
 
-    return Operations(ran)
+    return Operations(look)

@@ -25,6 +25,7 @@ from torch import nn
 from .. import errors
 from ..memory.free import free_bytes
 from ..memory.loop import COMMON, Loop
+from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import Choice, joined
 from ..plan.cost import Costs, Host, Kind, Option, Solution, kinds_for_all, simplicity
@@ -223,8 +224,8 @@ class Planner:
     def _simulated(self, plan: Plan, ran: Counter[tuple[str, Op]] | None = None) -> Simulation:
         """The step with a plan; adds what ran to a count, if there is one."""
 
-        def count(phase: str, *call: Any) -> None:
-            op = op_of(*call)
+        def count(phase: str, operation: Operation) -> None:
+            op = op_of(operation)
             if ran is not None and op is not None:
                 ran[phase, op] += 1
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch.fakes import FakeTensorMode
+from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import ATTENTION, DOWN, Choice, Target, joined
 from ..plan.libraries import CacheSnapshot, is_cache
@@ -105,7 +106,7 @@ def capture(
         running.pop()
         result = returned[0] if isinstance(returned, tuple) and returned else returned
 
-    def ran(op: Op, _arguments: Any, _result: Any) -> None:
+    def ran(op: Op, _: Operation) -> None:
         if running:
             running[-1].append(op)
 

@@ -27,7 +27,7 @@ from .. import _torch
 from .._torch.fakes import FakeTensorMode
 from .._torch.ranks import backward_for_inputs, backward_for_weights, let_go
 from ..memory.ledger import OTHER, storages
-from ..memory.operations import ModuleStack
+from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
@@ -162,7 +162,7 @@ class StageRunner:
                 parameter.grad = torch.empty_like(parameter)
             optimizer = make(parameters)
             optimizer.step()
-            books = self.books(lambda _, *call: ran.update(filter(None, [op_of(*call)])))
+            books = self.books(lambda _, operation: ran.update(filter(None, [op_of(operation)])))
             books.track(optimizer)
             before = books.on(self.device)
             books.counting = True
@@ -184,18 +184,17 @@ class _Books(Recording):
         self.prepared: dict[int, torch.UntypedStorage] = {}  # made then; booked when the stage reads them
         self.labels: dict[int, torch.UntypedStorage] = {}  # read by the loss, and made by no operation; never booked
 
-    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _book(self, ran: Operation) -> None:
         if self.counting:
-            for device, storage in storages((args, kwargs)):
+            for device, storage in ran.given:
                 if id(storage) in self.prepared:
                     self._ledgers[device].mark(storage, OTHER)
-            super()._book(func, args, kwargs, out)
+            super()._book(ran)
         elif self.preparing:
-            known = {id(storage) for _, storage in storages((args, kwargs))}
-            self.prepared.update({id(s): s for _, s in storages(out) if id(s) not in known})
+            self.prepared.update({id(storage): storage for _, storage in ran.made})
 
-    def _mark_new(self, values: object) -> None:
-        for device, storage in storages(values):
+    def _mark_new(self, found: Storages) -> None:
+        for device, storage in found:
             if not self._ledgers[device].touch(storage):
                 self.labels[id(storage)] = storage
 
@@ -216,9 +215,9 @@ class _Run:
         self._own: dict[tuple[str, bool], int] = {}
         self._end = 0
 
-    def _seen(self, _: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._read.update(id(storage) for _, storage in storages((args, kwargs)))
-        self._ran.update(filter(None, [op_of(func, args, kwargs, out)]))
+    def _seen(self, _: str, ran: Operation) -> None:
+        self._read.update(id(storage) for _, storage in ran.given)
+        self._ran.update(filter(None, [op_of(ran)]))
 
     @property
     def _live(self) -> int:

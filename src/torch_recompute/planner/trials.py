@@ -22,6 +22,7 @@ from torch import nn
 from .. import _torch
 from ..engine.shape_only import refusing
 from ..memory.ledger import storages
+from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.cost import Option
 from ..plan.libraries import CacheSnapshot
@@ -123,12 +124,14 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
     before: set[int] | None = None  # the storages that are no part of `at_once`; None until backward begins
     at_once = 0
 
-    def see(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def see(operation: Operation) -> None:
         nonlocal at_once
         if before is not None:
-            met = {id(storage): int(storage.nbytes()) for _, storage in storages((args, kwargs, out))}
-            at_once = max(at_once, sum(nbytes for storage, nbytes in met.items() if storage not in before))
-        ran.update(filter(None, [op_of(func, args, kwargs, out)]))
+            met = {id(storage): storage for _, storage in (*operation.given, *operation.results)}
+            at_once = max(at_once, sum(int(met[key].nbytes()) for key in met.keys() - before))
+        op = op_of(operation)
+        if op is not None:
+            ran[op] += 1
 
     m = SimulatedMeasurement(None, pretend, see)
     like = call.inputs

@@ -40,8 +40,10 @@ from .. import _torch, errors
 from .._torch import TorchDispatchMode
 from .._torch.fakes import (
     NOT_FAKED,
+    FakeMaker,
     FakeTensor,
     FakeTensorMode,
+    answer_for,
     device_of,
     fake_like,
     flex_uncompiled,
@@ -57,7 +59,7 @@ from .._torch.fakes import (
     writes,
 )
 from ..arguments import mapped
-from ..memory.operations import leaves
+from ..memory.operations import Operation, Seen, leaves
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
 from ..state import DEFAULT
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
@@ -75,7 +77,6 @@ _DRAWS: set[Any] = {  # whose integers are states of generators
 _DEVICE: Any = torch.ops.prim.device.default
 _GROUPED: Any = aten._grouped_mm.default
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial", "mode", "median", "kthvalue"}
-_LEAVING = {torch.Tensor.numpy, torch.Tensor.__array__}
 _NO_CHOICE = (torch.bool, torch.uint64)  # the latter are states of generators
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
@@ -90,28 +91,6 @@ def _kind(func: Any) -> tuple[bool, bool, bool]:
 def _status(func: Any) -> int | None:
     """Which result of an operation says whether it failed."""
     return next((place for place, name in enumerate(returned(func)) if name == "info"), None)
-
-
-class _Leaving(TorchFunctionMode):
-    """Gives made-up values of fake tensors to what is not PyTorch; `where` says which module is running."""
-
-    def __init__(self, made_up: Callable[[torch.Tensor, str], torch.Tensor], where: Callable[[], str]) -> None:
-        super().__init__()
-        self._made_up, self._where = made_up, where
-
-    def __torch_function__(
-        self, func: Callable[..., Any], kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _LEAVING and type(args[0]) is FakeTensor:
-            values = self._made_up(args[0], f"Tensor.{func.__name__}")
-            args = (values.requires_grad_(args[0].requires_grad), *args[1:])
-        elif func is torch.Tensor.data_ptr and type(args[0]) is FakeTensor:
-            raise errors.RecomputeError(
-                f"simulate: {self._where() or 'the model'} asks for the address of a tensor of shape "
-                f"{tuple(args[0].shape)}, and simulated tensors have no memory.\n"
-                "  Make the call that needs it an operation of its own, by torch.library.custom_op and register_fake."
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _cannot_simulate(op: str, where: str, error: Exception) -> str:
@@ -143,9 +122,11 @@ class FakeMode(TorchDispatchMode):
 
     def __init__(self, fakes: FakeTensorMode, where: Callable[[], str], composed: str = "") -> None:
         super().__init__()
-        self._fakes, self._where = fakes, where
+        self._fakes, self._where, self._make = fakes, where, FakeMaker(fakes)
+        answer_for(fakes, self)
         self.assumed: dict[str, None] = {}
-        self._seen: Callable[..., None] | None = None
+        self._seen: Seen | None = None
+        self._known: dict[Any, Any] | None = None  # of the present operation
         self._composed = composed
         self.capability = capability_of(composed)
         self._around: list[ExitStack] = []
@@ -155,7 +136,6 @@ class FakeMode(TorchDispatchMode):
             for ambient in DEFAULT:
                 stack.callback(ambient.restore, ambient.capture())
             stack.enter_context(flex_uncompiled())
-            stack.enter_context(_Leaving(self._made_up, self._where))
             if self.capability is not None:
                 stack.enter_context(autocast_of_cuda())
                 stack.enter_context(AsOnCuda(self.capability))
@@ -167,8 +147,8 @@ class FakeMode(TorchDispatchMode):
         self._around.pop().__exit__(*exception)
 
     @contextmanager
-    def showing(self, seen: Callable[..., None]) -> Generator[None]:
-        """Calls `seen` with each operation in the block, its positional and keyword arguments and its result."""
+    def showing(self, seen: Seen) -> Generator[None]:
+        """Calls `seen` with each operation in the block."""
         self._seen = seen
         try:
             yield
@@ -200,9 +180,11 @@ class FakeMode(TorchDispatchMode):
             return device_of(args[0])
         if traced():
             return func(*args, **(kwargs or {}))
-        out = self._out(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        self._known = None
+        out = self._out(func, args, kwargs)
         if self._seen is not None and out is not NotImplemented:
-            self._seen(func, args, kwargs or {}, out)
+            self._seen(Operation(func, args, kwargs, out, self._known))
         return out
 
     def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,6 +215,8 @@ class FakeMode(TorchDispatchMode):
             with self._fakes:
                 return grouped(*args, **kwargs)
         out = self._simulated(func, args, kwargs, real)
+        if real or func in RECURRENT:
+            self._known = None
         if func in RECURRENT:
             return self._with_reserve(func, args, kwargs, out)
         if views or writing or func in _DRAWS:
@@ -350,11 +334,23 @@ class FakeMode(TorchDispatchMode):
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
+    def values_of(self, fake: torch.Tensor, what: str) -> torch.Tensor:
+        """Made-up values of a fake tensor for what is not PyTorch, as NumPy."""
+        return self._made_up(fake, what).requires_grad_(fake.requires_grad)
+
+    def address_of(self, fake: torch.Tensor) -> int:
+        """Refuses to say where a fake tensor is."""
+        raise errors.RecomputeError(
+            f"simulate: {self._where() or 'the model'} asks for the address of a tensor of shape {tuple(fake.shape)}, "
+            "and simulated tensors have no memory.\n"
+            "  Make the call that needs it an operation of its own, by torch.library.custom_op and register_fake."
+        )
+
     # --- the results of an operation on fake tensors, remembered ---
 
     def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation none of whose arguments is a real tensor."""
-        out = self._answer(_LAID_OUT_AS.get(func, func), args, kwargs)
+        out = self._answer(func, args, kwargs)
         if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
             out.untyped_storage().resize_(args[0].nbytes)
         if func in _BATCH_NORMS:
@@ -364,21 +360,24 @@ class FakeMode(TorchDispatchMode):
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[FakeTensor] = []
+        like = _LAID_OUT_AS.get(func, func)
         try:
             key = (func, torch.get_default_dtype(), _layout(args, tensors), _layout(tuple(kwargs.items()), tensors))
-            recipe = _recipes.get(key)
+            recipe, self._known = _recipes.get(key, (None, None))
         except TypeError:  # an argument that cannot be looked up
-            return on_fakes(self._fakes, func, args, kwargs)
+            return on_fakes(self._fakes, like, args, kwargs)
         if recipe is None:
             before = [_layout(t, []) for t in tensors]
-            out = self._apart(on_fakes(self._fakes, func, args, kwargs), tensors)
+            out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
             same = before == [_layout(t, []) for t in tensors]
             if len(_recipes) >= _MOST:
                 _recipes.clear()
-            _recipes[key] = _recipe(out, tensors, set()) if same else _ASK
+            recipe = _recipe(out, tensors, set()) if same else _ASK
+            self._known = None if recipe is _ASK else {}
+            _recipes[key] = recipe, self._known
             return out
         if recipe is _ASK:
-            return on_fakes(self._fakes, func, args, kwargs)
+            return on_fakes(self._fakes, like, args, kwargs)
         return self._remade(recipe, tensors)
 
     def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
@@ -407,7 +406,7 @@ class FakeMode(TorchDispatchMode):
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         else:
             made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
-        return FakeTensor(self._fakes, made, device)
+        return self._make(made, device)
 
 
 def _floats(tensor: torch.Tensor) -> bool:
@@ -443,7 +442,7 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _ASK = object()
 _NOTHING = object()
 _MOST = 2**16
-_recipes: dict[Any, Any] = {}
+_recipes: dict[Any, tuple[Any, dict[Any, Any] | None]] = {}  # with what `Operation.once` knows of them
 
 
 def _dense(out: Sequence[Any]) -> tuple[Any, ...]:

@@ -42,13 +42,13 @@ from ..memory.ledger import (
 )
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import Measurement
-from ..memory.operations import PHASES, ModuleStack, leaves
+from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages, leaves
 from ..memory.workspaces import kept_by_cublas
 from ..observer import observing
 from .fake_mode import FakeMode, Faker
 from .result import Moment, Simulation
 
-Watch = Callable[[str, Any, Any, Any, Any], None]
+Watch = Callable[[str, Operation], object]
 _WORTH_ADVICE = 0.1
 
 
@@ -68,8 +68,8 @@ def simulate_step(
 ) -> Simulation:
     """Simulates one training step on a fake copy of the model; `simulate` is this with a plan, and says the rest.
 
-    `prepare` is called with the copy before the step, `watch` with each operation of the step: its phase, overload,
-    arguments, keyword arguments and result. `composed` is the device that functions are composed for, as "cuda 9.0",
+    `prepare` is called with the copy before the step, `watch` with the phase of each operation of the step, and with
+    the operation. `composed` is the device that functions are composed for, as "cuda 9.0",
     where it is another one than that of the step.
 
     Raises:
@@ -340,10 +340,10 @@ class SimulatedMeasurement(Measurement):
     Args:
         device: The device whose figures the properties show.
         pretend: What runs the operations.
-        told: Called with each operation when it is booked: its overload, arguments, keyword arguments and result.
+        told: Called with each operation when it is booked.
     """
 
-    def __init__(self, device: torch.device | None, pretend: FakeMode, told: Callable[..., None] | None = None) -> None:
+    def __init__(self, device: torch.device | None, pretend: FakeMode, told: Seen | None = None) -> None:
         super().__init__(device)
         self._pretend, self._told = pretend, told
 
@@ -355,10 +355,13 @@ class SimulatedMeasurement(Measurement):
     def _workspace(self, func: Any, inputs: Any) -> int:
         return self._pretend.workspace(func, inputs)
 
-    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        super()._book(func, args, kwargs, out)
+    def _place(self, func: object) -> Place:
+        return Place()
+
+    def _book(self, ran: Operation) -> None:
+        super()._book(ran)
         if self._told is not None:
-            self._told(func, args, kwargs, out)
+            self._told(ran)
 
 
 class Recording(SimulatedMeasurement):
@@ -397,32 +400,33 @@ class Recording(SimulatedMeasurement):
         self._held = torch.UntypedStorage(nbytes, device="meta")
         self.here.mark(self._held, ACTIVATIONS, Place())
 
-    def _book(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _book(self, ran: Operation) -> None:
         phase, module = self._modules.now()
-        shape = next((tuple(map(int, x.shape)) for x in leaves(out)), ())
-        place = Place(self._events + 1, phase, module, str(func), shape, calls=self._modules.calls)
-        there = [self._ledgers[device] for device, _ in storages(out)]
-        for ledger in (*there, *self._ledgers.values()):
+        op, shape, count = ran.once(_described)
+        place = Place(self._events + 1, phase, module, op, shape, calls=self._modules.calls)
+        for device, _ in ran.results:
+            self._ledgers[device].place = place
+        for ledger in self._ledgers.values():
             ledger.place = place
         self.at[place.event] = place
         if phase == "loss":  # reads labels, which the caller holds
-            self._mark_new((args, kwargs))
-        super()._book(func, args, kwargs, out)
+            self._mark_new(ran.given)
+        super()._book(ran)
         if self._watched is not None:
-            self._watched(phase, func, args, kwargs, out)
-        self.flops[phase] += flops(func, args, kwargs, out)
+            self._watched(phase, ran)
+        self.flops[phase] += count
 
-    def _mark_new(self, values: object) -> None:
+    def _mark_new(self, found: Storages) -> None:
         """Books storages that no operation has made, as from now on."""
-        for device, storage in storages(values):
+        for device, storage in found:
             if not self._ledgers[device].touch(storage):
                 self._mark(storage, OTHER)
 
     def _place(self, func: object) -> Place:
         return self.at[self._events]
 
-    def _take(self, op: str, nbytes: int, inputs: object, place: Place) -> None:
-        super()._take(op, nbytes, inputs, place)
+    def _take(self, op: str, nbytes: int, device: torch.device, place: Place) -> None:
+        super()._take(op, nbytes, device, place)
         self.at[self._events] = place._replace(event=self._events, op="")
 
     def forward_is_over(self) -> None:
@@ -486,6 +490,12 @@ def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not group.get("differentiable", False)
+
+
+def _described(ran: Operation) -> tuple[str, tuple[int, ...], int]:
+    """The name of an operation, the shape of its first result, and its FLOPs."""
+    shape = next((tuple(map(int, tensor.shape)) for tensor in leaves(ran.out)), ())
+    return str(ran.func), shape, flops(ran.func, ran.args, ran.kwargs, ran.out)
 
 
 def _moment(sample: Sample, places: dict[int, Any], more: int, first: str) -> Moment:
