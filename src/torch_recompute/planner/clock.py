@@ -35,8 +35,9 @@ from ..plan.plan import Plan
 from ..state import DEFAULT
 from .prices import now, on
 
-TIMES, MOST_TIMES = 5, 20
-ENOUGH, LONGEST = 1.0, 30.0  # seconds: after the one no more than TIMES are run, after the other none
+TIMES, MOST_TIMES = 3, 20
+STEADY = 0.03  # as soon as the last TIMES steps took the same time but for this share, no more are run
+ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than TIMES are run, after the other none
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,9 @@ def clock(
             while True:
                 spent, times = time.perf_counter() - began, len(found)
                 if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
+                    break
+                steps = [sum(seconds[1:3]) for seconds in found[1:][-TIMES:]]
+                if len(steps) == TIMES and max(steps) <= (1 + STEADY) * min(steps):
                     break
                 found.append(_step(same, forward, device))
     finally:

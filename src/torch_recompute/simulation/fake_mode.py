@@ -512,7 +512,7 @@ class Faker:
     """
 
     def __init__(self, fakes: FakeTensorMode, device: torch.device | None) -> None:
-        self._fakes = fakes
+        self._fakes, self._maker = fakes, FakeMaker(fakes)
         self._device = device
         self._memo: dict[int, Any] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, object]] = {}
@@ -588,16 +588,15 @@ class Faker:
 
     def _over_storage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         identity, whole = _torch.storage_id(tensor), tensor.untyped_storage()
-        with self._fakes:
-            if identity not in self._storages:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                place = made.untyped_storage()
-                self._storages[identity] = place, whole
-                if not tensor.storage_offset() and place.nbytes() == whole.nbytes():
-                    return made
-                place.resize_(whole.nbytes())
-            place, _ = self._storages[identity]
-            return over(place, tensor.storage_offset(), tensor, device)
+        if identity not in self._storages:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            place = made.untyped_storage()
+            self._storages[identity] = place, whole
+            if not tensor.storage_offset() and place.nbytes() == whole.nbytes():
+                return self._maker(made, device)
+            place.resize_(whole.nbytes())
+        place, _ = self._storages[identity]
+        return self._maker(over(place, tensor.storage_offset(), tensor), device)
 
 
 class _Copying(TorchFunctionMode):
