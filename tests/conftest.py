@@ -10,6 +10,7 @@ tests take whatever `import torch_recompute` finds, so `PYTHONPATH=src pytest` w
 import importlib.util
 import os
 import re
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -84,6 +85,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """Each test plans as a new process does, whatever it puts in the place of the planner's parts."""
+    planned = sys.modules.get("torch_recompute.planner.known")
+    if planned is not None:
+        planned._last.clear()
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """The planner: what a step of a model costs, and a plan that fits a budget of memory.
 
 `segments.py` finds the segments of a model, `candidates.py` and `trials.py` look at each kind of them, `prices.py` says
-what operations take and `clock.py` what a whole step does, `calibrate.py` makes `plan/cost.py`'s figures of all that,
-`planner.py` asks the solver and checks its answer, `sizes.py` plans calls of several sizes, `pipeline.py` and
-`layout.py` the ranks of a pipeline, and `making.py` has what users call. What is planned on plain data is in `plan/`.
+what operations take and `clock.py` what a whole step does, `planner.py` makes `plan/cost.py`'s figures of all that,
+asks the solver and checks its answer, `known.py` keeps what was found for the next call, `sizes.py` plans calls of
+several sizes, `pipeline.py` and `layout.py` the ranks of a pipeline, and `making.py` has what users call. What is
+planned on plain data is in `plan/`.
 """
 
 from .making import make_plan, profile

@@ -34,9 +34,8 @@ from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, be
 from ..plan.plan import Plan
 from ..plan.solve import bytes_of, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
-from .calibrate import calibrate
 from .ops import Op
-from .planner import Planner
+from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
 from .stage_runs import StageRun, StageRunner

@@ -2,10 +2,15 @@
 
     profile    the step is simulated once without recomputation; each kind of segment is looked at alone
                (`candidates.py`) and tried under the choices worth it (`trials.py`); what else lives is taken from the
-               simulation (`calibrate.py`)
+               simulation (`calibrate`)
     solve      `plan/solve.py` chooses one option per segment, on plain data
     check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
                taken again from that simulation, which makes them exact where it matters now, and solved again
+
+Costs reproduce the simulation that they are taken from exactly, and assume of other options that the rest stays the
+same. Where it does not, by the few bytes of a tensor that two segments share, `check` finds it. What two segments both
+save (a skip connection) counts twice; the rest then comes out too small, never below 0, and the model is planned with
+too little rather than too much room.
 
 A plan is returned only if its own simulation fits into the budget; usually the second simulation is the last. Rejected:
 a margin on the budget, which is too small for one model and wasteful for all others.
@@ -13,8 +18,9 @@ a margin on the budget, which is too small for one model and wasteful for all ot
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,20 +34,33 @@ from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import Choice, joined
-from ..plan.cost import Costs, Host, Kind, Option, Solution, kinds_for_all, simplicity
+from ..plan.cost import (
+    Costs,
+    Host,
+    Kind,
+    Option,
+    Point,
+    Segment,
+    Solution,
+    begins,
+    highest_points,
+    kinds_for_all,
+    simplicity,
+)
 from ..plan.plan import Plan
 from ..plan.profile import Profile
+from ..plan.roles import inside
 from ..plan.solve import bytes_of, choices_of, choose, decides, frontier, planned, smallest, untied
 from ..plan.wrappers import described
-from ..simulation import Simulation, simulate_step
+from ..simulation import Moment, Simulation, simulate_step
 from ..simulation.step import loss_of
-from .calibrate import calibrate
 from .candidates import Guess, SegmentTrace, guesses, trace
-from .clock import Scale, clock, obstacle
+from .clock import Clocked, Scale, clock, obstacle
 from .hosts import HostApart, limit_of, link_of, waited
+from .known import known
 from .ops import Op, op_of
 from .prices import Measured, Roofline, prices_for, where
-from .segments import capture, groups
+from .segments import CapturedCall, capture, groups
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
@@ -84,20 +103,25 @@ class Planner:
         self.composed = place.composed
         limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
-        ran = Counter() if ran is None else ran
+        self._known = known(model, self.call, self._step, device, offload)
         self.loss = loss or loss_of
-        self.plain = self._simulated(Plan(), ran)
+        self.plain = self._simulated(Plan(), self._known.ran)
+        if ran is not None:
+            ran.update(self._known.ran)
         self.price = place.roofline or prices_for(model, self.plain.device)
         self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        self._captured = captured = capture(model, *self.call, self.plain.device, self.composed)
-        self.paths, self._kinds, self._routers = captured.paths, captured.kinds, captured.routers
-        self._loop = replace(self.plain.loop, autocast=captured.autocast)
-        self._ways = kinds_for_all(self._tried(), loop.accumulate)
+        if self._known.segments is None:
+            captured = self._captured
+            self._known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
+        self.paths, self._kinds, self._routers, autocast = self._known.segments
+        self._loop = replace(self.plain.loop, autocast=autocast)
+        self._known.ways = self._known.ways or kinds_for_all(self._tried(), loop.accumulate)
+        self._ways = self._known.ways
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
-        prices = [(phase, self.price(op) * count) for (phase, op), count in ran.items()]
+        prices = [(phase, self.price(op) * count) for (phase, op), count in self._known.ran.items()]
         self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
         once = sum(seconds for _, seconds in prices) - self._optimizer_seconds
         self.costs = self._calibrated(self.plain, plain, loop.accumulate * once + self._optimizer_seconds, None)
@@ -105,6 +129,11 @@ class Planner:
         if isinstance(self.price, Measured):
             self._timing = self.price.timing
             self.price.keep()
+
+    @cached_property
+    def _captured(self) -> CapturedCall:
+        """The calls of the segments."""
+        return capture(self.model, *self.call, self.plain.device, self.composed)
 
     @cached_property
     def profile(self) -> Profile:
@@ -131,6 +160,8 @@ class Planner:
         """The plan for a budget, checked by its own simulation."""
         free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
+        if wanted in self._known.plans:
+            return self._known.plans[wanted]
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
         for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
             if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
@@ -144,6 +175,7 @@ class Planner:
         if not fits:
             text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
+        self._known.plans[wanted] = plan
         return plan
 
     def curve(self, budget: int, most: int) -> list[Plan]:
@@ -208,7 +240,13 @@ class Planner:
         if simulation.peak_bytes > room:
             return "there is no memory for one"
         plan = self._plan_of(solution)
-        run = partial(clock, self.model, *self.call, self.loss, device=device)
+
+        def run(plan: Plan) -> Clocked:
+            key = tuple(plan)
+            if key not in self._known.clocked:
+                self._known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device)
+            return self._known.clocked[key]
+
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
         try:
             times = self._loop.accumulate
@@ -223,6 +261,9 @@ class Planner:
 
     def _simulated(self, plan: Plan, ran: Counter[tuple[str, Op]] | None = None) -> Simulation:
         """The step with a plan; adds what ran to a count, if there is one."""
+        key = tuple(plan)
+        if key in self._known.simulations:
+            return self._known.simulations[key]
 
         def count(phase: str, operation: Operation) -> None:
             op = op_of(operation)
@@ -231,9 +272,10 @@ class Planner:
 
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
-        return simulate_step(
-            self.model, *self.call, prepare=prepare, watch=None if ran is None else count, **self._step
-        )
+        watch = None if ran is None else count
+        found = simulate_step(self.model, *self.call, prepare=prepare, watch=watch, **self._step)
+        self._known.simulations[key] = found
+        return found
 
     def _calibrated(
         self, simulation: Simulation, options: Sequence[Option], step_seconds: float, known: Costs | None
@@ -323,3 +365,93 @@ def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
         if not any(all(a <= b for a, b in zip(figures(other), figures(option), strict=True)) for other in rivals):
             kept.append(option)
     return tuple(kept)
+
+
+# --- from a simulated step to costs ---
+
+
+def calibrate(
+    timeline: Sequence[Moment],
+    paths: Sequence[str],
+    kinds: Sequence[str],
+    options: Sequence[Option],
+    ways: Mapping[str, Kind],
+    step_seconds: float,
+    known: Costs | None = None,
+) -> Costs:
+    """The costs of a step, taken from the timeline of one in which each segment had some option.
+
+    Segments that were recomputed together are seen only as one, and their options repeat that of the first. What lives
+    besides, from one to the next, and between them, is taken from costs that are `known` from another simulation.
+    """
+    first = [start for start in begins(options) for _ in range(options[start].span)]
+    own = (option.saved_bytes if first[i] == i else 0 for i, option in enumerate(options))
+    saved = [*itertools.accumulate(own, initial=0)]
+    forward, backward = [0] * len(paths), [0] * len(paths)
+    points: list[Point] = []
+    after, turned = 0, False
+    for segment, back, moments in _spans(timeline, paths, first):
+        highest = max(moments, key=lambda moment: moment.live_bytes)
+        if segment is None:
+            where = f"{highest.phase} of {highest.module}" if highest.module else highest.phase
+            points.append(Point(after, max(0, highest.live_bytes - saved[after]), where))
+            continue
+        option, stop = options[segment], segment + options[segment].span
+        turned = turned or back
+        after = segment if turned else stop
+        base = highest.live_bytes - saved[segment] - (option.backward_bytes if back else option.forward_bytes)
+        rise = [0] * option.span  # how much more lives beside each segment than beside the one that was seen
+        if known is not None:
+            levels = [s.backward_bytes if back else s.forward_bytes for s in known.segments[segment:stop]]
+            rise = [level - levels[-1 if back else 0] for level in levels]
+        (backward if back else forward)[segment:stop] = [max(0, max(0, base) + more) for more in rise]
+    if known is not None:
+        points += [point for point in known.points if point.after < len(paths) and first[point.after] != point.after]
+    segments = tuple(map(Segment, paths, kinds, forward, backward))
+    before = [*itertools.takewhile(lambda moment: moment.phase in ("forward", "loss"), timeline)]
+    turn = before[-1].live_bytes if before else 0
+    return Costs(ways, segments, highest_points(points), step_seconds, max(0, turn - saved[-1]))
+
+
+def _spans(
+    timeline: Sequence[Moment], paths: Sequence[str], first: Sequence[int]
+) -> list[tuple[int | None, bool, Sequence[Moment]]]:
+    """Cuts a timeline where segments begin and end: of each part its segment, whether it is backward, its moments.
+
+    Segments that were recomputed together are one: each goes by the `first` of them. Forward takes the segments in
+    order, backward in the opposite order. What is between the first and the last moment of a segment is its own; the
+    loss and the optimizer's step are of no segment.
+    """
+    numbers: dict[str, list[int]] = {}  # one per call
+    for path, place in zip(paths, first, strict=True):
+        numbers.setdefault(path, []).append(place)
+    deepest = sorted(numbers, key=len, reverse=True)
+    places: dict[tuple[object, ...], int | None] = {}
+
+    def at(moment: Moment) -> int | None:
+        if moment.phase in ("optimizer", "loss"):
+            return None
+        key = moment.module, moment.calls
+        if key not in places:
+            path = next((path for path in deepest if inside(moment.module, path)), None)
+            call = dict(moment.calls).get(path, 1) - 1 if path else 0
+            places[key] = numbers[path][call % len(numbers[path])] if path else None
+        return places[key]
+
+    backward = next((i for i, m in enumerate(timeline) if m.phase in ("backward", "replay")), len(timeline))
+    ended = next((i for i, m in enumerate(timeline) if m.phase == "optimizer"), len(timeline))
+    spans: list[tuple[int | None, bool, Sequence[Moment]]] = []
+    for start, end, back in ((0, backward, False), (backward, ended, True), (ended, len(timeline), True)):
+        part = timeline[start:end]
+        where = [at(moment) for moment in part]
+        last = {here: i for i, here in enumerate(where)}
+        i = 0
+        while i < len(part):
+            here, j = where[i], i + 1
+            if here is not None:
+                j = last[here] + 1
+            while here is None and j < len(part) and where[j] is None:
+                j += 1
+            spans.append((here, back, part[i:j]))
+            i = j
+    return spans

@@ -4,8 +4,8 @@ What a region stores, and what is alive while it is replayed, follows from the e
 storages and order. A model of these rules would drift away from the engine, so the segment's own modules get the plan
 that is to be priced, run forward and backward once under `measure`, and the figures of `Option` are read off.
 
-The segment is alone: what its neighbours hold is added by `calibrate.py`. Its input is made by a function that drops
-it, as a layer before would, so it lives only as long as something needs it.
+The segment is alone: what its neighbours hold is added by `planner.calibrate`. Its input is made by a function that
+drops it, as a layer before would, so it lives only as long as something needs it.
 """
 
 from __future__ import annotations

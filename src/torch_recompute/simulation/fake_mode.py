@@ -418,6 +418,17 @@ def _stays(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (FLOATS if _floats(tensor) else INTEGERS)
 
 
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta" or type(tensor) is FakeTensor
+
+
+def keeps_values(tensor: torch.Tensor) -> bool:
+    """Whether the copy of a tensor has its values, which the step may then depend on."""
+    if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_wrapper(tensor):
+        return False
+    return tensor.layout is torch.strided and _stays(tensor) and not _is_hollow(tensor)
+
+
 class _Made(NamedTuple):
     """How one tensor of a result is made; `source` is the argument whose memory it views, None for its own."""
 
@@ -574,16 +585,12 @@ class Faker:
 
     def _plain(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         device = self._device or tensor.device
-        floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        parameter = isinstance(tensor, nn.Parameter)
         with torch.no_grad():
-            if not parameter and tensor.numel() <= (FLOATS if floats else INTEGERS):
-                known = tensor.device.type != "meta" and type(tensor) is not FakeTensor
-                if known and not tensor.requires_grad:
-                    return tensor.detach().clone().to(device)
-                if not known and not floats:
-                    self.assumed[f"{name or 'a tensor'} has no values: taken to be ones"] = None
-                    return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+            if keeps_values(tensor):
+                return tensor.detach().clone().to(device)
+            if not isinstance(tensor, nn.Parameter) and _is_hollow(tensor) and not _floats(tensor) and _stays(tensor):
+                self.assumed[f"{name or 'a tensor'} has no values: taken to be ones"] = None
+                return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
             return self._over_storage(tensor, device)
 
     def _over_storage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,194 @@
+"""What is known of a step from an earlier call: found again if model, batch, loss, optimizer and settings are the same.
+
+Most of the time of a plan goes into simulations and trials, which know nothing of the budget. So what a planner finds
+is kept, for the last `MOST` steps of this process, under a digest of all that decides on it: the model's structure and
+attributes, classes and hooks with the code of their functions, the layouts of all tensors (and the values of those that
+a simulation reads), the arguments of the call, the flags of PyTorch. What is kept is plain data, and keeps neither a
+model nor a tensor alive.
+
+The digest is that of a pickle in which tensors are described, and functions and classes are their code. What cannot be
+pickled has no digest, and its step is looked at anew each time; so is one under a mode or hook that is active for the
+whole process, as nobody knows what that does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import os
+import pickle
+import sys
+import types
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .. import _torch
+from .._torch.fakes import is_wrapper
+from .._torch.modes import settings, split_settings
+from ..memory.ledger import storages
+from ..simulation.fake_mode import keeps_values
+
+if TYPE_CHECKING:
+    from ..plan.cost import Kind
+    from ..plan.plan import Plan
+    from ..simulation import Simulation
+    from .clock import Clocked
+    from .ops import Op
+
+MOST = 8
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass
+class Known:
+    """What a planner has found of one step.
+
+    Attributes:
+        simulations: Simulated steps, by the choices of their plans.
+        ran: The operations of the step without recomputation by phase, and how often each ran.
+        segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
+        ways: The options of each kind of segment.
+        clocked: Steps that were run, by the choices of their plans.
+        plans: Plans, by budget in bytes.
+    """
+
+    simulations: dict[Any, Simulation] = field(default_factory=dict[Any, "Simulation"])
+    ran: Counter[tuple[str, Op]] = field(default_factory=Counter[tuple[str, "Op"]])
+    segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
+    ways: dict[str, Kind] = field(default_factory=dict[str, "Kind"])
+    clocked: dict[Any, Clocked] = field(default_factory=dict[Any, "Clocked"])
+    plans: dict[int, Plan] = field(default_factory=dict[int, "Plan"])
+
+
+_last: OrderedDict[bytes, Known] = OrderedDict()
+
+
+def known(*things: Any) -> Known:
+    """Returns what is known of the step that some things decide on: what an earlier call has kept, or nothing yet."""
+    key = digest(*things)
+    if key is None:
+        return Known()
+    found = _last.pop(key, None) or Known()
+    _last[key] = found
+    while len(_last) > MOST:
+        _last.popitem(last=False)
+    return found
+
+
+def digest(*things: Any) -> bytes | None:
+    """Returns a digest of some things, the same for equal ones; None where they cannot be described.
+
+    Args:
+        things: What decides on a step; PyTorch's settings are added.
+    """
+    flags, *modes = split_settings(settings())
+    if any(modes) or _torch.ambient_hooks() is not None or _torch.any_global_hook():
+        return None
+    written = io.BytesIO()
+    try:
+        _Describer(written).dump((things, list(flags), torch.get_default_dtype(), torch.get_num_threads()))
+    except Exception:  # whatever an object raises that is not made to be pickled
+        return None
+    return hashlib.sha256(written.getbuffer()).digest()
+
+
+def _described() -> None:
+    """Stands in the pickle for what is described by its parts."""
+
+
+class _Describer(pickle.Pickler):
+    """Writes a pickle that is only compared, never read."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self._storages: dict[int, int] = {}
+        self._alive: list[Any] = []  # as long as its identity is used
+
+    def reducer_override(self, obj: Any) -> Any:
+        parts = self._parts(obj)
+        return NotImplemented if parts is None or obj is _described else (_described, (), parts)
+
+    def _parts(self, obj: Any) -> Any:
+        """What an object is described by; None for one that is pickled as always."""
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(obj)
+        if isinstance(obj, nn.Module):
+            return {"class": type(obj), "attributes": vars(obj)}
+        if isinstance(obj, types.FunctionType):
+            return _function(obj)
+        if isinstance(obj, type):
+            return _class(obj)
+        if isinstance(obj, types.ModuleType):
+            return {"module": obj.__name__}
+        if isinstance(obj, types.CodeType):
+            return {"code": obj.co_code, "constants": obj.co_consts, "names": (obj.co_names, obj.co_freevars)}
+        return None
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        found: dict[str, Any] = {
+            "kind": str(type(tensor)),
+            "layout": (tuple(tensor.shape), tensor.dtype, tensor.layout),
+        }
+        found["grad"], found["attributes"] = tensor.requires_grad, vars(tensor)
+        for device, storage in storages(tensor):
+            self._alive.append(storage)
+            number = self._storages.setdefault(id(storage), len(self._storages))
+            found[f"storage {len(found)}"] = number, storage.nbytes(), str(device)
+        if tensor.layout is torch.strided and not is_wrapper(tensor):
+            found["place"] = tensor.stride(), tensor.storage_offset()
+        if keeps_values(tensor):
+            values = tensor.detach().cpu().contiguous()
+            found["values"] = ctypes.string_at(values.data_ptr(), values.nbytes)
+        return found
+
+
+def _function(fn: types.FunctionType) -> dict[str, Any]:
+    """A function of torch by its name; any other by its code, what it encloses, and the plain values that it names."""
+    if fn.__code__.co_filename.startswith(_TORCH):
+        return {"function": f"{fn.__module__}.{fn.__qualname__}", "closure": _cells(fn)}
+    return {"code": _code(fn), "closure": _cells(fn), "defaults": (fn.__defaults__, fn.__kwdefaults__)}
+
+
+def _code(fn: types.FunctionType) -> Any:
+    """The code of a function, the plain values and tensors that it names, and the code of the functions it names."""
+    named = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
+    values = {name: value for name, value in named.items() if isinstance(value, (*_PLAIN, torch.Tensor))}
+    return fn.__code__, values, [other.__code__ for other in named.values() if isinstance(other, types.FunctionType)]
+
+
+def _cells(fn: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in fn.__closure__ or () if _is_filled(cell)]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _class(kind: type) -> dict[str, Any]:
+    """A class by its name, and the code of its methods and of those of its bases where they are not torch's."""
+    code: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins") or base.__module__ in sys.stdlib_module_names:
+            continue
+        code[f"{base.__module__}.{base.__qualname__}"] = dict(_of_class(base))
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "code": code}
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(kind).items():
+        inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if isinstance(inner, types.FunctionType):
+            yield name, (_code(inner), _cells(inner) if "<locals>" in kind.__qualname__ else ())
+        elif isinstance(inner, _PLAIN):
+            yield name, cast("object", inner)
