@@ -4,10 +4,12 @@
 """
 
 import argparse
+import io
 import itertools
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 from frontier import comparing, ways
 from frontier.config import Config
 
-from torch_recompute import Choice, Plan
+from torch_recompute import Choice, Plan, _text
 from torch_recompute.commands import bench, cli, demo, output
 from torch_recompute.commands.output import Output, document
 from torch_recompute.errors import ArgumentError
@@ -262,11 +264,39 @@ def test_a_bar_moves_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys:
         monkeypatch.setenv("FORCE_COLOR", "1")
         with Output().progress(1) as advance:
             advance("word")
-        with Output().at_work("working"):
-            pass
         error = capsys.readouterr().err
         assert ("\x1b" in error) is moves
-        assert moves or error.splitlines() == ["100%  word", "working ..."]
+        assert moves or error.splitlines() == ["100%  word"]
+
+
+class Notebook(io.StringIO):
+    """A stderr as a notebook's."""
+
+    __module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "quiet", "shown"), [(Notebook(), False, True), (Notebook(), True, False), (io.StringIO(), False, False)]
+)
+def test_long_work_says_what_it_does(
+    stderr: io.StringIO, quiet: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while a line says what is done and how far it is, and goes; not in a log, and not where it is quiet."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(_text, "SILENT", 0.01)
+    with Output(quiet=quiet).at_work("planning"):
+        with _text.at_work("inner"):
+            _text.doing("trying choices", 3, 7)
+        deadline = time.monotonic() + (5 if shown else 0.1)
+        while "3 of 7" not in stderr.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    written = stderr.getvalue()
+    assert ("\rplanning: trying choices, 3 of 7 (0 s)" in written) is shown
+    assert written.endswith(" \r") is shown
+    _text.doing("nothing is under way")
+    with _text.at_work("short"):
+        pass
+    assert stderr.getvalue() == written
 
 
 def test_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1043,7 +1043,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     measures_twice,
     # simulated steps
     lambda: simulates(lambda out: torch.sparse.mm(torch.eye(2).to_sparse(), out)),
-    lambda: simulates(torch.Tensor.data_ptr),
+    lambda: simulates(lambda x: x.data_ptr()),
     lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),
     lambda: simulate(Reaches(), (vector(),), loss=torch.sum),
     # --- ChangedError

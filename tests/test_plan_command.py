@@ -112,7 +112,7 @@ def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "LlamaForCausalLM" in first
     assert "in float32; input_ids 2 x 256, labels 2 x 256; optimizer adamw" in first
     assert table[: len(str(plan).splitlines())] == str(plan).splitlines()
-    assert [line.split()[0] for line in output.err.splitlines()] == ["building", "profiling", "planning"]
+    assert output.err == ""
 
     model = load(llama, torch.float32).model
     ids = torch.ones(2, 256, dtype=torch.long)

@@ -52,7 +52,6 @@ def test_a_file_is_enough(made: str, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["report", "plan.json", "--points", "3", *files]) == cli.OK
     output = capsys.readouterr()
     words = [line.split()[0] for line in output.err.splitlines()]
-    assert words[:2] == ["building", "profiling"]
     assert words[-1] == "100%"
 
     plan = Plan.from_json(made)

@@ -10,6 +10,7 @@ import inspect
 import sys
 import threading
 import types
+import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,15 @@ def test_hooks_are_pushed_and_popped() -> None:
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, torch.full((3,), 7.0).cos())
     torch.autograd.grad(z.sum(), x)
+
+
+def test_any_global_hook() -> None:
+    """A hook for all modules is seen for as long as it is there."""
+    assert not _torch.any_global_hook()
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    assert _torch.any_global_hook()
+    handle.remove()
+    assert not _torch.any_global_hook()
 
 
 def test_ambient_hooks() -> None:
@@ -911,6 +921,49 @@ def test_a_wrapper_of_tensors_is_told_from_a_sharded_one() -> None:
     assert not fakes.is_sharded(torch.ones(2).as_subclass(own))
     assert fakes.is_sharded(torch.ones(2).as_subclass(torchs))
     assert not fakes.is_wrapper(torch.ones(2))
+
+
+def test_fakes_are_made_as_torch_makes_them() -> None:
+    """Each of a mode and a device has the attributes and the memory that `FakeTensor` gives, and no address."""
+    mode, device = fakes.FakeTensorMode(), torch.device("cpu")
+    mode._allow_unsafe_data_ptr_access = False
+    make = fakes.FakeMaker(mode)
+    for meta in (torch.empty(2, 3, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")):
+        wanted, made = fakes.FakeTensor(mode, meta, device), make(meta, device)
+        assert type(made) is fakes.FakeTensor
+        assert vars(made) == vars(wanted)
+        assert (made.shape, made.dtype, made.device) == (wanted.shape, wanted.dtype, device)
+        assert made.untyped_storage() is meta.untyped_storage()
+        assert (made + 1).device == device
+        for one in (wanted, made):
+            with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+                one.data_ptr()
+
+
+def test_fakes_of_one_mode_can_be_answered_for() -> None:
+    """What needs the memory of a fake goes to who answers for its mode; those of other modes refuse as before."""
+
+    class Twos:
+        def values_of(self, fake: torch.Tensor, what: str) -> torch.Tensor:
+            return torch.full(fake.shape, 2.0)
+
+        def address_of(self, fake: torch.Tensor) -> int:
+            return 7
+
+    answers, mode = Twos(), fakes.FakeTensorMode()
+    fakes.answer_for(mode, answers)
+    with mode:
+        fake = torch.empty(3)
+    assert fake.numpy().tolist() == [2.0, 2.0, 2.0]
+    assert fake.data_ptr() == 7
+    with fakes.FakeTensorMode():
+        other = torch.empty(3)
+    with pytest.raises(RuntimeError):
+        other.numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # once in a process PyTorch says that it will be an error
+        assert other.data_ptr() == 0
+    assert torch.ones(1).numpy().tolist() == [1.0]
 
 
 def test_operations_on_fakes_need_no_active_mode() -> None:

@@ -1,4 +1,4 @@
-"""Results as text: a table with aligned columns for people, a JSON document for programs.
+"""Results as text: a table with aligned columns for people, a JSON document for programs; and the line of long work.
 
 Every table that a report, a plan or a command prints without colours is made here, so that all look alike: two spaces
 between columns, nothing at the ends of lines. Every document of a command begins with the same two keys.
@@ -9,8 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 
@@ -74,3 +80,73 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- what long work is doing ---
+
+SILENT = 0.5  # seconds that work may take without a word
+
+
+@contextmanager
+def at_work(word: str, show: bool = True) -> Generator[None]:
+    """Says on stderr what is being done, in a line that appears after half a second and goes when the work ends.
+
+    Nothing is written where nobody watches: into a file, a pipe or a log. Work inside other work is said in its line.
+
+    Args:
+        word: What is being done, as "planning Llama".
+        show: Whether anything is to be said, also of work inside.
+    """
+    if _line.get() is not None:
+        doing(word)
+        yield
+        return
+    line = _Line(word)
+    token = _line.set(line)
+    shown = threading.Thread(target=line.show, daemon=True) if show and _watched() else None
+    if shown is not None:
+        shown.start()
+    try:
+        yield
+    finally:
+        _line.reset(token)
+        line.ended.set()
+        if shown is not None:
+            shown.join()
+
+
+def doing(word: str, part: int = 0, of: int = 0) -> None:
+    """Says what the present work is at, and how far it is."""
+    line = _line.get()
+    if line is not None:
+        line.detail = f"{word}, {part} of {of}" if of else word
+
+
+class _Line:
+    """The line of the present work; it is written by a thread of its own, and the work only says words."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self.detail = word, ""
+        self.ended = threading.Event()
+
+    def show(self) -> None:
+        """Writes the line twice a second until the work ends."""
+        began, wide = time.monotonic(), 0
+        while not self.ended.wait(SILENT):
+            seconds = f" ({time.monotonic() - began:.0f} s)"
+            text = ": ".join(filter(None, (self.word, self.detail)))
+            text = text[: shutil.get_terminal_size().columns - 1 - len(seconds)] + seconds
+            sys.stderr.write("\r" + text.ljust(wide))
+            sys.stderr.flush()
+            wide = len(text)
+        if wide:
+            sys.stderr.write("\r" + " " * wide + "\r")
+            sys.stderr.flush()
+
+
+_line: ContextVar[_Line | None] = ContextVar("line", default=None)
+
+
+def _watched() -> bool:
+    """Whether stderr is a terminal or that of a notebook."""
+    return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")

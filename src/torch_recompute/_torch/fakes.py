@@ -134,6 +134,10 @@ class FakeMaker:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+        unsafe = cast("Any", mode)._allow_unsafe_data_ptr_access
+        self._refuse_address = (
+            _C._set_warn_deprecated_on_mutable_data_ptr if unsafe else _C._set_throw_on_mutable_data_ptr
+        )
 
     def __call__(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the fake tensor."""
@@ -145,7 +149,7 @@ class FakeMaker:
         made = _C.TensorBase._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
-        _C._set_throw_on_mutable_data_ptr(made)
+        self._refuse_address(made)
         vars(made).update(attributes)
         return made
 

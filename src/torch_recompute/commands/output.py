@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch_recompute_cli import COMMANDS
 
 from .. import errors
+from .._text import at_work
 from .._text import document as document
 from ..plan.plan import Plan
 
@@ -101,15 +102,9 @@ class Output:
 
     @contextmanager
     def at_work(self, word: str) -> Generator[None]:
-        """Says on stderr what is being done: a line that goes away where it can, else one that stays."""
-        if not self.quiet and _moves():
-            from rich.console import Console
-
-            with Console(stderr=True).status(word):
-                yield
-            return
-        self._say(f"{word} ...")
-        yield
+        """Says on a terminal what is being done, in a line that goes when it ends."""
+        with at_work(word, show=not self.quiet):
+            yield
 
     @contextmanager
     def progress(self, total: int) -> Generator[Callable[[str], None]]:

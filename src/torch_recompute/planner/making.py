@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._text import at_work
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.plan import Plan
@@ -65,7 +66,8 @@ def profile(
     """
     loop = Loop(hold_output, accumulate, set_to_none)
     how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload}
-    return Planner(model, args, kwargs, loop=loop, **how).profile
+    with at_work(f"profiling {type(model).__name__}"):
+        return Planner(model, args, kwargs, loop=loop, **how).profile
 
 
 if TYPE_CHECKING:
@@ -203,7 +205,8 @@ def make_plan(
                 "says itself what a rank holds.\n"
                 "  Leave them out with stages=; microbatches are those of the schedule."
             )
-        return plan_stages(planner(args, kwargs), stages, budget, solver, optimizer)
+        with at_work(f"planning {type(model).__name__}"):
+            return plan_stages(planner(args, kwargs), stages, budget, solver, optimizer)
     if not isinstance(budget, (int, float, str)):
         raise errors.ArgumentError(errors.bad_budget(budget))
 
@@ -211,14 +214,15 @@ def make_plan(
         step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **where(device, model).step}
         return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
 
-    if isinstance(sizes, str):
-        if sizes != "all":
-            raise errors.ArgumentError(
-                f"sizes={sizes!r} is not a choice of sizes.\n"
-                '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
-                "sizes=[512, 2048]."
-            )
-        return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
-    if not sizes:
-        return planner(args, kwargs).plan(budget, solver)
-    return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)
+    if isinstance(sizes, str) and sizes != "all":
+        raise errors.ArgumentError(
+            f"sizes={sizes!r} is not a choice of sizes.\n"
+            '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
+            "sizes=[512, 2048]."
+        )
+    with at_work(f"planning {type(model).__name__}"):
+        if isinstance(sizes, str):
+            return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
+        if not sizes:
+            return planner(args, kwargs).plan(budget, solver)
+        return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)

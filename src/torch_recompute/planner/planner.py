@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._text import counted, doing
 from ..memory.free import free_bytes
 from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
@@ -244,6 +245,7 @@ class Planner:
         def run(plan: Plan) -> Clocked:
             key = tuple(plan)
             if key not in self._known.clocked:
+                doing("running the step to time it")
                 self._known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device)
             return self._known.clocked[key]
 
@@ -272,6 +274,7 @@ class Planner:
 
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
+        doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = None if ran is None else count
         found = simulate_step(self.model, *self.call, prepare=prepare, watch=watch, **self._step)
         self._known.simulations[key] = found
@@ -303,7 +306,9 @@ class Planner:
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [plain.option((), plain, self.price)]
-                for regions in dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind]):
+                ways_of = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
+                for number, regions in enumerate(ways_of, 1):
+                    doing(f"trying choices for {path}", number, len(ways_of))
                     tried = self._alone(path, call, regions)
                     if tried is not None:
                         options.append(tried.option(regions, plain, self.price))
@@ -347,6 +352,7 @@ class Planner:
     def _grouped(self, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once."""
         for call, paths, region in groups(self._captured, first, kinds):
+            doing(f"trying one region for {counted(len(paths), 'segment')}")
             tried = self._alone("", call, [region], paths)
             if tried is not None:
                 yield tried.option((region,), plain, self.price, len(paths))
