@@ -568,7 +568,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr()
     assert "made_worse  *.soft" in output.out
     assert "write  a plan without *.soft" in output.out
-    assert [line.split()[0] for line in output.err.splitlines()] == ["building", "examining"]
+    assert output.err == ""
     assert cli.main(["doctor", "this_test:good_pair", *arguments, "--json"]) == cli.FAILED
     document = json.loads(capsys.readouterr().out)
     assert (document["schema_version"], document["command"], document["ok"]) == (1, "doctor", False)
