@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -455,13 +454,6 @@ def test_one_module_under_two_paths() -> None:
     plain = model()
     plain.layers[1] = plain.layers[0]
     assert_same(train(ours), train(plain))
-
-
-@pytest.mark.parametrize("call", [lambda m: apply(m, "full"), lambda m: apply(m.forward, Plan())])
-def test_wrong_arguments(call: Callable[[nn.Module], Any]) -> None:
-    """Something that is no model or no plan is named."""
-    with pytest.raises(ArgumentError, match=r"apply\(model, plan\) needs"):
-        call(model())
 
 
 def test_repr_says_what_is_there() -> None:

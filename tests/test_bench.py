@@ -5,10 +5,9 @@ import re
 
 import comparisons
 import pytest
-from discard import BLOCKS, FORMS, Config, Result, parity, plot, run
+from discard import FORMS, Config, Result, parity, plot, run
 from discard.forms import Form
 
-from torch_recompute import __version__
 from torch_recompute.commands import cli
 
 BENCH = ["discard"]
@@ -50,71 +49,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "computed on fake tensors (device meta, no data) at d_model 16" in " ".join(lines)
 
 
-def test_table_of_the_published_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """At the published size the table fits into 80 columns too, and shows what was published beside the peaks."""
-    assert (
-        comparisons.main(
-            [*BENCH, *["--only", "up_proj", "--iters", "1", "--scale", "128", "--device", "cpu", "--quiet"]]
-        )
-        == cli.OK
-    )
-    output = capsys.readouterr()
-    assert output.err == ""
-    assert "…" not in output.out
-    rows = [cells(line) for line in output.out.splitlines()]
-    peaks = [row[:3] for row in rows if row[0] in ("baseline", "ODC, C++")]
-    assert peaks == [
-        ["baseline", "544.0", "–"],
-        ["ODC, C++", "–", "~608.0"],
-        ["baseline", "2560.0", "2560.3"],
-        ["ODC, C++", "–", "2400.3"],
-    ]
-    assert "OLMo-core, src/scripts/benchmark_odc.py" in output.out
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` prints one document: versions, configuration, how figures were obtained, and every figure."""
-    options = [
-        "--only",
-        "silu_up",
-        "silu_up",
-        "--n-layers",
-        "1",
-        "--dtype",
-        "bf16",
-        "--scale",
-        "2",
-        "--json",
-        "--quiet",
-    ]
-    assert comparisons.main([*TINY, *options, "--json", "--quiet"]) == cli.OK
-    output = capsys.readouterr()
-    document = json.loads(output.out)
-    assert output.err == ""
-    assert (document["command"], document["torch_recompute"], document["device"]) == (
-        "peers discard",
-        __version__,
-        "cpu",
-    )
-    assert (document["config"]["blocks"], document["config"]["dtypes"]) == (["silu_up"], ["bf16"])
-    assert document["timed_size"] == {"d_model": 4, "d_ff": 16, "batch": 2, "seq": 10}
-    assert set(document["how"]) == {"peak", "flops", "times", "published", "by_arithmetic"}
-    assert [row["form"] for row in document["rows"]] == [form.name for form in FORMS]
-    for row in document["rows"]:
-        assert type(row["computed_peak_bytes"]) is type(row["flops"]) is type(row["saved_bytes"]) is int
-        assert type(row["forward_seconds"]) is type(row["backward_seconds"]) is type(row["total_seconds"]) is float
-        assert row["measured_peak_bytes"] is row["published"] is None
-
-
-def test_check(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--check` ends with 0, a line per form, and no difference."""
-    assert comparisons.main([*TINY, "--check", "--n-layers", "2", "--quiet"]) == cli.OK
-    out = capsys.readouterr().out
-    assert "…" not in out
-    assert len(re.findall(r" yes\s*$", out, re.MULTILINE)) == 2 * len(BLOCKS) + 2 + 4 + 4
-    assert "22 comparisons, 0 with a difference" in " ".join(out.split())
-
-
 def test_check_finds_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A form that computes something else ends with 1 and is named, in the table and in JSON."""
 
@@ -150,11 +84,6 @@ def test_plot(published_size: Result, suffix: str, start: bytes, tmp_path) -> No
         # Text is drawn as outlines, and each is preceded by a comment with its words: here the heights of the bars.
         for height in ("2,560", "2,400", "2,464", "2,336", "2,188", "608", "544"):
             assert f"<!-- {height} -->".encode() in data
-
-
-def test_every_form_has_a_colour() -> None:
-    """The plot knows every column of the table."""
-    assert set(plot.ORDER) == set(plot.COLOURS) >= {form.name for form in FORMS}
 
 
 @pytest.mark.parametrize(

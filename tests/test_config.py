@@ -376,12 +376,6 @@ def test_settings_print_and_compare(config: RecomputeConfig) -> None:
         config.recompute_num_layers = 1  # type: ignore[misc]
 
 
-def test_print_names_what_was_set() -> None:
-    """Only fields that are not at their default are printed."""
-    expected = "RecomputeConfig(recompute_granularity='full', recompute_method='block', recompute_num_layers=3)"
-    assert repr(full("block", 3)) == expected
-
-
 def test_selective_without_modules_is_core_attn() -> None:
     """None stands for ["core_attn"], as in Megatron; [] stands for nothing at all, and is another setting."""
     assert RecomputeConfig(recompute_granularity="selective") == selective("core_attn")

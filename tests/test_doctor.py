@@ -578,13 +578,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(document["looked_for"]) | set(document["not_looked_for"]) == set(doctor.KINDS)
     assert cli.main(["doctor", "this_test:good_pair", *arguments, "--quiet"]) == cli.FAILED
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("command")
-@pytest.mark.parametrize("argv", [["--plan", "nowhere.json"], ["--budget", "much"], ["--batch", "2"]], ids=str)
-def test_command_refuses(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be asked is answered with exit code 2, before any work, and nothing on stdout."""
-    assert cli.main(["doctor", "this_test:good_pair", *argv]) == cli.USAGE
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert "torch-recompute: error: " in output.err

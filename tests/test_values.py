@@ -283,12 +283,6 @@ def test_doing_recompute_says_where_we_are() -> None:
     assert is_recomputing is doing_recompute
 
 
-def test_forward_cannot_read() -> None:
-    """In the forward, even after saving, reading is an error that is also an AssertionError."""
-    with pytest.raises(AssertionError, match="nothing is being recomputed"):
-        recompute(lambda x: (save_for_recompute(1), get_recompute_data()))(vector())
-
-
 def test_saved_calls_are_outside() -> None:
     """Inside a saved call, which is never repeated, saving and reading behave as outside of every region."""
     seen: list[bool] = []
