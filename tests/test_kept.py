@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from torch_recompute.planner import prices
 from torch_recompute.planner.ops import Meta, Op
-from torch_recompute.planner.prices import Measured, key_of, processor
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Measured, Overhead, key_of, processor
 from torch_recompute.stores import measured
 from torch_recompute.stores.measured import PriceFile, folder, full_name
+from zoo import mean_loss
 
 CPU = torch.device("cpu")
 SIXTEEN = Meta((16,), (1,), torch.float32)
@@ -195,3 +198,34 @@ def test_products_in_32_bits_run_at_their_own_speed_unless_tf32_is_on() -> None:
         assert device(product) == pytest.approx(work / 495e12 / 0.7, rel=1e-3)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_what_a_region_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replay takes besides its operations is kept with the prices; a GPU runs ahead, and pays none."""
+    first = Measured(CPU)
+    assert first.overhead.region > 0
+    assert first.overhead.operation > 0
+    first.keep()
+    monkeypatch.setattr(prices, "_seconds", lambda *_: pytest.fail("it is measured again"))
+    assert Measured(CPU).overhead == first.overhead
+    assert str(Overhead(2e-4, 1e-5)) == ", 0.20 ms for each region and 10 us for each operation in it"
+    assert str(Overhead()) == ""
+
+
+def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every choice pays for its regions and what they run again, so one large region may be better than two small."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 4, 8)
+    monkeypatch.setattr(prices, "_overhead", lambda _: Overhead(2.0, 0.5))
+    planner = Planner(model, (x,), None, loss=mean_loss)
+    options = [option for kind in planner.costs.kinds.values() for option in kind.options]
+    assert any(option.regions for option in options)
+    for option in options:
+        called = sum(1 + option.span * region.nested for region in option.regions)
+        assert option.seconds >= 2.0 * called
+        again = (option.seconds - 2.0 * called) / 0.5
+        assert abs(again - round(again)) < 0.1  # operations that are run again; what they take alone is far less
+    nodes = [node for kind in planner.costs.kinds.values() for node in kind.graph.nodes]
+    assert all(node.seconds >= 0.5 or node.seconds == 0 for node in nodes)  # 0: the other result of an operation
+    assert planner.profile.timing.startswith("single operations timed on cpu")
+    assert ", 2000.00 ms for each region and 500000 us for each operation in it" in planner.profile.timing

@@ -24,7 +24,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -331,9 +331,9 @@ def all_guesses(found: SegmentTrace, price: Callable[[Op], float]) -> list[Guess
     return [_guess(found, seconds, regions) for regions in _choices(found)]
 
 
-def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int) -> list[Guess]:
-    """The choices worth trying, at most so many."""
-    every = all_guesses(found, price)
+def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int, host: float = 0.0) -> list[Guess]:
+    """The choices worth trying, at most so many; `host` is what each region takes besides the operations."""
+    every = [replace(g, seconds=g.seconds + host * len(g.regions)) for g in all_guesses(found, price)]
     every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
     best: list[Guess] = []
     for guess in every:

@@ -60,7 +60,7 @@ from .clock import Clocked, Scale, clock, obstacle
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
-from .prices import Measured, Roofline, prices_for, where
+from .prices import Measured, Overhead, Roofline, prices_for, where
 from .segments import CapturedCall, capture, groups
 from .trials import SegmentCall, Tried, attempt
 
@@ -110,6 +110,7 @@ class Planner:
         if ran is not None:
             ran.update(self._known.ran)
         self.price = place.roofline or prices_for(model, self.plain.device)
+        self._host_seconds = self.price.overhead if isinstance(self.price, Measured) else Overhead()
         self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
         if self._known.segments is None:
@@ -128,7 +129,7 @@ class Planner:
         self.costs = self._calibrated(self.plain, plain, loop.accumulate * once + self._optimizer_seconds, None)
         self._timing = ""
         if isinstance(self.price, Measured):
-            self._timing = self.price.timing
+            self._timing = f"{self.price.timing}{self._host_seconds}"
             self.price.keep()
 
     @cached_property
@@ -300,25 +301,32 @@ class Planner:
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
                 traces[kind] = trace(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
-            guessed.setdefault(of, []).extend(guesses(traces[kind], self.price, TRIED))
+            guessed.setdefault(of, []).extend(guesses(traces[kind], self._replayed, TRIED, self._host_seconds.region))
         for kind, first in firsts.items():
             path, call, found = self.paths[first], captured.calls[first], traces[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
-                options = [plain.option((), plain, self.price)]
+                options = [self._option(plain, (), plain)]
                 ways_of = dict.fromkeys(guess.regions for guess in guessed[path if path in several else kind])
                 for number, regions in enumerate(ways_of, 1):
                     doing(f"trying choices for {path}", number, len(ways_of))
                     tried = self._alone(path, call, regions)
                     if tried is not None:
-                        options.append(tried.option(regions, plain, self.price))
-                graph = replace(found.graph(self.price), backward_bytes=plain.at_once_bytes)
+                        options.append(self._option(tried, regions, plain))
+                graph = replace(found.graph(self._replayed), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
                     options += self._offloaded(path, call, undominated(options), plain, forward)
                 options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
+
+    def _replayed(self, op: Op) -> float:
+        """Seconds of an operation in a replay."""
+        return self.price(op) + self._host_seconds.operation
+
+    def _option(self, tried: Tried, regions: tuple[Choice, ...], plain: Tried, span: int = 1) -> Option:
+        return tried.option(regions, plain, self._replayed, self._host_seconds.region, span)
 
     def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:
         """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.
@@ -345,7 +353,7 @@ class Planner:
             regions = tuple(replace(region, store="host") for region in option.regions)
             tried = self._alone(path, call, regions)
             if tried is not None and tried.saved_bytes < option.saved_bytes:
-                here = tried.option(regions, plain, self.price)
+                here = self._option(tried, regions, plain)
                 wait = waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
                 yield replace(here, seconds=here.seconds + wait)
 
@@ -355,7 +363,7 @@ class Planner:
             doing(f"trying one region for {counted(len(paths), 'segment')}")
             tried = self._alone("", call, [region], paths)
             if tried is not None:
-                yield tried.option((region,), plain, self.price, len(paths))
+                yield self._option(tried, (region,), plain, len(paths))
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -9,6 +9,11 @@ fastest counts. One that the roofline puts above `LONGEST`, or that cannot be ru
 scaled by what the measured ones took of theirs, and named in `Measured.timing`. What was measured is kept in a file
 (`stores/measured.py`). Prices decide between plans, so what counts is how they compare; `clock.py` times whole steps.
 
+On a CPU a replay takes more than its operations do alone: the modules' Python, the dispatcher, the hooks of saved
+tensors, and a fixed part for each region. Where layers are small that is most of it, and a plan of many small regions
+would look cheap. So what a region adds to 2 and to 18 tiny operations is measured, once for each machine (`Overhead`).
+On a device that is told what to do ahead of time, the host's part is hidden behind that of the device, and not counted.
+
 Many operations expect more of their inputs than shapes: a workspace that a forward wrote, the seed of a dropout,
 probabilities. Made-up inputs then end the process or break the CUDA context, and no schema says which operations are
 like that. So only operations that are known to be safe are run: pointwise ones and those of the core of ATen, by
@@ -34,6 +39,7 @@ from .. import errors
 from .._torch.devices import tf32
 from .._torch.fakes import is_operator, taken_by, without_modes
 from .._torch.flops import fused_on_cpu
+from ..region import recompute
 from ..stores.measured import PriceFile, full_name
 from .ops import Meta, Op, metas
 
@@ -220,6 +226,43 @@ def key_of(op: Op) -> str:
     return hashlib.sha256(repr((str(op.func), op.args, op.kwargs)).encode()).hexdigest()[:32]
 
 
+class Overhead(NamedTuple):
+    """Seconds of the host in a replay, beside those of its operations alone.
+
+    Attributes:
+        region: Of each region.
+        operation: Of each operation that it runs again.
+    """
+
+    region: float = 0.0
+    operation: float = 0.0
+
+    def __str__(self) -> str:
+        each = f"{1000 * self.region:.2f} ms for each region and {1e6 * self.operation:.0f} us for each operation in it"
+        return f", {each}" if self.region else ""
+
+
+def _overhead(kept: PriceFile) -> Overhead:
+    """What a region takes on this machine's processor, measured once."""
+    if not {"region", "operation"} <= kept.seconds.keys():
+        x = torch.ones(8, requires_grad=True)
+
+        def added(count: int) -> float:
+            layer = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(count)))
+            region = recompute(layer)
+            plain = min(_seconds(lambda: layer(x).sum().backward(), 50, CPU))
+            return min(_seconds(lambda: region(x).sum().backward(), 50, CPU)) - plain
+
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            few, many = added(2), added(18)
+        with without_modes(), torch.no_grad():
+            alone = min(_seconds(x.tanh, 50, CPU))
+        each = (many - few) / 16
+        kept.seconds["region"] = max(few - 2 * each, 1e-9)
+        kept.seconds["operation"] = max(each - alone, 1e-9)
+    return Overhead(kept.seconds["region"], kept.seconds["operation"])
+
+
 class Measured:
     """Prices by running each operation on a device, once; what was measured before is read from a file."""
 
@@ -253,6 +296,11 @@ class Measured:
         """Where its seconds are from, in words."""
         others = ", ".join(sorted(self._not_run))
         return f"single operations timed on {self.name}{others and f', {others} by its speeds'}"
+
+    @property
+    def overhead(self) -> Overhead:
+        """What a replay takes besides its operations."""
+        return _overhead(self._kept) if self._device.type == "cpu" else Overhead()
 
     def keep(self) -> None:
         """Writes what was measured to a file."""

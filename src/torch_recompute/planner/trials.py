@@ -72,10 +72,16 @@ class Tried:
     host_bytes: int = 0
     at_once_bytes: int = 0  # see `Graph.backward_bytes`
 
-    def option(self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], span: int = 1) -> Option:
-        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments."""
+    def option(
+        self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], host: float, span: int = 1
+    ) -> Option:
+        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments.
+
+        `host` is what each region takes besides the operations.
+        """
         counts = {op: self.ops[op] - span * plain.ops[op] for op in (*self.ops, *plain.ops)}
-        seconds = max(0.0, sum(price(op) * count for op, count in counts.items()))
+        called = sum(1 + span * region.nested for region in regions)
+        seconds = max(0.0, sum(price(op) * count for op, count in counts.items())) + host * called
         flops = sum(op.flops * count for op, count in counts.items())
         levels = self.saved_bytes, self.forward_bytes, self.backward_bytes
         return Option(regions, *levels, seconds, flops, span, self.host_bytes)
