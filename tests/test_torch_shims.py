@@ -661,12 +661,13 @@ def test_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_kept() -> None:
     """What is written within keeps its version, and is not recorded for backward."""
     tensor, other, weight = torch.zeros(2), torch.zeros(2), torch.ones(2, requires_grad=True)
-    with _torch.versions_kept([tensor]):
-        tensor.add_(weight)
-        other.add_(weight)
+    with _torch.versions_kept():
+        tensor[:1].add_(weight[:1])
+        torch._foreach_copy_([tensor, other], [weight, weight])
+        assert (tensor._version, other._version) == (0, 0)
     assert tensor.tolist() == other.tolist() == [1, 1]
-    assert (tensor._version, other._version) == (0, 1)
     assert not tensor.requires_grad
+    assert tensor.add_(1)._version == 1
 
 
 def test_assert_on_device() -> None:

@@ -260,7 +260,7 @@ class TensorState:
 
     def restore(self, value: list[torch.Tensor]) -> None:
         """Copies the values back; version counters do not move, so what autograd saved of them remains valid."""
-        with _torch.versions_kept(self.tensors):
+        with _torch.versions_kept():
             targets = [*map(_writable, self.tensors)]
             for some in _alike(targets):
                 _torch.copy_each([targets[i] for i in some], [value[i] for i in some])

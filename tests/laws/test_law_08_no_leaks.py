@@ -124,6 +124,40 @@ def test_operations_that_save_their_output_form_no_cycle(op):
         assert seen.live == 0
 
 
+class Same(torch.autograd.Function):
+    """Returns a view of what it is given, and saves that view."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        view = weight.view_as(weight)
+        ctx.save_for_backward(view)
+        return view
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert ctx.saved_tensors[0]._version == 0
+        return grad
+
+
+@pytest.mark.parametrize("inner", [lambda fn: fn, no_recompute, recompute], ids=["plain", "saved", "region"])
+@pytest.mark.parametrize("outer", [lambda fn: fn, no_recompute, recompute], ids=["", "in saved", "in region"])
+@pytest.mark.parametrize("retain", [False, True, None], ids=["", "retained", "without backward"])
+def test_a_node_that_saves_its_own_view_of_a_parameter(inner, outer, retain):
+    """Neither the forward's graph nor a replay's holds itself by such a view; the gradient is the plain one."""
+    weight = nn.Parameter(torch.ones(64, 64))
+    run = recompute(chain(outer(lambda x: (inner(Same.apply)(weight) * x).exp()), torch.sin))
+    with no_collector(), Bytes() as seen:
+        x = big()
+        loss = run(x + 1).sum()
+        if retain is not None:
+            loss.backward(retain_graph=retain)
+            wanted = (x + 1) * (x + 1).exp() * (x + 1).exp().cos()
+            torch.testing.assert_close(weight.grad, wanted.detach())
+            weight.grad = wanted = None
+        del x, loss
+        assert seen.live == 0
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_rebuilt_tensors_die_one_by_one(retain):
     """During backward each rebuilt tensor dies with its node, also where the graph is retained."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from laws.cases import BY_NAME
-from laws.placements import PLACEMENTS, PLAIN, chain
+from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
 from laws.watch import Counted, assert_same, backward, left_by, on_threads
 from torch_recompute import (
     _torch,
@@ -99,6 +99,26 @@ def test_backward_in_several_threads_at_once(name, placement):
         into += in_threads(tasks) if where is placement else [in_threads([task])[0] for task in tasks]
     for a, b in zip(got, wanted, strict=True):
         assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("where", [PLAIN, NAMES["saved everything"]], ids=lambda placement: placement.name)
+def test_backward_while_another_thread_puts_buffers_back(where, monkeypatch):
+    """While a replay writes a module's buffers, a backward on another thread does not find them changed."""
+    norm, copy, got = nn.BatchNorm1d(3), _torch.copy_each, []
+    x = torch.randn(4, 3, requires_grad=True)
+    out, other = recompute(chain(norm, torch.exp, torch.sin))(x), where.put(norm, torch.exp, torch.exp)(x)
+
+    def grad():
+        return torch.autograd.grad(other.sum(), x, retain_graph=True)[0]
+
+    def copy_and_look(*args):
+        copy(*args)
+        got.extend(in_threads([grad]))
+
+    monkeypatch.setattr(_torch, "copy_each", copy_and_look)
+    out.sum().backward()
+    assert len(got) == 2
+    assert all(torch.equal(one, grad()) for one in got)
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms", "custom_function", "multiple_outputs", "views"])

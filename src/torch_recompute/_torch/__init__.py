@@ -268,14 +268,10 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._for
 
 
 @contextlib.contextmanager
-def versions_kept(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """A context without autograd, after which the tensors have the versions that they had before."""
-    versions = tuple(map(version_of, tensors))
-    with torch.no_grad():
-        try:
-            yield
-        finally:
-            _autograd._unsafe_set_version_counter(tuple(tensors), versions)
+def versions_kept() -> Generator[None]:
+    """A context without autograd, in which no version rises: another thread may read one at any moment."""
+    with torch.no_grad(), _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)):
+        yield
 
 
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async

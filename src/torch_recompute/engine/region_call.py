@@ -167,7 +167,8 @@ class Replay(Run):
             ref = slots[index] if index < count else None
             if ref is kept:
                 self.filled = index + 1
-                return (tensor, tensor._version) if finished else tensor  # an input outlives the replay's graph
+                held = tensor if tensor.is_leaf else tensor.detach()  # a view may be its own node's result
+                return (held, held._version) if finished else held
             if self._done:
                 raise Stop(self)
             self.filled = index + 1

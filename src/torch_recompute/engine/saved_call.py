@@ -257,7 +257,8 @@ class SavedCall:
         outputs: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) or parameter_of(leaf) is not None:
-                outputs.append(leaf)
+                made = isinstance(leaf, torch.Tensor) and not leaf.is_leaf  # by a node that may lead back to here
+                outputs.append(leaf.detach().requires_grad_() if made else leaf)
                 continue
             view = None if self.pure else _view(leaf, inputs)
             outputs.append(view or (self._unkept(leaf) if self.values_unused else self._keep(leaf, store)))
@@ -294,7 +295,7 @@ class SavedCall:
         if base is None:
             base = tensor
         if not (type(base) is type(tensor) is torch.Tensor) and (is_parameter(base) or is_parameter(tensor)):
-            return tensor, tensor._version
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if frame is not None and id(base) in frame.alive:
             return tensor.detach(), tensor._version
         if frame is not None:
