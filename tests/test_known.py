@@ -6,7 +6,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,8 @@ SCALE = 2
 class Layer(nn.Module):
     """A layer with an attribute, a nested one, a buffer, and a global that its forward reads."""
 
+    sizes: ClassVar[list[int]] = [1]
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
@@ -36,6 +38,10 @@ class Layer(nn.Module):
 
 def built() -> nn.Sequential:
     return nn.Sequential(Layer(), Layer())
+
+
+def class_attribute(_model: nn.Sequential) -> None:
+    Layer.sizes.append(2)
 
 
 def set_global(_model: nn.Sequential) -> None:
@@ -65,6 +71,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a tied weight": lambda model: setattr(model[1].up, "weight", model[0].up.weight),
     "a plan": lambda model: apply(model, Plan((Choice("0"),))),
     "a global of the forward": set_global,
+    "an attribute of the class": class_attribute,
 }
 
 
@@ -72,6 +79,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 def test_a_changed_model_is_another(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a step can depend on is in the digest; the same model has the same."""
     monkeypatch.setitem(globals(), "SCALE", 2)
+    monkeypatch.setattr(Layer, "sizes", [1])
     model = built()
     before = digest(model)
     assert before is not None

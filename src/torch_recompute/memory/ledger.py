@@ -65,8 +65,9 @@ class Place(NamedTuple):
 class Entry(weakref.ref[torch.UntypedStorage]):
     """A storage in the books: a weak reference that remembers what it refers to."""
 
-    __slots__ = ("key", "nbytes", "place", "rank")
+    __slots__ = ("exact", "key", "nbytes", "place", "rank")
 
+    exact: int
     key: int
     nbytes: int
     rank: int
@@ -109,9 +110,11 @@ class Ledger:
         """Reads a storage's size again; False if it is not in the books."""
         self.book_deaths()
         entry = self._entries.get(id(storage))
-        if entry is not None:
-            self._reread(entry)
-        return entry is not None
+        if entry is None:
+            return False
+        if storage.nbytes() != entry.exact:
+            self._resize(entry, storage.nbytes())
+        return True
 
     def mark(self, storage: torch.UntypedStorage, rank: int, place: Place | None = None) -> None:
         """Says what a storage is for. It enters the books if it must; a category earlier in the list stays.
@@ -127,9 +130,10 @@ class Ledger:
             entry.rank = min(entry.rank, rank)
             return
         entry = Entry(storage, cast("Callable[[Any], None]", self._dead.append))
-        entry.key, entry.nbytes, entry.rank, entry.place = id(storage), 0, rank, place or self.place
+        entry.key, entry.exact, entry.nbytes, entry.rank, entry.place = id(storage), 0, 0, rank, place or self.place
         self._entries[entry.key] = self._empty[entry.key] = entry
-        self._reread(entry)
+        if storage.nbytes():
+            self._resize(entry, storage.nbytes())
 
     def book_deaths(self) -> None:
         """Takes out the storages that died since the last call."""
@@ -143,13 +147,14 @@ class Ledger:
     def refresh(self) -> None:
         """Reads every size again."""
         self.book_deaths()
-        self._reread(*self._entries.values())
+        self._reread(self._entries.values())
 
     def settle(self) -> None:
         """Raises the peak if this moment is one."""
-        self._reread(*self._empty.values())
+        if self._empty:
+            self._reread(self._empty.values())
         if self.live > self.peak:
-            self._reread(*self._entries.values())
+            self._reread(self._entries.values())
         if self.live > self.peak:
             self.peak = self.live
             self.at_peak = self.alive()
@@ -178,22 +183,23 @@ class Ledger:
             found[id(entry)] = entry, nbytes
         return [(entry, nbytes) for entry, nbytes in found.values() if nbytes]
 
-    def _reread(self, *entries: Entry) -> None:
-        rounding = self._rounding
-        for entry in entries:
+    def _reread(self, entries: Iterable[Entry]) -> None:
+        for entry in [*entries]:
             storage = entry()
-            if storage is None:
-                continue
-            nbytes = -(-storage.nbytes() // rounding) * rounding
-            if nbytes == entry.nbytes:
-                continue
-            if nbytes:
-                self._empty.pop(entry.key, None)
-            else:
-                self._empty[entry.key] = entry
-            self.live += nbytes - entry.nbytes
-            self._pending.append((entry, nbytes))
-            entry.nbytes = nbytes
+            if storage is not None and storage.nbytes() != entry.exact:
+                self._resize(entry, storage.nbytes())
+
+    def _resize(self, entry: Entry, exact: int) -> None:
+        entry.exact, nbytes = exact, -(-exact // self._rounding) * self._rounding
+        if nbytes == entry.nbytes:
+            return
+        if nbytes:
+            self._empty.pop(entry.key, None)
+        else:
+            self._empty[entry.key] = entry
+        self.live += nbytes - entry.nbytes
+        self._pending.append((entry, nbytes))
+        entry.nbytes = nbytes
 
 
 SCALARS: frozenset[type] = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})

@@ -23,7 +23,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from .ops import Op
 
 MOST = 8
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
+_VALUES = _PLAIN | {list, tuple, dict, set, frozenset, torch.Tensor}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -159,7 +160,7 @@ def _function(fn: types.FunctionType) -> dict[str, Any]:
 def _code(fn: types.FunctionType) -> Any:
     """The code of a function, the plain values and tensors that it names, and the code of the functions it names."""
     named = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
-    values = {name: value for name, value in named.items() if isinstance(value, (*_PLAIN, torch.Tensor))}
+    values = {name: value for name, value in named.items() if type(value) in _VALUES}
     return fn.__code__, values, [other.__code__ for other in named.values() if isinstance(other, types.FunctionType)]
 
 
@@ -190,5 +191,5 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
         inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         if isinstance(inner, types.FunctionType):
             yield name, (_code(inner), _cells(inner) if "<locals>" in kind.__qualname__ else ())
-        elif isinstance(inner, _PLAIN):
-            yield name, cast("object", inner)
+        elif type(inner) in _VALUES and not name.startswith("__"):
+            yield name, inner
