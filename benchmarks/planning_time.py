@@ -1,0 +1,149 @@
+"""Claim: a plan comes while a person waits, and a second one for the same model and batch takes a tenth of that.
+
+CPU seconds of `make_plan` in a new process with an empty folder of prices, what the process imports for it included:
+the example of the README; an eight-layer Llama of transformers (width 128, batch 4 x 128); llama3-8b without weights,
+for an h100; llama3-70b over 32 ranks. Then those of a second call for the same budget, and of one for another. The
+first call of a process imports `torch._dynamo`, which PyTorch's fake tensors ask for; what that takes is a row.
+
+The simulated steps, the trials of choices and the steps that were run are told apart by their calls, in the first plan.
+
+    python benchmarks/planning_time.py --save planning_time-cpu
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _measure import arguments, finish
+
+BARS = {"readme": 1.5, "llama of 8 layers": 3.0, "llama3-8b": 8.0, "llama3-70b, 32 ranks": 20.0}
+PHASES = {"simulate_step": "steps simulated", "attempt": "choices tried", "clock": "steps run", "capture": "captured"}
+
+
+def readme() -> Callable[[float], Any]:
+    """The example of the README."""
+    from torch_recompute import make_plan
+
+    layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    model, batch = torch.nn.TransformerEncoder(layer, 6), torch.randn(8, 32, 64)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out.square().mean()
+
+    return lambda budget: make_plan(model, (batch,), loss=loss, budget=budget, optimizer=torch.optim.AdamW)
+
+
+def llama() -> Callable[[float], Any]:
+    """A small Llama of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from torch_recompute import make_plan
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
+    model, ids = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **sizes)), torch.randint(0, 1000, (4, 128))
+    batch = {"input_ids": ids, "labels": ids}
+    return lambda budget: make_plan(model, (), batch, budget=budget, optimizer=torch.optim.AdamW)
+
+
+def llama_8b() -> Callable[[float], Any]:
+    """llama3-8b on meta."""
+    from torch_recompute import make_plan
+    from torch_recompute.commands.models import batch_for, load
+
+    model = load("llama3-8b").model
+    batch = batch_for(model, "llama3-8b", 1, 4096)
+    return lambda budget: make_plan(model, (), batch, budget=budget, optimizer=torch.optim.AdamW, device="h100")
+
+
+def llama_70b() -> Callable[[float], Any]:
+    """llama3-70b over 32 ranks; the budget, per rank, is a share of 80 GB."""
+    from published_llama70b import LAYOUT, TOKENS
+
+    from torch_recompute.commands.models import load
+    from torch_recompute.planner.layout import LayoutPlanner
+
+    model = load("llama3-70b").model
+    return lambda budget: LayoutPlanner(model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100").plans(int(8e10 * budget))
+
+
+CASES = {"readme": readme, "llama of 8 layers": llama, "llama3-8b": llama_8b, "llama3-70b, 32 ranks": llama_70b}
+
+
+def measured(name: str) -> dict[str, Any]:
+    """The figures of one case, in this process."""
+    torch.set_num_threads(1)
+    plan = CASES[name]()
+    start = time.process_time()
+    importlib.import_module("torch._dynamo")
+    dynamo = time.process_time() - start
+    from torch_recompute.planner import planner
+
+    phases: dict[str, float] = defaultdict(float)
+
+    def told_apart(part: str) -> None:
+        fn = getattr(planner, part)
+
+        @functools.wraps(fn)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                phases[PHASES[part]] += time.process_time() - begun
+
+        setattr(planner, part, timed)
+
+    for part in PHASES:
+        told_apart(part)
+    seconds, first = list[float](), dict[str, float]()
+    for budget in (0.5, 0.5, 0.6):
+        start = time.process_time()
+        plan(budget)
+        seconds.append(time.process_time() - start)
+        first = first or dict(phases)
+    return {"name": name, "dynamo": dynamo, "first": seconds[0], "again": seconds[1], "other": seconds[2], **first}
+
+
+def main() -> None:
+    """Prints a line per case."""
+    options = arguments(__doc__ or "", cases=f"of {', '.join(CASES)}; by default all", child="used by itself")
+    if options.child:
+        print(json.dumps(measured(options.child[0])))
+        return
+    figures: list[dict[str, Any]] = []
+    print(f"{'CPU seconds':22}{'goal':>6}{'plan':>8}{'imports':>9}{'again':>8}{'other budget':>14}   of the plan")
+    for name in options.cases or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "TORCH_RECOMPUTE_CACHE": folder, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, __file__, "--child", name]
+            ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        row = json.loads(ran.stdout.splitlines()[-1])
+        figures.append({key: value if key == "name" else round(value, 3) for key, value in row.items()})
+        parts = ", ".join(f"{part} {row[part]:.2f}" for part in PHASES.values() if part in row)
+        print(
+            f"{name:22}{BARS[name]:6.1f}{row['first']:8.2f}{row['dynamo']:9.2f}{row['again']:8.2f}{row['other']:14.2f}"
+            f"   {parts}",
+            flush=True,
+        )
+    reached = all(row["first"] + row["dynamo"] <= BARS[row["name"]] for row in figures)
+    finish(options, figures, reached and all(row["again"] <= row["first"] / 10 for row in figures))
+
+
+if __name__ == "__main__":
+    main()
