@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_recompute import Choice, Plan, apply, make_plan, profile
 from torch_recompute.planner import planner
@@ -85,6 +86,30 @@ def test_a_changed_model_is_another(change: str, monkeypatch: pytest.MonkeyPatch
     assert before is not None
     assert digest(model) == digest(built()) == before
     CHANGES[change](model)
+    assert digest(model) not in (None, before)
+
+
+def test_a_class_that_was_written_again_is_another() -> None:
+    """As in a notebook, where it keeps its name: also a method that is decorated counts by its own code."""
+
+    def decorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: fn(*args)
+
+    def of(forward: Callable[..., Any]) -> nn.Module:
+        return type("Written", (nn.Module,), {"forward": decorated(forward), "__module__": "__main__"})()
+
+    first = digest(of(lambda self, x: x + 1))
+    assert first == digest(of(lambda self, x: x + 1)) is not None
+    assert first != digest(of(lambda self, x: x * 1))
+
+
+def test_a_model_of_transformers_can_be_compared() -> None:
+    """Nothing in its modules, decorators and configuration keeps it from having a digest, which a setting changes."""
+    sizes = dict[str, Any](hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    before = digest(model)
+    assert before is not None
+    model.config.use_cache = not model.config.use_cache
     assert digest(model) not in (None, before)
 
 

@@ -164,6 +164,13 @@ def _code(fn: types.FunctionType) -> Any:
     return fn.__code__, values, [other.__code__ for other in named.values() if isinstance(other, types.FunctionType)]
 
 
+def _method(fn: types.FunctionType, deep: int = 4) -> Any:
+    """The code of a method, and of what its decorators enclose: functions and plain values."""
+    cells = _cells(fn)
+    inner = [_method(cell, deep - 1) for cell in cells if deep and isinstance(cell, types.FunctionType)]
+    return _code(fn), inner, [cell for cell in cells if type(cell) in _PLAIN]
+
+
 def _cells(fn: types.FunctionType) -> list[Any]:
     return [cell.cell_contents for cell in fn.__closure__ or () if _is_filled(cell)]
 
@@ -190,6 +197,6 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     for name, value in vars(kind).items():
         inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         if isinstance(inner, types.FunctionType):
-            yield name, (_code(inner), _cells(inner) if "<locals>" in kind.__qualname__ else ())
+            yield name, _method(inner)
         elif type(inner) in _VALUES and not name.startswith("__"):
             yield name, inner
