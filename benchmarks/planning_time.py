@@ -72,14 +72,14 @@ def llama_8b() -> Callable[[float], Any]:
 
 
 def llama_70b() -> Callable[[float], Any]:
-    """llama3-70b over 32 ranks; the budget, per rank, is a share of 80 GB."""
+    """llama3-70b over 32 ranks; the budget of each is a share of 100 GB."""
     from published_llama70b import LAYOUT, TOKENS
 
     from torch_recompute.commands.models import load
     from torch_recompute.planner.layout import LayoutPlanner
 
     model = load("llama3-70b").model
-    return lambda budget: LayoutPlanner(model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100").plans(int(8e10 * budget))
+    return lambda budget: LayoutPlanner(model, "llama3-70b", LAYOUT, TOKENS, "adamw", "h100").plans(int(1e11 * budget))
 
 
 CASES = {"readme": readme, "llama of 8 layers": llama, "llama3-8b": llama_8b, "llama3-70b, 32 ranks": llama_70b}
