@@ -293,6 +293,8 @@ def test_long_work_says_what_it_does(
     written = stderr.getvalue()
     assert ("\rplanning: trying choices, 3 of 7 (0 s)" in written) is shown
     assert written.endswith(" \r") is shown
+    with Output().progress(10), _text.at_work("inside a bar"):
+        time.sleep(0.05)
     _text.doing("nothing is under way")
     with _text.at_work("short"):
         pass

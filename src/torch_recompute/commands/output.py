@@ -108,7 +108,15 @@ class Output:
 
     @contextmanager
     def progress(self, total: int) -> Generator[Callable[[str], None]]:
-        """Shows progress on stderr; yields what is to be called after each of `total` pieces of work, with a word."""
+        """Shows progress on stderr; yields what is to be called after each of `total` pieces of work, with a word.
+
+        Work inside says nothing of itself.
+        """
+        with at_work("", show=False), self._counting(total) as advance:
+            yield advance
+
+    @contextmanager
+    def _counting(self, total: int) -> Generator[Callable[[str], None]]:
         if not self.quiet and _moves():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

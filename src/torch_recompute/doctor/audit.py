@@ -29,8 +29,7 @@ from ..arguments import Captures, check_call, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
 from ..engine.slots import Packed, Stop, unpack
-from ..memory.ledger import storages
-from ..memory.operations import leaves
+from ..memory.ledger import leaves, storages
 from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState

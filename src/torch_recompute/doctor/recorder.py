@@ -27,8 +27,8 @@ from .. import _torch, arguments
 from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
 from ..engine.region_call import RegionCall
-from ..memory.ledger import storages
-from ..memory.operations import ModuleStack, Operation, kind_of, leaves
+from ..memory.ledger import leaves, storages
+from ..memory.operations import ModuleStack, Operation, kind_of
 from ..observer import Running, observing, running
 from .evidence import TensorSample, sample_of
 

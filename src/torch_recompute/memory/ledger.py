@@ -212,31 +212,35 @@ def storages(value: object) -> list[tuple[torch.device, torch.UntypedStorage]]:
     Sparse and other tensors without a storage of their own have none.
     """
     found: list[tuple[torch.device, torch.UntypedStorage]] = []
-    _collect(value, found)
+    for one in _held(value, []):
+        if type(one) is FakeTensor:
+            found.append((device_of(one), one.untyped_storage()))
+        elif isinstance(one, torch.UntypedStorage):
+            found.append((one.device, one))
+        elif (flatten := getattr(one, "__tensor_flatten__", None)) is not None:
+            found += storages([getattr(one, name) for name in flatten()[0]])
+        elif one.layout is torch.strided:
+            found.append((one.device, one.untyped_storage()))
     return found
 
 
-def _collect(value: object, found: list[tuple[torch.device, torch.UntypedStorage]]) -> None:
-    kind = type(value)
-    if kind in SCALARS:
-        return
-    if kind is FakeTensor:
-        found.append((device_of(cast("torch.Tensor", value)), cast("torch.Tensor", value).untyped_storage()))
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Iterable[object]", value):
-            _collect(item, found)
-    elif isinstance(value, torch.Tensor):
-        flatten = getattr(value, "__tensor_flatten__", None)
-        if flatten is not None:
-            for name in flatten()[0]:
-                _collect(getattr(value, name), found)
-        elif value.layout is torch.strided:
-            found.append((value.device, value.untyped_storage()))
-    elif isinstance(value, dict):
-        for item in cast("dict[object, object]", value).values():
-            _collect(item, found)
-    elif isinstance(value, torch.UntypedStorage):
-        found.append((value.device, value))
+def leaves(value: object) -> list[torch.Tensor]:
+    """Returns the tensors in a nest of lists, tuples and dicts, as an operation returns them."""
+    return [one for one in _held(value, []) if isinstance(one, torch.Tensor)]
+
+
+def _held(
+    value: object, found: list[torch.Tensor | torch.UntypedStorage]
+) -> Sequence[torch.Tensor | torch.UntypedStorage]:
+    """The tensors and the storages in a nest of lists, tuples and dicts."""
+    if type(value) in SCALARS:
+        return found
+    if type(value) is FakeTensor or isinstance(value, (torch.Tensor, torch.UntypedStorage)):
+        found.append(cast("torch.Tensor", value))
+    elif isinstance(value, (list, tuple, dict)):
+        for item in cast("Iterable[object]", value.values() if isinstance(value, dict) else value):
+            _held(item, found)
+    return found
 
 
 class CountedOnce:

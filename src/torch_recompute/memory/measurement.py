@@ -261,7 +261,7 @@ class Measurement:
         func, inputs = ran.func, (ran.args, ran.kwargs)
         with self._lock:
             self._events += 1
-            for device, storage in (*ran.given, *ran.results):
+            for device, storage in ran.given:
                 self._ledgers[device].touch(storage)
             place: Place | None = None
             for device, storage in ran.made:

@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .._torch import TorchDispatchMode, current_node, sequence_number, sequence_of
 from ..observer import observing, running
 from ..values import thread
-from .ledger import SCALARS, storages
+from .ledger import leaves, storages
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NN = os.path.join(_TORCH, "nn") + os.sep
@@ -279,23 +279,6 @@ class Allocations:
                 name = str(getattr(func, "overloadpacket", func))
                 shape, module = tuple(map(int, tensor.shape)), self._modules.module
                 self._found[key] = Allocation(weakref.ref(storage), name, shape, dtype, str(device), module, *place)
-
-
-def leaves(value: object) -> list[torch.Tensor]:
-    """Returns the tensors in a nest of lists, tuples and dicts, as an operation returns them."""
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: object, found: list[torch.Tensor]) -> None:
-    if type(value) in SCALARS:
-        return
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (dict, list, tuple)):
-        for item in cast("Iterable[object]", value.values() if isinstance(value, dict) else value):
-            _collect(item, found)
 
 
 def place_in_code() -> tuple[str, str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
-import os
 import pickle
 import sys
 import types
@@ -32,6 +31,7 @@ from .. import _torch
 from .._torch.fakes import is_wrapper
 from .._torch.modes import settings, split_settings
 from ..memory.ledger import storages
+from ..memory.operations import kind_of
 from ..simulation.fake_mode import keeps_values
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 MOST = 8
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 _VALUES = _PLAIN | {list, tuple, dict, set, frozenset, torch.Tensor}
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass
@@ -151,8 +150,8 @@ class _Describer(pickle.Pickler):
 
 
 def _function(fn: types.FunctionType) -> dict[str, Any]:
-    """A function of torch by its name; any other by its code, what it encloses, and the plain values that it names."""
-    if fn.__code__.co_filename.startswith(_TORCH):
+    """A library's function by its name; the user's by its code, what it encloses, and the plain values it names."""
+    if kind_of(fn.__code__.co_filename) != "user":
         return {"function": f"{fn.__module__}.{fn.__qualname__}", "closure": _cells(fn)}
     return {"code": _code(fn), "closure": _cells(fn), "defaults": (fn.__defaults__, fn.__kwdefaults__)}
 

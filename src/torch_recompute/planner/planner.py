@@ -106,7 +106,7 @@ class Planner:
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
         self._known = known(model, self.call, self._step, device, offload)
         self.loss = loss or loss_of
-        self.plain = self._simulated(Plan(), self._known.ran)
+        self.plain = self._simulated(Plan())
         if ran is not None:
             ran.update(self._known.ran)
         self.price = place.roofline or prices_for(model, self.plain.device)
@@ -262,23 +262,25 @@ class Planner:
     def _plan_of(self, solution: Solution) -> Plan:
         return Plan(choices_of(self._priced, solution))
 
-    def _simulated(self, plan: Plan, ran: Counter[tuple[str, Op]] | None = None) -> Simulation:
-        """The step with a plan; adds what ran to a count, if there is one."""
+    def _simulated(self, plan: Plan) -> Simulation:
+        """The step with a plan; of that without recomputation, what ran is counted."""
         key = tuple(plan)
         if key in self._known.simulations:
             return self._known.simulations[key]
+        ran: Counter[tuple[str, Op]] = Counter()
 
         def count(phase: str, operation: Operation) -> None:
             op = op_of(operation)
-            if ran is not None and op is not None:
+            if op is not None:
                 ran[phase, op] += 1
 
         stores = {"host": HostApart()} if any(choice.store for choice in plan) else {}
         prepare = partial(apply, plan=plan, stores=stores)
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
-        watch = None if ran is None else count
+        watch = None if key else count
         found = simulate_step(self.model, *self.call, prepare=prepare, watch=watch, **self._step)
         self._known.simulations[key] = found
+        self._known.ran = self._known.ran if key else ran
         return found
 
     def _calibrated(

@@ -245,18 +245,18 @@ class Overhead(NamedTuple):
 def _overhead(kept: PriceFile) -> Overhead:
     """What a region takes on this machine's processor, measured once."""
     if not {"region", "operation"} <= kept.seconds.keys():
-        x = torch.ones(8, requires_grad=True)
 
-        def added(count: int) -> float:
+        def added(x: torch.Tensor, count: int) -> float:
             layer = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(count)))
             region = recompute(layer)
             plain = min(_seconds(lambda: layer(x).sum().backward(), 50, CPU))
             return min(_seconds(lambda: region(x).sum().backward(), 50, CPU)) - plain
 
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            few, many = added(2), added(18)
-        with without_modes(), torch.no_grad():
-            alone = min(_seconds(x.tanh, 50, CPU))
+            x = torch.ones(8, device=CPU, requires_grad=True)
+            few, many = added(x, 2), added(x, 18)
+            with without_modes(), torch.no_grad():
+                alone = min(_seconds(x.tanh, 50, CPU))
         each = (many - few) / 16
         kept.seconds["region"] = max(few - 2 * each, 1e-9)
         kept.seconds["operation"] = max(each - alone, 1e-9)

@@ -59,7 +59,8 @@ from .._torch.fakes import (
     writes,
 )
 from ..arguments import mapped
-from ..memory.operations import Operation, Seen, leaves
+from ..memory.ledger import leaves
+from ..memory.operations import Operation, Seen
 from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
 from ..state import DEFAULT
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of

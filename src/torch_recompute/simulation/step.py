@@ -38,11 +38,12 @@ from ..memory.ledger import (
     Sample,
     blocks_of,
     by_category,
+    leaves,
     storages,
 )
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import Measurement
-from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages, leaves
+from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages
 from ..memory.workspaces import kept_by_cublas
 from ..observer import observing
 from .fake_mode import FakeMode, Faker
