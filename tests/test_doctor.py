@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 import weakref
@@ -361,8 +362,9 @@ def test_watched(kind: str, model: Callable[[], nn.Module], x: Callable[[], torc
     assert not any(module._forward_pre_hooks for module in made.modules())
 
 
-def test_a_healthy_training_is_watched() -> None:
+def test_a_healthy_training_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training with a plan, buffers and two backwards gets no finding, and learns what it learns unwatched."""
+    monkeypatch.setattr(observed, "stamp", itertools.count(0.0, 100.0).__next__)  # long steps, on a busy machine too
 
     def trained(watched: bool) -> tuple[list[torch.Tensor], Any]:
         model = stack(lambda: nn.Sequential(Counts(), nn.Dropout(0.1), nn.BatchNorm1d(32)))

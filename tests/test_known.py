@@ -82,8 +82,7 @@ def test_a_changed_model_is_another(change: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(globals(), "SCALE", 2)
     monkeypatch.setattr(Layer, "sizes", [1])
     model = built()
-    before = digest(model)
-    assert before is not None
+    assert (before := digest(model)) is not None
     assert digest(model) == digest(built()) == before
     CHANGES[change](model)
     assert digest(model) not in (None, before)
@@ -107,8 +106,7 @@ def test_a_model_of_transformers_can_be_compared() -> None:
     """Nothing in its modules, decorators and configuration keeps it from having a digest, which a setting changes."""
     sizes = dict[str, Any](hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
-    before = digest(model)
-    assert before is not None
+    assert (before := digest(model)) is not None
     model.config.use_cache = not model.config.use_cache
     assert digest(model) not in (None, before)
 
