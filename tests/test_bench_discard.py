@@ -1,28 +1,40 @@
-"""The blocks and forms of `peers discard`: peaks and FLOPs at the published size, and equal gradients.
+"""`peers discard`: peaks and FLOPs of its blocks and forms at the published size, equal gradients, and the command.
 
 Peaks are computed on tensors without data, so the full size takes seconds and no memory.
 """
 
+import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import comparisons
 import pytest
 import torch
-from discard import BLOCKS, FORMS, Config, compare, parity, run
+from discard import BLOCKS, FORMS, Config, Result, compare, measuring, parity, plot, run
 from discard.blocks import DTYPES, Stack
 from discard.forms import TILES, Form
 from discard.measuring import Computed, clock, compute, rounds
 from discard.published import BY_ARITHMETIC, SIZE, TABLE
 from discard.result import MIB, ticks
 
+from torch_recompute.commands import cli
 from torch_recompute.errors import ArgumentError
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
 TINY = Config(n_layers=(1, 2), d_model=8, d_ff=32, batch=2, seq=20, iters=2, scale=1, device="cpu")
-SMALL = replace(TINY, d_model=16, d_ff=64, scale=None)
+SMALL = replace(TINY, d_model=16, d_ff=64, scale=None, n_layers=(2,))
+COMMAND = ["discard", "--d-model", "8", "--d-ff", "32", "--seq", "20", "--iters", "1", "--device", "cpu"]
 
 Peaks = dict[tuple[str, str, int], Computed]
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where times are not looked at, nothing is run to warm up."""
+    monkeypatch.setattr(measuring, "WARM_UP", 0)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +145,9 @@ def test_a_cast_before_the_consumer_is_not_kept() -> None:
 def test_parity(dtype: str) -> None:
     """Every form has the plain stack's outputs and gradients, tiles up to the order of sums."""
     assert SMALL.seq % TILES  # tiles of uneven length are compared, too
-    comparisons = compare(replace(SMALL, dtypes=(dtype,)))
-    assert len(comparisons) == 2 * (2 * len(BLOCKS) + 2 + 4 + 4)
-    for entry in comparisons:
+    compared = compare(replace(SMALL, dtypes=(dtype,)))
+    assert len(compared) == 2 * len(BLOCKS) + 2 + 4 + 4
+    for entry in compared:
         assert entry.passed, entry
         assert entry.tensors == 2 * (
             2 + len(list(Stack(entry.block, entry.n_layers, (2, 2, 1, 1), torch.float32, META).parameters()))
@@ -165,7 +177,7 @@ def test_parity_notices(wrong, same_bits: bool, monkeypatch: pytest.MonkeyPatch)
     """A form that computes something else has not passed, and the tensor is named."""
     form = Form("wrong", "wrong", wrong, lambda block: True, same_bits)
     monkeypatch.setattr(parity, "FORMS", (FORMS[0], form))
-    (entry,) = compare(replace(SMALL, n_layers=(2,), blocks=("silu_up",)))
+    (entry,) = compare(replace(SMALL, blocks=("silu_up",)))
     assert not entry.passed
     assert entry.difference > 1e-6
     assert "in iteration" in entry.worst
@@ -209,12 +221,14 @@ def test_clock() -> None:
     assert all(leaf.grad is None for _, leaf in stack.leaves)
 
 
+@pytest.mark.usefixtures("cold")
 def test_rows() -> None:
     """Each block, form and number of layers has a row, compared with its own baseline, and progress is as promised."""
     words: list[str] = []
-    result = run(TINY, words.append)
-    assert len(words) == ticks(TINY)
-    assert len(result.rows) == 2 * (3 * len(BLOCKS) + 2 + 4 + 4)
+    config = replace(TINY, blocks=("silu_up", "rms_norm"), iters=1)
+    result = run(config, words.append)
+    assert len(words) == ticks(config)
+    assert len(result.rows) == 2 * (6 + 5)
     for row in result.rows:
         assert row.published is None  # nothing was published at this size
         assert row.peak_bytes == row.computed_peak_bytes
@@ -225,10 +239,17 @@ def test_rows() -> None:
         assert row.saved_bytes == baseline - row.peak_bytes
 
 
-def test_published_rows() -> None:
+@pytest.fixture(scope="module")
+def published_size() -> Result:
+    """One block at the published size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "WARM_UP", 0)
+        return run(Config(n_layers=(1, 8), blocks=("up_proj",), iters=1, scale=128, device="cpu"))
+
+
+def test_published_rows(published_size: Result) -> None:
     """At the published configuration the published method has rows, without any figure of ours."""
-    result = run(Config(n_layers=(1, 8), blocks=("up_proj",), iters=1, scale=128, device="cpu"))
-    seen = {(row.form, row.n_layers): row for row in result.rows}
+    seen = {(row.form, row.n_layers): row for row in published_size.rows}
     for column, n_layers, peak in (("odc_cpp", 1, 608.0), ("odc_cpp", 8, 2400.3), ("odc_python", 8, 2464.3)):
         row = seen[column, n_layers]
         assert row.published is not None
@@ -236,7 +257,20 @@ def test_published_rows() -> None:
     assert ("odc_python", 1) not in seen
     assert seen["baseline", 8].published == TABLE["up_proj"]["baseline"]
     assert seen["saved_call", 8].published is None
-    assert result.config.timed_size == (16, 64, 2, 16)
+    assert published_size.config.timed_size == (16, 64, 2, 16)
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_plot(published_size: Result, suffix: str, start: bytes, tmp_path: Path) -> None:
+    """The picture has a bar for every row, also for those of the published method."""
+    path = tmp_path / f"peaks{suffix}"
+    plot.draw(published_size, path)
+    data = path.read_bytes()
+    assert data.startswith(start)
+    if suffix == ".svg":
+        # Text is drawn as outlines, and each is preceded by a comment with its words: here the heights of the bars.
+        for height in ("2,560", "2,400", "2,464", "2,336", "2,188", "608", "544"):
+            assert f"<!-- {height} -->".encode() in data
 
 
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +284,81 @@ def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(TINY, device="cuda:1", scale=None).check()
     with pytest.raises(ArgumentError, match=r"--scale is 4, but on CUDA .* no effect"):
         replace(TINY, device=None, scale=4).check()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return re.split("  +| (?=[-+~–0-9])", line.strip())
+
+
+@pytest.mark.usefixtures("plain_terminal", "cold")
+def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has a line per form under each block, fits into 80 columns, and progress goes to stderr."""
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ["--d-model", "16", "--only", "swiglu", "rms_norm", "--n-layers", "2", "1", "--scale", "1"]
+    assert comparisons.main([*COMMAND, *options]) == cli.OK
+    output = capsys.readouterr()
+    assert output.err.splitlines()[-1] == "100%  rms_norm, 1 layer, fp32: timing"
+    assert "\x1b" not in output.out + output.err
+    assert "…" not in output.out
+    lines = output.out.splitlines()
+    assert [line for line in lines if line.startswith("Discarding")] == [
+        "Discarding outputs: 2 layers, fp32",
+        "Discarding outputs: 1 layer, fp32",
+    ]
+    titles = [form.title for form in FORMS]
+    forms = [title for line in lines for title in titles if re.match(f"   {title}  ", line)]
+    assert forms == [*titles, *(title for title in titles if title != "ours, no extra GEMM")] * 2
+    baseline = next(cells(line) for line in lines if line.strip().startswith("baseline"))
+    assert (baseline[3:5], baseline[8]) == (["0.0", "0.0"], "+0.0")
+    assert "computed on fake tensors (device meta, no data) at d_model 16" in " ".join(lines)
+
+
+@pytest.mark.usefixtures("plain_terminal")
+def test_check_finds_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A form that computes something else ends with 1 and is named, in the table and in JSON."""
+
+    def wrong(block, x):
+        return block(x) * 1.001
+
+    monkeypatch.setattr(parity, "FORMS", (FORMS[0], Form("wrong", "wrong form", wrong, lambda block: True)))
+    argv = [*COMMAND, "--check", "--n-layers", "1", "--only", "up_proj", "--quiet"]
+    assert comparisons.main(argv) == cli.FAILED
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DIFFERENT: up_proj, 1 layer, fp32, wrong form: " in out
+    assert "1 comparisons, 1 with a difference" in out
+    assert comparisons.main([*argv, "--json"]) == cli.FAILED
+    document = json.loads(capsys.readouterr().out)
+    assert (document["command"], document["passed"]) == ("peers discard --check", False)
+    assert [entry["passed"] for entry in document["comparisons"]] == [False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n-layers", "1", "0"], "--n-layers is 0; expected a whole number of at least 1"),
+        (["--seq", "0"], "--seq is 0; expected a whole number of at least 1"),
+        (["--only", "gelu"], "--only names the block 'gelu', which is not known; expected one or more of fp32_cast"),
+        (["--dtype", "fp8"], "--dtype names the dtype 'fp8', which is not known"),
+        (["--device", "tpu"], "--device is tpu; expected cpu, cuda or cuda:N"),
+        (["--plot", "peaks.txt"], "--plot is peaks.txt; expected a file name that ends in .png, .svg, .pdf. Write "),
+        (["--plot", "no/such/peaks.png"], "--plot is no/such/peaks.png: there is no folder no/such"),
+        (["--check", "--plot", "a.png"], "--plot is a.png, but --check neither times nor draws"),
+        (["--check", "--scale", "4"], "--scale is 4, but --check neither times nor draws"),
+        (["--check", "--iters", "0"], "--iters is 0; expected a whole number of at least 1"),
+    ],
+)
+@pytest.mark.usefixtures("plain_terminal")
+def test_what_a_user_can_mend(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong value ends with 2 and one message on stderr, before anything is computed."""
+    assert comparisons.main([*COMMAND, *options]) == cli.USAGE
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"torch-recompute: error: {message}")
+    assert "Traceback" not in output.err
 
 
 @pytest.mark.gpu

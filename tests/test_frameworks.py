@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from distributed.ranks import free_port
 
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (the Trainer needs it)")
@@ -93,12 +94,9 @@ def one_rank(out: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the two processes found, by way and policy."""
     out = tmp_path_factory.mktemp("ranks") / "found.json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     shared = {
         **os.environ, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
+        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
         "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]),
     }  # fmt: skip
     command = [sys.executable, "-c", f"import test_frameworks; test_frameworks.one_rank({str(out)!r})"]

@@ -603,43 +603,6 @@ def test_a_tensor_of_another_device_has_no_stream(streams: SimpleNamespace, monk
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-def running(kind: str) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    if kind == "batch norm":
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh()), torch.randn(5, 4)
-    if kind == "batch norm without momentum":
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=None), nn.Tanh()), torch.randn(5, 4)
-    if kind == "spectral norm":
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh()), torch.randn(5, 4)
-    return nn.Sequential(Rebinding(), nn.Tanh()), torch.randn(5, 4)
-
-
-class Rebinding(nn.Module):
-    """Counts in a buffer by replacing it, and scales by the count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.linear = nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count = self.count + 1
-        return self.linear(x) * self.count
-
-
-@pytest.mark.parametrize("kind", ["batch norm", "batch norm without momentum", "spectral norm", "rebinding"])
-@pytest.mark.parametrize("wrap", [recompute, lambda m: recompute(lambda x: m(x))], ids=["module", "closure"])
-def test_buffers_are_updated_once(kind: str, wrap: Any) -> None:
-    """After steps with recomputation buffers and gradients are bitwise those of steps without."""
-    results: list[list[torch.Tensor]] = []
-    for region in (wrap, lambda m: m):
-        module, data = running(kind)
-        for _ in range(3):
-            region(module)(data).square().sum().backward()
-        results.append([*module.buffers(), *[p.grad for p in module.parameters()]])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 class Launches(TorchDispatchMode):
     """Counts operations, but for those that only look at memory in another way."""
 

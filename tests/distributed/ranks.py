@@ -1,6 +1,6 @@
 """Ranks: a few processes in one gloo group on this machine, which run what a test asks them to.
 
-    ranks = pytest.fixture(scope="module")(started(2))       # one set of processes for all tests of a file
+    RANKS = 3                                                # how many the file's tests run on; 2 if it does not say
 
     def sums(wanted):                                        # a scenario: a function at the top level of a file
         total = torch.ones(1)
@@ -8,9 +8,9 @@
         return total.item() == wanted
 
     def test_sums(ranks):
-        assert ranks.run(sums, 2.0) == [True, True]          # its result on each rank
+        assert ranks.run(sums, 3.0) == [True] * 3            # its result on each rank
 
-Starting a process that imports torch takes seconds, so the processes live as long as the fixture, and each scenario
+Starting a process that imports torch takes seconds, so the processes of a `Pool` serve all files, and each scenario
 gets a process group of its own (`dist.init_process_group` has been called when it starts, and is undone when it
 ends), with the seed 0 and one thread. A scenario that fails on one rank therefore does not spoil the next.
 
@@ -34,11 +34,12 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,15 +66,54 @@ class Outcome:
     error: str | None = None
 
 
-class Ranks:
-    """`count` processes in one group."""
+class Pool:
+    """Processes that wait for scenarios, as many as were ever asked for at once."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
+        self.folder: tempfile.TemporaryDirectory[str] | None = None  # of the files by which groups find themselves
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self.scenarios = 0
+
+    def grow(self, count: int) -> None:
+        """Starts processes until there are `count`."""
+        self.folder = self.folder or tempfile.TemporaryDirectory()
+        environment = {"OMP_NUM_THREADS": "1"}
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not be known to itself
+        context = multiprocessing.get_context("spawn")
+        there = len(self.processes)
+        with mock.patch.dict(os.environ, environment):
+            for rank in range(there, count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
+        for pipe in self.pipes[there:]:
+            if not pipe.poll(STARTING):
+                raise RankError(f"a rank has not started within {STARTING:.0f} s")
+            pipe.recv_bytes()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.processes, self.pipes, self.folder = [], [], None
+
+
+class Ranks:
+    """`count` processes of a pool in one group."""
+
+    def __init__(self, pool: Pool, count: int) -> None:
         self.count = count
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the file by which a group finds itself
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        self._scenarios = 0
+        self._pool = pool
 
     def run(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of `scenario(*args)`, one per rank; `RankError` if it fails anywhere."""
@@ -85,33 +125,22 @@ class Ranks:
 
     def outcomes(self, scenario: Callable[..., Any], *args: Any) -> list[Outcome]:
         """What each rank made of `scenario(*args)`."""
-        if self._folder is None:
-            self._start()
-        assert self._folder is not None
-        self._scenarios += 1
-        store = str(Path(self._folder.name) / str(self._scenarios))
-        task = pickle.dumps((scenario.__code__.co_filename, scenario.__name__, args, store))
-        for pipe in self._pipes:
+        pool = self._pool
+        pool.grow(self.count)
+        assert pool.folder is not None
+        pool.scenarios += 1
+        store = str(Path(pool.folder.name) / str(pool.scenarios))
+        task = pickle.dumps((scenario.__code__.co_filename, scenario.__name__, args, store, self.count))
+        for pipe in pool.pipes[: self.count]:
             pipe.send_bytes(task)
         deadline = time.monotonic() + LIMIT + 5
         outcomes = [self._answer(rank, deadline) for rank in range(self.count)]
-        if any(process.exitcode is not None for process in self._processes):
-            self.close()
+        if any(process.exitcode is not None for process in pool.processes):
+            pool.close()
         return outcomes
 
-    def close(self) -> None:
-        """Ends the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._processes, self._pipes, self._folder = [], [], None
-
     def _answer(self, rank: int, deadline: float) -> Outcome:
-        pipe, process = self._pipes[rank], self._processes[rank]
+        pipe, process = self._pool.pipes[rank], self._pool.processes[rank]
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return pickle.loads(pipe.recv_bytes())
@@ -122,43 +151,20 @@ class Ranks:
             process.join()
             return Outcome(error=f"ended with exit code {process.exitcode}")
 
-    def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        environment = {"OMP_NUM_THREADS": "1"}
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not be known to itself
-        context = multiprocessing.get_context("spawn")
-        with mock.patch.dict(os.environ, environment):
-            for rank in range(self.count):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, self.count, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
-        for pipe in self._pipes:
-            if not pipe.poll(STARTING):
-                raise RankError(f"a rank has not started within {STARTING:.0f} s")
-            pipe.recv_bytes()
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-def started(count: int) -> Callable[[], Iterator[Ranks]]:
-    """A function to make a fixture of: yields `Ranks(count)` and ends them."""
-
-    def ranks() -> Iterator[Ranks]:
-        one = Ranks(count)
-        yield one
-        one.close()
-
-    return ranks
-
-
-def _serve(rank: int, count: int, pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     pipe.send_bytes(b"started")
     while True:
         try:
-            file, name, args, store = pickle.loads(pipe.recv_bytes())
+            file, name, args, store, count = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         faulthandler.dump_traceback_later(LIMIT)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from distributed.ranks import free_port
 
 MODEL = """
 import os, signal, torch
@@ -40,12 +41,6 @@ SWEEP = {
     ],
 }
 COMMAND = "import sys; from torch_recompute.commands import cli; sys.exit(cli.main(sys.argv[1:]))"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from distributed.ranks import started
 from models import Residual
 from torch_recompute import Choice, Plan, RecomputeError, apply, measure, no_recompute, recompute
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
 
 WORLD = 2
 WIDTH = 8
-ranks = pytest.fixture(scope="module")(started(WORLD))
 
 
 def each_once(model, wrap, x):

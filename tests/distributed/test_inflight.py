@@ -12,10 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distributed.pipelines import BACK, ONE, SCHEDULES, stages_of
-from distributed.ranks import started
 from torch_recompute.planner.schedules import in_flight, orders_named, orders_of
 
-ranks = pytest.fixture(scope="module")(started(2))
 WIDTH = 4
 
 

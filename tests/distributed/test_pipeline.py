@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from distributed.pipelines import LAYERS, MICROBATCHES, SCHEDULES, in_one_process, joined, replays, step
-from distributed.ranks import RankError, started
+from distributed.ranks import RankError
 
-ranks = pytest.fixture(scope="module")(started(2))
 ONCE = [1] * MICROBATCHES
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.ranks import RankError, started
-
-ranks = pytest.fixture(scope="module")(started(2))
+from distributed.ranks import RankError
 
 
 def total(number):

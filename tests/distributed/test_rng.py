@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from distributed.ranks import started
 from torch_recompute import Choice, Plan, apply, no_recompute, recompute
 from torch_recompute.distributed import RngStreams
 
-ranks = pytest.fixture(scope="module")(started(2))
 NAMES = ("default", "model-parallel", "expert")
 
 

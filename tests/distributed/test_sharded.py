@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from distributed.ranks import started
 from torch_recompute import Choice, Plan, RecomputeConfig, RecomputeError, apply, measure, recompute
 from torch_recompute.distributed import ShardedOver
 from torch_recompute.distributed import sharded as module
 
-ranks = pytest.fixture(scope="module")(started(3))
+RANKS = 3
 SIZE = 333  # no multiple of the number of ranks
 
 MAKERS: dict[str, Any] = {

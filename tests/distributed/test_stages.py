@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from distributed.pipelines import SCHEDULES
-from distributed.ranks import started
 from distributed.staged import plans_for, trained
 from torch_recompute import Plan, StagePlans
 from torch_recompute.distributed import agree_on
-
-ranks = pytest.fixture(scope="module")(started(2))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +21,6 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.ranks import started
 from torch_recompute import (
     ArgumentError,
     Choice,
@@ -41,7 +35,6 @@ from torch_recompute import (
 )
 from torch_recompute.distributed import keep_collectives
 
-ranks = pytest.fixture(scope="module")(started(2))
 WIDTH, HEAD, TOKENS = 32, 8, 12
 
 
@@ -331,30 +324,3 @@ def test_a_saved_module_keeps_its_placements(ranks) -> None:
         assert placements == "(Partial(sum),)"
         assert comm == {}
         assert worst < 1e-6
-
-
-ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^(tensor|sequence), (.+?) +loss ([\d. ]+?) +kept +(\d+) KiB   repeated +(\d+)$", re.MULTILINE)
-
-
-def test_the_example() -> None:
-    """The example prints equal losses for each kind of parallelism, less memory with regions, and what is repeated."""
-    path = ROOT / "examples" / "distributed" / "tensor_parallel.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr
-    rows = {
-        (how, what.split(", ")[-1]): (loss, int(kept), int(again))
-        for how, what, loss, kept, again in ROW.findall(run.stdout)
-    }
-    assert len(rows) == 8
-    for how in ("tensor", "sequence"):
-        assert len({loss for (one, _), (loss, _, _) in rows.items() if one == how}) == 1
-        kept = {what: kept for (one, what), (_, kept, _) in rows.items() if one == how}
-        assert kept["regions"] < kept["collectives kept"] < kept["plain"]
-        assert rows[how, "collectives kept"][2] == 0 < rows[how, "regions"][2]
-    assert rows["tensor", "inputs sharded"][1] < rows["tensor", "regions"][1]
-    assert 0 < rows["sequence", "reductions kept"][2] < rows["sequence", "regions"][2]
