@@ -170,6 +170,7 @@ def test_without_grad_it_is_the_plain_call(face: str, hosted: list[tuple[int, ..
 
 
 @pytest.mark.parametrize("face", [name for name in FACES if name != "deepspeed, non reentrant"])
+@pytest.mark.filterwarnings("ignore:.* has no effect:RuntimeWarning")  # tests/test_traced.py expects it
 def test_compiled_without_a_break(face: str) -> None:
     """Inside `torch.compile` a face is traced: no graph break, the same gradients."""
     compiled = torch.compile(lambda x: FACES[face](lambda x: x.sin().exp(), x), fullgraph=True, backend="aot_eager")

@@ -33,16 +33,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from . import errors
+from ._torch import tracing
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
 from .engine.saved_call import SavedCall, call_again, record_call, tensors_of
 from .engine.tiles import check as check_tiles
 from .engine.tiles import run as run_tiles
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
-from .values import Run, name_of, thread
+from .values import Run, kept_in_graph, name_of, thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
 def run(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` as a region: traced where the compiler looks on, plainly where there is no grad."""
     if torch.is_grad_enabled():
-        return (_traced if torch.compiler.is_compiling() else call)(options, fn, args, kwargs)
+        return (trace if torch.compiler.is_compiling() else call)(options, fn, args, kwargs)
     return fn(*args, **kwargs) if thread.run is None else _without_grad(options.name, fn, args, kwargs)
 
 
@@ -110,9 +110,9 @@ def recompute(
         y = recompute(block)(x, mask=mask)
 
     Gradients are those of the plain call. `fn` may take and return anything; it runs once in forward and at most once
-    per backward call. Without grad, and in inference mode, it is the plain call. Inside `torch.compile` it is traced
-    as `torch.utils.checkpoint`, which the partitioner understands. Wrapping takes no time to speak of; doing it again
-    on every call is fine.
+    per backward call. Without grad, and in inference mode, it is the plain call. Inside `torch.compile` it is traced:
+    the compiled step keeps and repeats the same, without a graph break. Wrapping takes no time to speak of; doing it
+    again on every call is fine.
 
     Args:
         fn: A function, bound method or module. It must do the same work when it is called again with the same
@@ -168,8 +168,67 @@ def recompute(
     return region
 
 
-def _traced(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
+def trace(
+    options: Options,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    contexts: tracing.Contexts | None = None,
+) -> Any:
+    """Calls `fn` as a region of the graph that `torch.compile` is tracing; the caller has seen that grad is enabled.
+
+    Args:
+        options: What the graph has no place for is warned of.
+        fn: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        contexts: What the operations are tagged with, where it is not what every region's are.
+    """
+    if options.store is not None or len(options.ambients) > len(DEFAULT) or options.check == "values":
+        tracing.say(_untraceable(options))
+
+    def body(*args: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            warnings.warn(_cut_by_a_break(options.name), RuntimeWarning, stacklevel=2)
+        return fn(*args, **kwargs)
+
+    if thread.traced:  # a region in it: what is traced inside of a call may change nothing outside
+        return tracing.call(body, args, contexts)
+    thread.traced = True
+    try:
+        return tracing.call(body, args, contexts)
+    finally:
+        thread.traced = False
+
+
+def _untraceable(options: Options) -> str:
+    if options.store is not None:
+        return no_effect(options.name, f"inputs={errors.kind(options.store)}()", STAYS)
+    if options.check == "values":
+        return no_effect(options.name, 'check="values"', "has one graph for both, and nothing to compare")
+    state = errors.kind(options.ambients[-1])
+    return no_effect(options.name, f"state=[{state}()]", "runs no Python in a replay that could read or change it")
+
+
+STAYS = "keeps tensors where they are"
+
+
+def no_effect(name: str, option: str, because: str) -> str:
+    """Text for an option that cannot be said to the compiler."""
+    return (
+        f"{name} is in a function that torch.compile compiles, where {option} has no effect: the compiled step "
+        f"{because}.\n"
+        "  Leave it out, or compile what the region calls instead:  recompute(torch.compile(fn), ...)"
+    )
+
+
+def _cut_by_a_break(name: str) -> str:
+    return (
+        f"{name} is recomputed inside torch.compile, and something in it cannot be compiled. So it ran eagerly, as "
+        "torch's own checkpoint, where no_recompute(fn) and replay(fn) are plain calls: what they were to keep is "
+        "recomputed.\n"
+        "  Find the graph break:  torch.compile(model, fullgraph=True)  or  TORCH_LOGS=graph_breaks"
+    )
 
 
 def no_recompute(
@@ -187,7 +246,7 @@ def no_recompute(
 
     What backward needs from inside the call is stored, except what the replay rebuilds anyway (views of the call's
     inputs). Its output is stored only if something recomputed later needs it. Outside of a region, and inside another
-    saved call, it is the plain call. Inside `torch.compile` the partitioner decides what is saved.
+    saved call, it is the plain call. Inside `torch.compile` the compiled step does not repeat its work either.
 
     Args:
         fn: A function, bound method or module.
@@ -239,8 +298,12 @@ def keep(
     pure: bool = False,
 ) -> Any:
     """Makes a saved call; a `pure` one is known to draw no numbers, to change nothing, and to return new memory."""
+    if torch.compiler.is_compiling():
+        if store is not None and thread.traced:
+            tracing.say(no_effect(name, f"store={errors.kind(store)}()", STAYS))
+        return kept_in_graph(fn, args, kwargs)
     now = thread.run
-    if now is None or torch.compiler.is_compiling():
+    if now is None:
         return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from . import _torch, errors
-from ._torch import is_parameter, version_of
+from ._torch import is_parameter, tracing, version_of
 from ._torch.devices import capturing
 from .observer import here
 from .state import Ambient, advanced
@@ -163,6 +163,7 @@ class Thread(threading.local):
         run: The run that it is in; None outside of every region, and inside a saved call.
         overrides: Decides about calls with a name; None for nobody. A replay finds that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
+        traced: Whether `torch.compile` is tracing a region here.
     """
 
     def __init__(self) -> None:
@@ -170,6 +171,7 @@ class Thread(threading.local):
         self.run: Run | None = None
         self.overrides: Overrides | None = None
         self.calls = 0
+        self.traced = False
 
 
 thread = Thread()
@@ -331,6 +333,13 @@ class ReplayedValue:
         return self._values.get(region)
 
 
+def kept_in_graph(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `fn` while `torch.compile` traces: inside a region, so that the graph does not repeat its work."""
+    if not thread.traced:
+        return fn(*args, **kwargs)
+    return tracing.call(lambda *args: fn(*args, **kwargs), args, tracing.SAVED)
+
+
 def name_of(fn: Any) -> str:
     """Names a function or module for errors."""
     if isinstance(fn, types.BuiltinFunctionType):
@@ -362,7 +371,9 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fn, updated=())
     def choose(*args: P.args, **kwargs: P.kwargs) -> R:
         run = thread.run
-        if run is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return kept_in_graph(fn, args, kwargs)
+        if run is None:
             return fn(*args, **kwargs)
         if run.replaying:
             return run.next_record(ReplayedValue, name).result(run.name)

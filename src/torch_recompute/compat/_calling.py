@@ -10,11 +10,10 @@ import torch
 
 from .. import errors
 from ..engine.region_call import Options
-from ..region import call, recompute
+from ..region import call, recompute, trace
 from ..state import Ambient
 from ..stores import Store
 from ..values import name_of
-from .torch_utils import checkpoint
 
 
 def check_callable(face: str, function: Any) -> None:
@@ -50,8 +49,8 @@ def as_region(
         state: Returns what a replay restores besides the random generators.
         rng: Whether it restores PyTorch's random generators.
     """
-    if torch.compiler.is_compiling():
-        return checkpoint(function, *args, preserve_rng_state=rng, **kwargs)
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return trace(Options(name_of(function), inputs), function, args, kwargs)
     if rng or not torch.is_grad_enabled():
         return recompute(function, inputs=inputs, state=state())(*args, **kwargs)
     return call(Options(name_of(function), inputs, tuple(state()), rng=False), function, args, kwargs)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .. import errors
 from ..engine.discard import Discard
 from ..engine.region_call import Options
+from ..region import trace
 from ..state import DEFAULT, Ambient
 from ..values import name_of
 
@@ -81,7 +81,7 @@ class OutputDiscardCheckpoint:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return _torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
+            return trace(Options(name_of(fn)), fn, args, kwargs)
         options = Options(name_of(fn), ambients=(*DEFAULT, *self._state()))
         self._call = Discard(options, fn, args, kwargs)
         return self._call.result

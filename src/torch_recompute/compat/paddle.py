@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from .. import _torch, errors
+from .._torch import tracing
 from ..arguments import apart
+from ..region import STAYS, no_effect
 from ..state import Ambient, NumpyRng, PythonRng
 from ..stores import OnHost
 from ..values import name_of
@@ -49,8 +51,7 @@ def recompute(
             PyTorch's generators, as in Paddle.
         use_reentrant: False or None. True is refused.
         offload_indices: Which of the positional arguments wait in host memory, counted from 0: all tensors in them.
-            The others stay where they are, inside of another region too. Inside `torch.compile`, where tensors are is
-            not ours to say.
+            The others stay where they are, inside of another region too, and all do inside `torch.compile`.
         **kwargs: Keyword arguments of `function`.
 
     Raises:
@@ -70,7 +71,9 @@ def recompute(
         )
     external = preserve_rng_state if preserve_external_rng_state is None else preserve_external_rng_state
     state, store = _external if external else tuple, None
-    if offload_indices and not torch.compiler.is_compiling():
+    if offload_indices and torch.compiler.is_compiling():
+        tracing.say(no_effect(name_of(function), f"offload_indices={list(offload_indices)}", STAYS))
+    elif offload_indices:
         store = _store(name_of(function), args, kwargs, offload_indices)
     return as_region(function, args, kwargs, inputs=store, state=state, rng=preserve_rng_state)
 

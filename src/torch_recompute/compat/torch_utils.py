@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch, errors
 from ..engine.mismatch import traces
 from ..engine.region_call import Contexts, Options
-from ..region import call
+from ..region import call, trace
 from ..state import DEFAULT
 from ..values import name_of
 
@@ -98,12 +97,9 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
     if not callable(function):
         raise errors.ArgumentError(errors.not_callable("checkpoint", function))
     context_fn, check, debug, early_stop, rng, respect = settings
-    if torch.compiler.is_compiling():  # where a selective context stores nothing that hooks could see
-        if context_fn is not noop_context_fn:  # written out, Dynamo does not know torch's own default
-            kwargs = {**kwargs, "context_fn": context_fn}
-        return _torch_checkpoint(
-            function, *args, use_reentrant=False, determinism_check=check, preserve_rng_state=rng, **kwargs
-        )
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():  # a selective context stores nothing hooks could see
+        contexts = None if context_fn is noop_context_fn else context_fn
+        return trace(Options(name_of(function)), function, args, kwargs, contexts)
     if check not in _CHECKS:
         raise errors.ArgumentError(
             f"determinism_check={check!r} is not known; write one of {', '.join(map(repr, _CHECKS))}. To compare the "

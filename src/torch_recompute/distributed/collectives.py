@@ -12,15 +12,16 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
-
 from .. import errors
+from .._torch import tracing
 from ..plan.calls import COLLECTIVES, KeepCollectives
 from ..plan.choice import Target
+from ..plan.traced import collectives_saved
 from ..values import thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_TAGS = {kind: collectives_saved(kind) for kind in COLLECTIVES}
 
 
 def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callable[P, R]:
@@ -53,7 +54,9 @@ def keep_collectives(fn: Callable[P, R], *, kind: str = "@collective") -> Callab
 
     @functools.wraps(fn, updated=())
     def kept(*args: P.args, **kwargs: P.kwargs) -> R:
-        if thread.run is None or torch.compiler.is_compiling():
+        if thread.traced:
+            return tracing.call(lambda *args: fn(*args, **kwargs), args, _TAGS[known[kind]])
+        if thread.run is None:
             return fn(*args, **kwargs)
         with KeepCollectives((known[kind],)):
             return fn(*args, **kwargs)

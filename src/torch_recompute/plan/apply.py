@@ -161,6 +161,8 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
         if path not in modules:
             near = difflib.get_close_matches(path, modules, n=3)
             hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+            if "_orig_mod" in modules:
+                hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
             raise errors.ArgumentError(
                 f"{type(model).__name__} has no module {path!r}.{hint}\n"
                 "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
@@ -187,6 +189,8 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
             region.when, region.promised = sizes.when([choice]), promised
+            within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
+            region.kept = [(modules[at] if at else None, kind) for at, kind in within if not at or at in modules]
             regions.append(region)
     for choice in plan.all_choices:
         for keep in choice.kept:

@@ -71,6 +71,11 @@ def declare_product(func: Function) -> None:
     _declared.add(func)
 
 
+def is_declared(func: Function) -> bool:
+    """Returns whether `declare_product` has named the function."""
+    return func in _declared
+
+
 def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], narrow: bool = True) -> str | None:
     """The kind of call of a plan that this one is of, the narrowest if asked for; None for none."""
     if func in ATTENTION:
@@ -86,7 +91,7 @@ def kind_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], narro
 def _awaited(kinds: tuple[str, ...], declared: int) -> tuple[frozenset[str], frozenset[str], frozenset[Function]]:
     """Returns the kinds that are kept, those whose values are unused, and the functions that may be of either."""
     kept = frozenset(kinds) | ({"down"} if "product" in kinds else set())
-    unused = ALL_PRODUCTS if "values_unused" in kinds else frozenset[str]()
+    unused = ALL_PRODUCTS if "values_unused" in kinds else frozenset()
     functions = {F.multi_head_attention_forward}
     if (kept | unused) & ALL_PRODUCTS:
         functions |= PRODUCTS | _declared

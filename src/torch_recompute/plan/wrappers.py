@@ -30,13 +30,15 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._torch import tracing
 from ..arguments import copied
 from ..engine.discard import Discard
 from ..engine.region_call import Options
 from ..observer import observing
-from ..region import keep, recompute, run
+from ..region import keep, recompute, run, trace
 from ..stores import Store
 from ..values import Overrides, thread
+from . import traced
 from .calls import run_keeping
 from .choice import Choice, Target
 from .observe import Figures
@@ -166,6 +168,7 @@ class Region(ForwardWrapper):
         disabled: Whether it is a plain call, because the model's own checkpointing switch was turned off.
         figures: What it frees and costs, while it is watched; else None.
         promised: Compared with the first call of a training step, then None.
+        kept: What is not recomputed in it, as `torch.compile` is told.
     """
 
     def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
@@ -175,29 +178,55 @@ class Region(ForwardWrapper):
         self.store = store
         self._kinds = tuple(keep.calls for keep in choice.kept if keep.calls and not keep.module)
         self._carry = choice.carry
+        self._contexts: tracing.Contexts | None = None
         self._bare = not (self._kinds or self._carry)
         self.disabled = False
         self.figures: Figures | None = None
         self.promised: Promised | None = None
+        self.kept: Sequence[traced.Kept] = ()
+
+    def put(self) -> None:
+        """Takes the place of the module's forward."""
+        super().put()
+        self._contexts = self._tags()
+
+    def _tags(self, first: bool | None = None) -> tracing.Contexts | None:
+        words = f"{self.choice.keep} {self._carry}"
+        return traced.contexts(self.module, self.kept, self._carry, words, first)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_contexts": None}  # of this module, not of a copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._contexts = self._tags()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
         if self.idle or self.disabled:
             return self.plain(*args, **kwargs)
-        if self.promised is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return self.traced(self.plain, args, kwargs)
+        if self.promised is not None and torch.is_grad_enabled():
             self.promised.compare(self.module)
             self.promised = None
         options = Options(self.name, self.store, owner=self._owner)
         fn = self.plain if self._bare else self.body
-        if self.figures is None or torch.compiler.is_compiling():
+        if self.figures is None:
             return run(options, fn, args, kwargs)
         with observing(self.figures):
             return run(options, fn, args, kwargs)
 
+    def traced(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function as the region does, where `torch.compile` traces it."""
+        if not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        return trace(Options(self.name, self.store), fn, args, kwargs, self._contexts)
+
     def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """A region whose calls are shown to the figures, if there are any now."""
         figures = self.figures
-        if figures is None or torch.compiler.is_compiling():
+        if figures is None:
             return region
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -212,8 +241,7 @@ class Region(ForwardWrapper):
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as the region does, in forward and in a replay."""
-        plain = thread.run is None and not torch.compiler.is_compiling()  # without gradients there is no region
-        if plain or not (self._kinds or self._carry):
+        if thread.run is None or not (self._kinds or self._carry):  # without gradients there is no region
             return fn(*args, **kwargs)
         return run_keeping(fn, args, kwargs, self._kinds, self._carry)
 
@@ -238,8 +266,10 @@ class NamedCalls(Region):
 
     def region(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Replaces a call with the name."""
-        if thread.run is not None:
+        if thread.run is not None or thread.traced:
             return fn
+        if torch.compiler.is_compiling():
+            return lambda *args, **kwargs: self.traced(fn, args, kwargs)
 
         def body(*args: Any, **kwargs: Any) -> Any:
             return self.run(fn, args, kwargs)
@@ -302,9 +332,12 @@ class ChainedRegion(Region):
         self._bare = self._bare and not choice.nested
         self._chain = chain
 
+    def _tags(self, first: bool | None = None) -> tracing.Contexts | None:
+        return super()._tags(self._first)
+
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """Runs in forward, and again in a replay; of nested members, as a region in that replay."""
-        if not self.choice.nested or thread.run is None or torch.compiler.is_compiling():
+        if not self.choice.nested or thread.run is None:
             return super().body(*args, **kwargs)
         return recompute(super().body, name=self.path)(*args, **kwargs)
 

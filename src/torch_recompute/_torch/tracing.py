@@ -1,0 +1,160 @@
+"""Regions and saved calls while `torch.compile` traces: what they say, as tags on the operations of the graph.
+
+Dynamo traces `torch.utils.checkpoint` as a call of a subgraph. AOTAutograd runs it under the contexts that come with
+the call, whose policy tags each operation: "save" or "recompute". The partitioner, which splits the joint graph into
+forward and backward, reads the tags. Calls nest, and the innermost says.
+
+Tags are not part of the key of AOTAutograd's cache, the `cache_hash` of the contexts is: two that tag differently need
+two hashes. A view in a saved call is never kept for itself, nor is a cast: both are made again from what they were made
+of. Modules that are recomputed together share one number, or the partitioner would keep what one passes to the next
+(`cleanup_recompute_tags` keeps what crosses to a region of a higher number).
+
+Private: `ac_graph_id`, the number, set by torch 2.13; where it is not, as in torch 2.11, what passes between modules
+that are recomputed together is kept, and nothing else changes. The graph that is being made, and the fake tensor of a
+parameter in it: without them no product is known to be one with a parameter.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Contexts = Callable[[], Any]
+Saves = Callable[[Any], bool]
+
+
+class _InChain:
+    """The number of a region in a chain: its own for the first, that of the region before for the others."""
+
+    latest: Any = None
+    first: bool
+    _number: Any = None
+
+    @property
+    def ac_graph_id(self) -> Any:
+        return self._number
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, number: Any) -> None:
+        if self.first:
+            _InChain.latest = number
+        self._number = _InChain.latest
+
+
+class _Tags(NamedTuple):
+    """What the contexts of one kind of call are made of; pickled, as for a key of a cache, it is its name alone."""
+
+    name: Callable[[], str]
+    begin: Callable[[], Saves]
+    first: bool | None
+
+    def __reduce__(self) -> Any:
+        return str, (f"torch_recompute: {self.name()} {self.first}",)
+
+
+class _Contexts(functools.partial[Any]):
+    """A `context_fn` that is known to Dynamo, and has a name in AOTAutograd's cache."""
+
+    @property
+    def cache_hash(self) -> str:
+        return self.args[0].__reduce__()[1][0]
+
+
+def contexts(name: Callable[[], str], begin: Callable[[], Saves], first: bool | None = None) -> Contexts:
+    """Makes contexts for `call`.
+
+    Args:
+        name: Returns the key in AOTAutograd's cache: what tags otherwise has another name.
+        begin: Called when a region is traced; returns what says of each operation in it whether it is saved.
+        first: Of modules that are recomputed together, whether this is the first; None where it is alone.
+    """
+    return _Contexts(_tagged, _Tags(name, begin, first))
+
+
+def _tagged(tags: _Tags) -> Any:
+    saves = tags.begin()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        again = getattr(operation, "is_view", False) or str(operation) in _CASTS
+        return CheckpointPolicy.MUST_SAVE if not again and saves(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    forward, replay = create_selective_checkpoint_contexts(policy)
+    if tags.first is not None:
+        forward.__class__ = type("InChain", (_InChain, type(forward)), {"first": tags.first})
+    return forward, replay
+
+
+_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
+SAVED = contexts(lambda: "saved call", lambda: lambda operation: True)
+
+
+def call(fn: Callable[..., Any], args: tuple[Any, ...], tagged: Contexts | None) -> Any:
+    """Calls `fn(*args)` with its operations tagged, all as recomputed where `tagged` is None."""
+    if tagged is None:
+        return checkpoint(fn, *args, use_reentrant=False)
+    return checkpoint(fn, *args, use_reentrant=False, context_fn=tagged)
+
+
+def say(text: str) -> None:
+    """Warns of something while a graph is traced; of this call nothing is in the graph."""
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+# What `torch.compiler.assume_constant_result` sets, which imports Dynamo: a second.
+say._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def called() -> tuple[frozenset[str], frozenset[Any]]:
+    """Returns the modules around the operation that is traced, as `str(id(module))`, and the functions around it."""
+    from torch.fx import traceback
+
+    meta = traceback.current_meta
+    return (
+        frozenset(map(str, meta.get("nn_module_stack") or ())),
+        frozenset(function for _, function in meta.get("source_fn_stack") or ()),
+    )
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Returns the storages that stand for these tensors in the graph that is traced."""
+    from torch._guards import TracingContext
+
+    context: Any = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return frozenset()
+    fake: Any = context.fake_mode
+    made = (fake.fake_tensor_converter.from_real_tensor(fake, tensor) for tensor in tensors)
+    return frozenset(storage for tensor in made for storage in _storages(tensor))
+
+
+def _storages(tensor: Any) -> list[int]:
+    """The storages of a tensor, or of the tensors that a subclass is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [key for name in tensor.__tensor_flatten__()[0] for key in _storages(getattr(tensor, name))]
+    return [tensor.untyped_storage()._cdata]
+
+
+def operands(operation: Any) -> list[tuple[int, tuple[int, ...]]]:
+    """Of what was last traced of an operation: the storage that each operand is a view or a cast of, and its shape."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    if mode is None:  # a first pass, in which no graph is made
+        return []
+    node = next(node for node in reversed(mode.tracer.graph.nodes) if node.target is operation)
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for given in node.all_input_nodes:
+        source = given
+        while source.op == "call_function" and len(source.all_input_nodes) == 1:
+            source = source.all_input_nodes[0]
+        value, made = given.meta.get("val"), source.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            found.append((_storages(made)[0] if isinstance(made, torch.Tensor) else 0, tuple(value.shape)))
+    return found
