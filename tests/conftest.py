@@ -44,6 +44,16 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("ci" if INSTALLED_ONLY or os.environ.get("CI") else "dev")
 
 
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No price is known, neither in this process nor in a file."""
+    from torch_recompute.planner import prices
+
+    monkeypatch.setenv("TORCH_RECOMPUTE_CACHE", str(tmp_path / "prices"))
+    monkeypatch.setattr(prices.Measured, "_known", {})
+    prices.processor.cache_clear()
+
+
 def installed_in(origin: str | None, site_packages: list[str]) -> bool:
     """Whether a package whose `__init__.py` is `origin` lies in one of the `site_packages` folders."""
     return origin is not None and any(

@@ -14,20 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import make_plan
-from torch_recompute.planner import prices
 from torch_recompute.planner.ops import Op, logging
 from torch_recompute.planner.prices import Measured, made_up, runs_alone
 
+pytestmark = pytest.mark.usefixtures("cold")
 CPU = torch.device("cpu")
 Call = Callable[[], Any]
-
-
-@pytest.fixture(autouse=True)
-def cold(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known from before."""
-    monkeypatch.setenv("TORCH_RECOMPUTE_CACHE", str(tmp_path))
-    monkeypatch.setattr(Measured, "_known", {})
-    monkeypatch.setattr(prices, "_processor", [])
 
 
 def ops(call: Call, name: str) -> list[Op]:

@@ -47,13 +47,7 @@ ROOMS = (
 HEIGHT = {room: height for height, row in enumerate(ROOMS) for room in row}
 
 # These import torch and the standard library, and inside functions what LATE allows; nothing else, ever.
-LEAN = {room for row in ROOMS for room in row} - {
-    "distributed",
-    "integrations",
-    "commands",
-    "report",
-    "__main__",
-}
+LEAN = {room for row in ROOMS for room in row} - {"distributed", "integrations", "commands", "report", "__main__"}
 # Third-party package -> the rooms that may import it inside a function.
 LATE = {"numpy": LEAN, "yaml": {"plan"}, "psutil": {"memory"}}
 

@@ -32,8 +32,6 @@ from torch_recompute import (
     verify,
 )
 from torch_recompute._torch.storages import is_fake
-from torch_recompute.planner import prices
-from torch_recompute.planner.prices import Measured
 
 numpy = pytest.importorskip("numpy", reason="numpy is not installed (planning needs it)")
 
@@ -223,14 +221,6 @@ ASKED: dict[str, Callable[[Scene], object]] = {
     "doctor.watch": _watched,
     "apply": _applied,
 }
-
-
-@pytest.fixture
-def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No price is known, neither in this process nor in a file."""
-    monkeypatch.setenv("TORCH_RECOMPUTE_CACHE", str(tmp_path / "prices"))
-    monkeypatch.setattr(Measured, "_known", {})
-    monkeypatch.setattr(prices, "_processor", [])
 
 
 @pytest.mark.usefixtures("cold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.solve import smallest
 from torch_recompute.planner.candidates import all_guesses, trace
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Roofline
+from torch_recompute.planner.prices import Overhead, Roofline
 from torch_recompute.planner.segments import capture
 from zoo import build, mean_loss, scalar_loss
 
@@ -311,7 +312,7 @@ def test_a_guess_is_what_a_trial_finds(gpt: Planner) -> None:
     with captured.running():
         inputs = [x.detach().requires_grad_() for x in call.inputs]
         found = trace(call.steps[0][0], lambda: call.run(inputs), inputs)
-    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead())}
     options = gpt.costs.kinds["0"].options
     assert len(options) > 8
     for option in options[1:]:
@@ -352,18 +353,29 @@ class Experts(nn.Module):
         return x.square().mean()
 
 
+def test_parts_of_a_part_are_recomputed_by_themselves() -> None:
+    """Of a mixture the shared expert alone, the stack of experts alone, and both apart are choices of their own."""
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    shared = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    block = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(shared=shared, experts=Expert()))))
+    found = trace(block, lambda: block(x), [x])
+    assert found.inner == {"mlp": ["mlp.shared", "mlp.experts"]}
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead(call=1e12))}
+    one, other, keeps = Choice(("mlp.shared",)), Choice(("mlp.experts",)), Choice(("mlp.experts",), ("@product",))
+    both, one, other, keeps = (guessed[regions] for regions in ((one, other), (one,), (other,), (keeps,)))
+    assert max(one.seconds, other.seconds) < both.seconds < 1e12 <= keeps.seconds
+    assert both.saved < min(one.saved, other.saved)
+
+
 def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     """What `@down` keeps in a module is guessed as the engine does it, and a step with it keeps its promise."""
     torch.manual_seed(0)
     model, args = Experts(), (torch.randn(64, WIDTH),)
-    captured = capture(model, args, {})
-    call = captured.calls[0]
-    with captured.running():
-        inputs = [x.detach().requires_grad_() for x in call.inputs]
-        found = trace(call.steps[0][0], lambda: call.run(inputs), inputs)
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    found = trace(model.layers[0], lambda: model.layers[0](x), [x])
     assert found.calls == [("@product",), ("@down",)]
     assert found.within == [{1}, set()]
-    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops))}
+    guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead())}
     assert set(guessed) == {(Choice(("",), keep),) for keep in ((), ("@down",), ("@product",))}
     none, down, every = (guessed[Choice(("",), keep),] for keep in ((), ("@down",), ("@product",)))
     rows = 64 * WIDTH * 4

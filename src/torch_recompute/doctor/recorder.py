@@ -202,11 +202,7 @@ class Recorder(TorchDispatchMode):
             self._listening, self._again = before, None
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not (self._running and self._listening) or traced():

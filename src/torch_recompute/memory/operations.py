@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,11 +113,7 @@ class Operations(TorchDispatchMode):
         self._seen = seen
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

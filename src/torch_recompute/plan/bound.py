@@ -236,28 +236,20 @@ class _Flow:
 
     def _block(self, source: int, sink: int, levels: list[int]) -> None:
         """Fills all shortest paths."""
-        next_ = [0] * len(self._edges)
+        left = [*map(list, self._edges)]  # of each vertex, the edges that may still lead to the sink
         path: list[int] = []
-        vertex = source
-        while True:
+        while path or left[source]:
+            vertex = self._to[path[-1]] if path else source
             if vertex == sink:
                 room = min(self._room[edge] for edge in path)
                 for edge in path:
                     self._room[edge] -= room
                     self._room[edge ^ 1] += room
-                path, vertex = [], source
-                continue
-            edges = self._edges[vertex]
-            while next_[vertex] < len(edges):
-                edge = edges[next_[vertex]]
-                if self._room[edge] > 0 and levels[self._to[edge]] == levels[vertex] + 1:
-                    break
-                next_[vertex] += 1
-            else:
-                if not path:
-                    return
+                path = []
+            elif not left[vertex]:
                 levels[vertex] = -1
-                vertex = self._to[path.pop() ^ 1]
-                continue
-            path.append(edges[next_[vertex]])
-            vertex = self._to[edges[next_[vertex]]]
+                path.pop()
+            elif self._room[edge := left[vertex][-1]] > 0 and levels[self._to[edge]] == levels[vertex] + 1:
+                path.append(edge)
+            else:
+                left[vertex].pop()

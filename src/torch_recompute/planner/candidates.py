@@ -24,7 +24,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from ..plan.choice import DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.cost import Graph, Node
 from ..plan.roles import inside, relative
 from .ops import Op, logging
+from .prices import Overhead
 
 MOST = 8  # candidates, so that all their subsets can be looked at
 _Key = tuple[str, str]  # the module and the kind of a call
@@ -71,6 +72,8 @@ class SegmentTrace:
     """Those that its words say, too: the narrowing products among all of a module."""
     parts: list[str] = field(default_factory=list[str])
     """Modules below the segment that hold several of its calls and that it calls itself."""
+    inner: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """For a part those below it: the shared expert of a mixture, and its stack of experts."""
     feeders: dict[str, str] = field(default_factory=dict[str, str])
     """For a part the module, without calls of a kind, whose result it is given: its norm."""
     output: int = -1  # index of the storage of its result
@@ -229,7 +232,8 @@ class _Calls(TorchFunctionMode):
     def describe(self, trace: SegmentTrace) -> None:
         """Adds what is known of the calls to a trace, and numbers them."""
         groups = self._groups()
-        trace.kinds = [_kind(group) for group in groups]
+        # Of a candidate that has products of both kinds, that of all products.
+        trace.kinds = [next((kind for _, kind in group if kind == PRODUCT), group[0][1]) for group in groups]
         for number, group in enumerate(groups):
             self.found.update(dict.fromkeys(group, number))
             trace.calls.append(tuple(self._word(*key) for key in group if not _covered(*key, group)))
@@ -241,7 +245,8 @@ class _Calls(TorchFunctionMode):
                 and all(any(inside(where, path) for path in modules) for where, _ in inner)
             )
             trace.within.append(frozenset(narrow))
-        trace.parts = self._parts()
+        trace.parts = self._parts("")
+        trace.inner = {part: self._parts(part) for part in trace.parts}
         feeders: dict[str, str] = {}
         for part in trace.parts:
             given = self._given.get(part, set()) - {""}
@@ -252,19 +257,20 @@ class _Calls(TorchFunctionMode):
         shared = Counter(feeders.values())
         trace.feeders = {part: feeder for part, feeder in feeders.items() if shared[feeder] == 1}
 
-    def _parts(self) -> list[str]:
-        """The outermost modules below the segment that are called and are more than one call.
+    def _parts(self, around: str) -> list[str]:
+        """The outermost modules below another that are called and are more than one call.
 
         The calls of a list (`nn.Sequential`) go by its own name, so a module of that name may be more than one, too.
         """
         bare = {where for where, _ in self.found}
-        below = [path for path in self._called if path and any(inside(where, path) for where in bare)]
+        called = [path for path in self._called if path != around and inside(path, around)]
+        below = [path for path in called if any(inside(where, path) for where in bare)]
         outermost = [path for path in below if not any(inside(path, other) and path != other for other in below)]
         return [
             path
             for path in outermost
             if path not in bare
-            or any(inside(where, path) and where != path for where in bare)
+            or sum(inside(where, path) for where, _ in self.found) > 1
             or (path not in self._products and any(self._module.get_submodule(path).children()))
         ]
 
@@ -298,11 +304,6 @@ def _covered(where: str, kind: str, group: Sequence[_Key]) -> bool:
     )
 
 
-def _kind(group: Sequence[_Key]) -> str:
-    """The kind of the calls of a candidate; of one that has products of both kinds, that of all products."""
-    return next((kind for _, kind in group if kind == PRODUCT), group[0][1])
-
-
 def _distance(one: Sequence[_Key], other: Sequence[_Key]) -> tuple[bool, int]:
     """How far apart two groups are: of different kinds, then by how little of their paths they share."""
     a, b = one[-1][0].split("."), other[0][0].split(".")
@@ -325,15 +326,15 @@ class Guess:
     seconds: float  # of the replays
 
 
-def all_guesses(found: SegmentTrace, price: Callable[[Op], float]) -> list[Guess]:
+def all_guesses(found: SegmentTrace, price: Callable[[Op], float], host: Overhead) -> list[Guess]:
     """What each choice would cost."""
     seconds = [sum(map(price, made.ops)) for made in found.made]
-    return [_guess(found, seconds, regions) for regions in _choices(found)]
+    return [_guess(found, seconds, regions, host) for regions in _choices(found)]
 
 
-def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int, host: float = 0.0) -> list[Guess]:
-    """The choices worth trying, at most so many; `host` is what each region takes besides the operations."""
-    every = [replace(g, seconds=g.seconds + host * len(g.regions)) for g in all_guesses(found, price)]
+def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int, host: Overhead) -> list[Guess]:
+    """The choices worth trying, at most so many."""
+    every = all_guesses(found, price, host)
     every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
     best: list[Guess] = []
     for guess in every:
@@ -349,22 +350,28 @@ def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int, host: 
 
 
 def _choices(found: SegmentTrace) -> Iterator[Regions]:
-    """All sets of regions and kept calls: one region around the segment, or any of its parts."""
+    """All sets of regions and kept calls: one region around the segment, or any of its parts, or of parts of these."""
     numbers = range(len(found.calls))
     yield from ({("",): kept} for kept in _kept(found, numbers))
-    if not found.parts:
-        return
+
+    def own(part: str) -> list[int]:
+        return [n for n in numbers if all(inside(word.module, part) for word in found.calls[n])]
+
     ways: list[list[Regions]] = []
     for part in found.parts:
-        own = [n for n in numbers if all(inside(word.module, part) for word in found.calls[n])]
-        ways.append([{}, *({(part,): kept} for kept in _kept(found, own))])
+        ways.append([{}, *({(part,): kept} for kept in _kept(found, own(part)))])
         if part in found.feeders:
             together = found.feeders[part], part
-            ways[-1] += [{together: kept} for kept in _by_kind(found, own)]
+            ways[-1] += [{together: kept} for kept in _by_kind(found, own(part))]
+        inner = [[{}, *({(below,): kept} for kept in _by_kind(found, own(below)))] for below in found.inner[part]]
+        ways[-1] += filter(None, _together(inner))
+    yield from filter(None, _together(ways))
+
+
+def _together(ways: Sequence[Sequence[Regions]]) -> Iterator[Regions]:
+    """All combinations of one way for each of some parts."""
     for chosen in itertools.product(*ways):
-        regions = {part: kept for way in chosen for part, kept in way.items()}
-        if regions:
-            yield regions
+        yield {part: kept for way in chosen for part, kept in way.items()}
 
 
 def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
@@ -388,7 +395,7 @@ def _by_kind(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[
             yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
-def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions) -> Guess:
+def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions, host: Overhead) -> Guess:
     """Follows what backward needs back to what is stored."""
     at = [
         next((paths for paths in regions if any(inside(made.module, path) for path in paths)), None)
@@ -423,6 +430,8 @@ def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions) -> G
         idle = {call for call in idle if _goes_nowhere(found, call, passed)}
         unread = {call: said for call in sorted(idle) if (said := _unread(found, paths, call))}
         total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
+        calls = sum(len(found.calls[number]) for number in kept)
+        total += host.of(1, calls, 2 * len(passed) if kept else 0)
         rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
         choices.append(
             Choice(paths, (*_words(found, paths, kept), *(word for said in unread.values() for word in said)))

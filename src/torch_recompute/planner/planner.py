@@ -303,7 +303,7 @@ class Planner:
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
                 traces[kind] = trace(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
-            guessed.setdefault(of, []).extend(guesses(traces[kind], self._replayed, TRIED, self._host_seconds.region))
+            guessed.setdefault(of, []).extend(guesses(traces[kind], self._replayed, TRIED, self._host_seconds))
         for kind, first in firsts.items():
             path, call, found = self.paths[first], captured.calls[first], traces[kind]
             with captured.running():
@@ -328,7 +328,7 @@ class Planner:
         return self.price(op) + self._host_seconds.operation
 
     def _option(self, tried: Tried, regions: tuple[Choice, ...], plain: Tried, span: int = 1) -> Option:
-        return tried.option(regions, plain, self._replayed, self._host_seconds.region, span)
+        return tried.option(regions, plain, self._replayed, self._host_seconds, span)
 
     def _alone(self, path: str, call: SegmentCall, regions: Sequence[Choice], of: Sequence[str] = ()) -> Tried | None:
         """A trial of regions in the segment at a path, or around several `of` them; None where the engine refuses.

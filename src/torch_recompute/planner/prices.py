@@ -10,8 +10,8 @@ scaled by what the measured ones took of theirs, and named in `Measured.timing`.
 (`stores/measured.py`). Prices decide between plans, so what counts is how they compare; `clock.py` times whole steps.
 
 On a CPU a replay takes more than its operations do alone: the modules' Python, the dispatcher, the hooks of saved
-tensors, and a fixed part for each region. Where layers are small that is most of it, and a plan of many small regions
-would look cheap. So what a region adds to 2 and to 18 tiny operations is measured, once for each machine (`Overhead`).
+tensors, a fixed part for each region, and the search for calls that are kept. Where layers are small they prevail,
+and many small regions would look cheap. So what a region adds to 2 and to 18 tiny operations is measured (`Overhead`).
 On a device that is told what to do ahead of time, the host's part is hidden behind that of the device, and not counted.
 
 Many operations expect more of their inputs than shapes: a workspace that a forward wrote, the seed of a dropout,
@@ -24,11 +24,12 @@ in (0.01, 0.99), indices are spread evenly over what they index, offsets cut a b
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -39,7 +40,9 @@ from .. import errors
 from .._torch.devices import tf32
 from .._torch.fakes import is_operator, taken_by, without_modes
 from .._torch.flops import fused_on_cpu
-from ..region import recompute
+from ..plan.apply import apply
+from ..plan.choice import Choice
+from ..plan.plan import Plan
 from ..stores.measured import PriceFile, full_name
 from .ops import Meta, Op, metas
 
@@ -114,25 +117,16 @@ _RINGS = {
 }
 
 
-def _sheet(
-    name: str,
-    capability: tuple[int, int],
-    half: float,
-    tf32: float,
-    single: float,
-    memory: float,
-    link: float,
-    host: float,
-) -> Roofline:
+def _sheet(name: str, capability: tuple[int, int], *speeds: float) -> Roofline:
     """A device by its maker's data sheet, less the share that kernels do not reach.
 
-    `half`, `tf32` and `single` are TFLOP/s in 16 bits, in TF32 and in 32 bits (`tf32` is `single` where a device has no
-    TF32); the others GB/s of its memory, to one neighbour and to host memory, one way. The words of the name are in the
-    name that CUDA has for the device.
+    `speeds` are TFLOP/s in 16 bits, in TF32 and in 32 bits (TF32's are those of 32 bits where a device has no TF32);
+    then GB/s of its memory, to one neighbour and to host memory, one way. The words of the name are in the name that
+    CUDA has for the device.
     """
-    flops = {2: half * 1e12 * REACHED_FLOPS, 4: single * 1e12 * REACHED_FLOPS}
-    speeds = [speed * 1e9 * REACHED_BYTES for speed in (memory, link, host)]
-    return Roofline(name, flops, speeds[0], 5e-6, speeds[1], "cuda", tf32 * 1e12 * REACHED_FLOPS, speeds[2], capability)
+    half, tf32, single = (speed * 1e12 * REACHED_FLOPS for speed in speeds[:3])
+    memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in speeds[3:])
+    return Roofline(name, {2: half, 4: single}, memory, 5e-6, link, "cuda", tf32, host, capability)
 
 
 # Where there is no NVLink, the link is PCI Express.
@@ -178,24 +172,19 @@ def data_sheet_of(name: str) -> Roofline | None:
     return DEVICES[max(fitting, key=lambda sheet: len(words[sheet]))] if fitting else None
 
 
-_processor: list[Roofline] = []
-
-
+@functools.cache
 def processor() -> Roofline:
     """The roofline of this machine's processor, measured once by a product and a copy, and kept."""
-    if not _processor:
-        kept = PriceFile(full_name(CPU))
-        if not {"product", "copy", "launch"} <= kept.seconds.keys():
-            with without_modes(), torch.no_grad():
-                a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
-                kept.seconds["product"] = min(_seconds(lambda: a @ a, 5, CPU))
-                kept.seconds["copy"] = min(_seconds(big.clone, 5, CPU))
-                kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50, CPU))
-            kept.save()
-        speed = 2 * 512**3 / kept.seconds["product"]
-        moved = 2 * 4 * (1 << 22)
-        _processor.append(Roofline("cpu", {2: speed, 4: speed}, moved / kept.seconds["copy"], kept.seconds["launch"]))
-    return _processor[0]
+    kept = PriceFile(full_name(CPU))
+    if not {"product", "copy", "launch"} <= kept.seconds.keys():
+        with without_modes(), torch.no_grad():
+            a, big, small = torch.ones(512, 512), torch.ones(1 << 22), torch.ones(4)
+            kept.seconds["product"] = min(_seconds(lambda: a @ a, 5, CPU))
+            kept.seconds["copy"] = min(_seconds(big.clone, 5, CPU))
+            kept.seconds["launch"] = statistics.median(_seconds(lambda: small + small, 50, CPU))
+        kept.save()
+    speed, moved = 2 * 512**3 / kept.seconds["product"], 2 * 4 * (1 << 22)
+    return Roofline("cpu", {2: speed, 4: speed}, moved / kept.seconds["copy"], kept.seconds["launch"])
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -227,40 +216,56 @@ def key_of(op: Op) -> str:
 
 
 class Overhead(NamedTuple):
-    """Seconds of the host in a replay, beside those of its operations alone.
+    """Seconds of the host for regions, beside those of the operations in their replays alone.
 
     Attributes:
         region: Of each region.
         operation: Of each operation that it runs again.
+        call: Of each call that it keeps, and of each decision that it carries.
+        watched: Of each operation, in forward and in the replay, among which it looks for such calls.
     """
 
     region: float = 0.0
     operation: float = 0.0
+    call: float = 0.0
+    watched: float = 0.0
+
+    def of(self, regions: int, calls: int, watched: int) -> float:
+        """Seconds of so many regions, calls that are kept, and operations among which these are found."""
+        return self.region * regions + self.call * calls + self.watched * watched
 
     def __str__(self) -> str:
-        each = f"{1000 * self.region:.2f} ms for each region and {1e6 * self.operation:.0f} us for each operation in it"
-        return f", {each}" if self.region else ""
+        each = f"{1000 * self.region:.2f} ms for each region, {1e6 * self.call:.0f} us for each call that it keeps"
+        return f", {each} and {1e6 * self.operation:.0f} us for each operation in it" if self.region else ""
 
 
 def _overhead(kept: PriceFile) -> Overhead:
     """What a region takes on this machine's processor, measured once."""
-    if not {"region", "operation"} <= kept.seconds.keys():
-
-        def added(x: torch.Tensor, count: int) -> float:
-            layer = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(count)))
-            region = recompute(layer)
-            plain = min(_seconds(lambda: layer(x).sum().backward(), 50, CPU))
-            return min(_seconds(lambda: region(x).sum().backward(), 50, CPU)) - plain
-
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            x = torch.ones(8, device=CPU, requires_grad=True)
-            few, many = added(x, 2), added(x, 18)
+    if not {*Overhead._fields} <= kept.seconds.keys():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), CPU:
+            x = torch.ones(8, requires_grad=True)
+            region, again = _added(x, torch.nn.Tanh)
+            looked = _added(x, torch.nn.Tanh, "@attention")[1] - again  # in forward and in the replay
+            with torch.random.fork_rng([]):
+                call = _added(x, functools.partial(torch.nn.Linear, 8, 8), "@product")[1] - looked
             with without_modes(), torch.no_grad():
-                alone = min(_seconds(x.tanh, 50, CPU))
-        each = (many - few) / 16
-        kept.seconds["region"] = max(few - 2 * each, 1e-9)
-        kept.seconds["operation"] = max(each - alone, 1e-9)
-    return Overhead(kept.seconds["region"], kept.seconds["operation"])
+                again -= min(_seconds(x.tanh, 50, CPU))
+        found = region, again, call, looked / 2
+        kept.seconds.update({name: max(value, 1e-9) for name, value in zip(Overhead._fields, found, strict=True)})
+    return Overhead(*(kept.seconds[name] for name in Overhead._fields))
+
+
+def _added(x: torch.Tensor, layer: Callable[[], torch.nn.Module], *keep: str) -> tuple[float, float]:
+    """What a region that keeps some calls adds to a step by itself, and for each of the layers in it."""
+    found: list[float] = []
+    for count in (2, 18):
+        model = torch.nn.Sequential(torch.nn.Sequential(*(layer() for _ in range(count))))
+        steps = functools.partial(_seconds, lambda model=model: model(x).sum().backward(), 50, CPU)
+        plain = min(steps())
+        apply(model, Plan((Choice(("0",), keep),)))
+        found.append(min(steps()) - plain)
+    each = (found[1] - found[0]) / 16
+    return found[0] - 2 * each, each
 
 
 class Measured:

@@ -23,6 +23,7 @@ from .. import _torch
 from ..engine.shape_only import refusing
 from ..memory.ledger import storages
 from ..memory.operations import Operation
+from ..observer import observing, running
 from ..plan.apply import apply
 from ..plan.cost import Option
 from ..plan.libraries import CacheSnapshot
@@ -31,6 +32,7 @@ from ..simulation.fake_mode import FakeMode
 from ..simulation.step import SimulatedMeasurement
 from .hosts import HostApart
 from .ops import Op, op_of
+from .prices import Overhead
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,19 @@ class Tried:
     forward_bytes: int
     backward_bytes: int
     ops: Counter[Op]  # all that ran, forward and backward
+    calls: int = 0  # kept, and decisions carried
+    watched: int = 0  # operations, in forward and in replays, among which these were found
     host_bytes: int = 0
     at_once_bytes: int = 0  # see `Graph.backward_bytes`
 
     def option(
-        self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], host: float, span: int = 1
+        self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], host: Overhead, span: int = 1
     ) -> Option:
-        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments.
-
-        `host` is what each region takes besides the operations.
-        """
+        """The option that was tried; its seconds and FLOPs are those beyond `span` plain segments."""
         counts = {op: self.ops[op] - span * plain.ops[op] for op in (*self.ops, *plain.ops)}
         called = sum(1 + span * region.nested for region in regions)
-        seconds = max(0.0, sum(price(op) * count for op, count in counts.items())) + host * called
+        seconds = max(0.0, sum(price(op) * count for op, count in counts.items()))
+        seconds += host.of(called, self.calls, self.watched)
         flops = sum(op.flops * count for op, count in counts.items())
         levels = self.saved_bytes, self.forward_bytes, self.backward_bytes
         return Option(regions, *levels, seconds, flops, span, self.host_bytes)
@@ -118,31 +120,36 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> 
     handle = apply(holder, Plan(tuple(choices)), stores=stores)
     try:
         with refusing():
-            return _run(call, holder, pretend, host)
+            keeps = any(choice.keep or choice.carry for choice in choices)
+            return _run(call, holder, pretend, host, keeps)
     finally:
         handle.remove()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
-def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart) -> Tried:
+def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart, keeps: bool) -> Tried:
     ran: Counter[Op] = Counter()
+    calls = watched = 0
     before: set[int] | None = None  # the storages that are no part of `at_once`; None until backward begins
     at_once = 0
 
     def see(operation: Operation) -> None:
-        nonlocal at_once
+        nonlocal at_once, calls, watched
         if before is not None:
             met = {id(storage): storage for _, storage in (*operation.given, *operation.results)}
             at_once = max(at_once, sum(int(met[key].nbytes()) for key in met.keys() - before))
         op = op_of(operation)
         if op is not None:
             ran[op] += 1
+        if keeps and (inside := running()):
+            watched += 1
+            calls += op is not None and inside[-1].kind in ("saved call", "choice")
 
     m = SimulatedMeasurement(None, pretend, see)
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
-    with m.track(holder):
+    with m.track(holder), observing():
         token = torch.empty((), device=like[0].device, requires_grad=grads) if like else None
         level = m.live_bytes
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
@@ -166,4 +173,4 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
             torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
-    return Tried(saved - level, forward - level, backward - level, ran, host_bytes, at_once)
+    return Tried(saved - level, forward - level, backward - level, ran, calls, watched, host_bytes, at_once)
