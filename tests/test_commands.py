@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ import comparisons
 import discard
 import frontier
 import pytest
+import torch
 from frontier import comparing, ways
 from frontier.config import Config
 
-from torch_recompute import Choice, Plan, _text
+from torch_recompute import Choice, Plan, _text, audit, simulate, verify
 from torch_recompute.commands import bench, cli, demo, output
 from torch_recompute.commands.output import Output, document
+from torch_recompute.doctor import examine
 from torch_recompute.errors import ArgumentError
 
 HEAD = ["schema_version", "command"]
@@ -299,6 +302,25 @@ def test_long_work_says_what_it_does(
     with _text.at_work("short"):
         pass
     assert stderr.getvalue() == written
+
+
+class Waiting(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        deadline = time.monotonic() + 5
+        while "ing Sequential" not in sys.stderr.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return super().forward(x).tanh().sin()
+
+
+def test_long_work_in_python_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called in Python says so, too."""
+    monkeypatch.setattr(_text, "SILENT", 0.01)
+    work = {"simulating": simulate, "examining": partial(examine, run=False)}
+    work |= {"verifying": partial(verify, plan=Plan()), "auditing": partial(audit, modules=["0"])}
+    for word, fn in work.items():
+        monkeypatch.setattr(sys, "stderr", Notebook())
+        fn(torch.nn.Sequential(Waiting(2, 1)), (torch.ones(2),))
+        assert sys.stderr.getvalue().startswith(f"\r{word} Sequential (0 s)")
 
 
 def test_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import counted, paragraph, table, times
+from .._text import at_work, counted, paragraph, table, times
 from ..arguments import Captures, check_call, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
@@ -175,7 +175,7 @@ def audit(
             f"0 to 1, but got {errors.say(perturb)}\n"
             "  Write perturb=0.002, half a step of bfloat16."
         )
-    with _placed(model, modules):
+    with at_work(f"auditing {getattr(model, '__name__', type(model).__name__)}"), _placed(model, modules):
         found = _audit(model, args, kwargs or {}, float(perturb))
     if not found.regions:
         raise errors.ArgumentError(

@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from .. import errors
+from .._text import at_work
 from ..arguments import check_call
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
@@ -98,34 +99,35 @@ def examine(
             "  Leave run out: then a step is simulated, and the report says what was not looked for."
         )
     running = not on_meta and run is not False
-    call = model, args, kwargs or {}
-    steps = SimulatedSteps(*call, plan=plan, loop=loop, loss=loss, optimizer=optimizer, device=device)
-    missing: dict[str, str] = {}
-    simulated: SimulatedSteps | None = None
-    try:
-        steps.run()
-        simulated = steps
-    except errors.RecomputeError as error:
-        if not running:
-            raise
-        missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
-    observed = audited = None
-    if running:
-        with contextlib.ExitStack() as stack:
-            if plan is not None:
-                stack.callback(apply(model, plan).remove)
-            observed = _observe(ModelCall(*call), model, loss or loss_of)
-            missing["audited"] = "the model calls no region"
-            if simulated is None or simulated.accounts:
-                try:
-                    audited = audit(*call)
-                except errors.ArgumentError as error:
-                    missing["audited"] = f"the audit says: {str(error).splitlines()[0]}"
-    else:
-        missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
-        missing["audited"] = missing["observed"]
-    limit = None if budget is None else steps.bytes_of(budget, simulated=simulated is not None)
-    return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
+    with at_work(f"examining {type(model).__name__}"):
+        call = model, args, kwargs or {}
+        steps = SimulatedSteps(*call, plan=plan, loop=loop, loss=loss, optimizer=optimizer, device=device)
+        missing: dict[str, str] = {}
+        simulated: SimulatedSteps | None = None
+        try:
+            steps.run()
+            simulated = steps
+        except errors.RecomputeError as error:
+            if not running:
+                raise
+            missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
+        observed = audited = None
+        if running:
+            with contextlib.ExitStack() as stack:
+                if plan is not None:
+                    stack.callback(apply(model, plan).remove)
+                observed = _observe(ModelCall(*call), model, loss or loss_of)
+                missing["audited"] = "the model calls no region"
+                if simulated is None or simulated.accounts:
+                    try:
+                        audited = audit(*call)
+                    except errors.ArgumentError as error:
+                        missing["audited"] = f"the audit says: {str(error).splitlines()[0]}"
+        else:
+            missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
+            missing["audited"] = missing["observed"]
+        limit = None if budget is None else steps.bytes_of(budget, simulated=simulated is not None)
+        return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
 
 
 def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor]) -> Observations:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import counted, paragraph
+from .._text import at_work, counted, paragraph
 from ..arguments import check_call
 from ..plan import Choice, Plan, apply
 from ..simulation.step import any_loss
@@ -148,11 +148,12 @@ def verify(
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     check_call("verify", model, args, kwargs)
     apply(model, plan).remove()
-    comparison = _Comparison(ModelCall(model, args, kwargs or {}), loss or any_loss)
-    found, flipped = comparison.with_plan(model, plan)
     likely, tried = (), False
-    if found and found[0].kind != "error":  # what raised has said where
-        likely, tried = comparison.likely_regions(model, plan, found, flipped)
+    with at_work(f"verifying {type(model).__name__}"):
+        comparison = _Comparison(ModelCall(model, args, kwargs or {}), loss or any_loss)
+        found, flipped = comparison.with_plan(model, plan)
+        if found and found[0].kind != "error":  # what raised has said where
+            likely, tried = comparison.likely_regions(model, plan, found, flipped)
     return comparison.result(type(model).__name__, len(plan.all_choices), found, likely, tried)
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import errors
+from .._text import at_work
 from ..memory.loop import Loop
 from ..simulation import Simulation, simulate_step
 from ..stores import OnHost, Store
@@ -315,14 +317,8 @@ def simulate(
     """
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
-    return simulate_step(
-        model,
-        args,
-        kwargs,
-        prepare=None if plan is None else lambda copy: apply(copy, plan),
-        loss=loss,
-        optimizer=optimizer,
-        device=device,
-        loop=Loop(hold_output, accumulate, set_to_none),
-        rounding=rounding,
-    )
+    prepare = None if plan is None else partial(apply, plan=plan)
+    loop = Loop(hold_output, accumulate, set_to_none)
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "loop": loop, "rounding": rounding}
+    with at_work(f"simulating {type(model).__name__}"):
+        return simulate_step(model, args, kwargs, prepare=prepare, **how)
