@@ -20,6 +20,12 @@ TINY = ["demo", "--steps", "2", "--layers", "1", "--d-model", "8", "--seq", "16"
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
+@pytest.fixture
+def plain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demonstration with its first setting only, where it is not looked at."""
+    monkeypatch.setattr(demo, "run", partial(run, settings=SETTINGS[:1]))
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """`--version` prints the version and succeeds."""
     with pytest.raises(SystemExit) as exit_:
@@ -64,6 +70,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 steps of 2 x 16 bytes of the Python standard library" in output.out
 
 
+@pytest.mark.usefixtures("plain_alone")
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     """`--json` prints one document on stdout and nothing else there; options reach the configuration."""
     text = tmp_path / "text"
@@ -91,6 +98,7 @@ def test_a_difference_is_loud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "0x1." in out
 
 
+@pytest.mark.usefixtures("plain_alone")
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without rich the table is refused with what to install; the quiet JSON form needs no rich."""
     monkeypatch.setitem(sys.modules, "rich", None)

@@ -27,10 +27,13 @@ from torch_recompute.memory import CATEGORIES
 TINY = DemoConfig(steps=3, layers=2, d_model=32, seq=64, batch=4)
 
 
+WORDS: list[str] = []
+
+
 @pytest.fixture(scope="module")
 def result() -> DemoResult:
     """The demonstration, once for all tests that only read it."""
-    return run(TINY)
+    return run(TINY, progress=WORDS.append)
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +141,11 @@ def test_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_progress() -> None:
+def test_progress(result: DemoResult) -> None:
     """Progress is reported as often as promised, and says the loss."""
-    words: list[str] = []
-    config = DemoConfig(steps=2, layers=1, d_model=8, seq=8, batch=1)
-    run(config, progress=words.append)
-    assert len(words) == ticks(config)
-    assert words[: len(SETTINGS)] == [f"planning: {setting.title}" for setting in SETTINGS]
-    assert words[len(SETTINGS)].startswith("step 1 of 2, loss ")
+    assert len(WORDS) == ticks(TINY)
+    assert WORDS[: len(SETTINGS)] == [f"planning: {setting.title}" for setting in SETTINGS]
+    assert WORDS[len(SETTINGS)].startswith("step 1 of 3, loss ")
 
 
 def test_text_is_the_same_for_the_same_seed(tmp_path) -> None:

@@ -846,7 +846,7 @@ def test_every_stand_in_is_tried() -> None:
 
 
 STATEMENTS = (ast.FunctionDef, ast.ClassDef)
-PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves"}
+PYTREES = {"tree_flatten", "tree_unflatten", "tree_leaves", "tensors_in"}
 
 
 # --- memory held weakly -----------------------------------------------------------------------------------------------

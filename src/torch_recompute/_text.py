@@ -14,10 +14,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
@@ -50,6 +53,19 @@ def paragraph(text: str, indent: int = 0, hanging: int = 0, width: int = 112) ->
 def starred(text: str) -> str:
     """The text with a star for each number: the pattern that paths of alike layers have in common."""
     return re.sub(r"\d+", "*", text)
+
+
+def starred_path(text: str) -> str:
+    """The text with a star for each number that is a whole part of a path: a layer's, not that of `fc1`."""
+    return re.sub(r"(?<![^./\s'])\d+(?![^.\s'])", "*", text)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by what `key` says of each, in the order of the first of each group."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def counted(number: int, thing: str) -> str:

@@ -410,6 +410,11 @@ def _unflatten(leaves: Iterator[Any], spec: Any) -> Any:
     return unflatten([_unflatten(leaves, child) for child in children], context)
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a pytree, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of a pytree."""
     return tree_flatten(tree)[0]

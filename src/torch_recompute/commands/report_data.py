@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._text import starred
+from .._text import grouped, starred
 from ..memory import Block
 from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
@@ -305,9 +305,7 @@ def placements(
     """
     if prediction is not None and prediction.peak_bytes == step.simulation.peak_bytes:
         return prediction.lines
-    groups: dict[tuple[str, str], list[Choice]] = {}
-    for choice in choices:
-        groups.setdefault((starred(", ".join(choice.paths)), _what(choice)), []).append(choice)
+    groups = grouped(choices, lambda choice: (starred(", ".join(choice.paths)), _what(choice)))
     lines: list[Line] = []
     for (pattern, what), alike in groups.items():  # figures are the mean of regions that are treated alike
         paths, count = [path for choice in alike for path in choice.modules], len(alike)

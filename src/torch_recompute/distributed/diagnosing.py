@@ -16,7 +16,6 @@ import functools
 from collections import Counter
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from .. import _torch, errors
@@ -68,7 +67,7 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
     Raises:
         ArgumentError: No tensor of `output` has a graph.
     """
-    roots = [leaf.grad_fn for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    roots = [tensor.grad_fn for tensor in _torch.tensors_in(output)]
     if not any(roots):
         raise errors.ArgumentError(
             "find_reentrant walks the autograd graph of a model's output or loss, but found no graph on "

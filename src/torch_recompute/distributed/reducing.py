@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import errors
+from .._text import grouped
 
 MIB = 1 << 20
 
@@ -191,10 +192,7 @@ def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 def _buckets(grads: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
     """Yields the gradients by dtype and device, in their order, as many together as fit into `limit` bytes."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-    for same in kinds.values():
+    for same in grouped(grads, lambda grad: (grad.dtype, grad.device)).values():
         bucket: list[torch.Tensor] = []
         size = 0
         for grad in same:

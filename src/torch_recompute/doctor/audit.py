@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import at_work, counted, paragraph, table, times
+from .._text import at_work, counted, grouped, paragraph, starred_path, table, times
 from ..arguments import Captures, check_call, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
@@ -44,7 +43,6 @@ _WORDS = {
     "syncs": "waits for the device",
     "fails": "cannot be run again",
 }
-_INDEX = re.compile(r"(?<![^./\s'])\d+(?![^.\s'])")  # a part of a module's path that is a number
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -108,10 +106,7 @@ class Audit(NamedTuple):
         title = f"audit of {counted(len(self.regions), 'region')}, each run twice{noise}: "
         if self.ok:
             return title + "nothing to report"
-        groups: dict[AuditRow, list[AuditRow]] = {}
-        for row in self.rows:
-            starred = {name: _INDEX.sub("*", getattr(row, name)) for name in ("region", "module", "advice")}
-            groups.setdefault(row._replace(**starred, detail="", times=1), []).append(row)
+        groups = grouped(self.rows, _look)
         counts = Counter(row.kind for row in self.rows)
         found = [f"{counts[kind]} x {words}" for kind, words in _WORDS.items() if counts[kind]]
         heads: list[tuple[str, ...]] = []
@@ -124,6 +119,12 @@ class Audit(NamedTuple):
             first = "" if len({row.detail for row in rows}) == 1 else "the first: "
             lines += ["", head, *paragraph(first + rows[0].detail, 4), *paragraph(f"Write: {rows[0].advice}", 4)]
         return "\n".join(lines)
+
+
+def _look(row: AuditRow) -> AuditRow:
+    """What rows that are shown as one have in common."""
+    starred = {name: starred_path(getattr(row, name)) for name in ("region", "module", "advice")}
+    return row._replace(**starred, detail="", times=1)
 
 
 # --- the audit --------------------------------------------------------------------------------------------------------

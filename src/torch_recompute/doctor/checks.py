@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import errors
-from .._text import counted, document, paragraph, starred, times
+from .._text import counted, document, grouped, paragraph, starred, times
 from .._torch.modes import NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
@@ -36,8 +36,6 @@ FUSED = 0.9  # of a region's FLOPs: fused attention
 WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be worth its third run
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
-
-T = TypeVar("T")
 
 
 # --- what the doctor returns ------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ class Report:
 
     def reasons(self) -> list[str]:
         """What was not looked for and why, a line for each reason."""
-        kinds = _grouped(self.not_looked_for, lambda pair: pair[1])
+        kinds = grouped(self.not_looked_for, lambda pair: pair[1])
         return [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
 
 
@@ -228,7 +226,7 @@ def _audited(
 
     def look(_: Evidence, audit: Audit) -> Iterator[_Found]:
         rows = [row for row in audit.rows if row.kind in kinds]
-        groups = _grouped(rows, lambda row: (row.kind, starred(row.region), starred(row.module), row.op, row.line))
+        groups = grouped(rows, lambda row: (row.kind, starred(row.region), starred(row.module), row.op, row.line))
         for group in groups.values():
             row = group[0]
             figures: dict[str, Any] = {"regions": len(group)}
@@ -255,7 +253,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
     if not observed.backwards and plainly is None:
         return  # no gradient has been due yet
     untrained = [name for name in observed.untrained if plainly is None or name in plainly]
-    for where, names in _grouped(untrained, lambda name: starred(observed.owners[name])).items():
+    for where, names in grouped(untrained, lambda name: starred(observed.owners[name])).items():
         confirmed = f"{observed.steps} real step{'s' if observed.steps > 1 else ''}, in which gradients were counted"
         if plainly is not None:
             confirmed += "; with plain calls in the place of torch's reentrant checkpoints they are handed one"
@@ -272,7 +270,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
 def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Buffers that are updated by the forward and again by the replay of another library's checkpoint."""
     changed = observed.changed_buffers
-    for where, names in _grouped(changed, starred).items():
+    for where, names in grouped(changed, starred).items():
         yield _found(
             where,
             f"{counted(len(names), 'buffer')} ({names[0]}): changed by the forward, and "
@@ -287,7 +285,7 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
 def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Checkpoints that run a backward inside backward: DDP ends with "marked as ready twice"."""
     around = "is around this model" if observed.parallel else "is not around this model, which trains without it"
-    groups = _grouped(observed.reentrant, lambda one: (one.function, starred(one.path), one.library))
+    groups = grouped(observed.reentrant, lambda one: (one.function, starred(one.path), one.library))
     for (function, path, library), checkpoints in groups.items():
         calls = sum(one.calls for one in checkpoints)
         yield _found(
@@ -453,7 +451,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
     called = {path for account in simulated.accounts for path in account.paths}
     choices = () if evidence.plan is None else evidence.plan.choices
     idle = [choice.paths[0] for choice in choices if not called & set(choice.paths)]
-    for name, paths in _grouped(idle, starred).items():
+    for name, paths in grouped(idle, starred).items():
         yield _found(
             name,
             f"{counted(len(paths), 'region')} of the plan never ran: {paths[0]} was not called with gradients.",
@@ -566,7 +564,7 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
     if evidence.simulated is not None and any(map(_is_nested, evidence.simulated.accounts)):
         return
     calls, again = observed.calls, observed.calls_in_backward
-    third = _grouped([path for path, count in again.items() if calls[path] and count >= 2 * calls[path]], starred)
+    third = grouped([path for path, count in again.items() if calls[path] and count >= 2 * calls[path]], starred)
     for name, paths in third.items():
         if any(other != name and name.startswith(f"{other}.") for other in third):
             continue
@@ -628,7 +626,7 @@ def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_F
     """Replays that take much of the seconds of real steps."""
     if evidence.simulated is not None or _is_near_its_bound(evidence):
         return
-    paths = _grouped(observed.replay_seconds, starred)
+    paths = grouped(observed.replay_seconds, starred)
     units = {name: sum(observed.replay_seconds[path] for path in of) for name, of in paths.items()}
     total, step = sum(units.values()), observed.seconds
     if not step or total <= REPLAYED * step:
@@ -713,13 +711,6 @@ KINDS = tuple(check.kind for check in CHECKS)
 
 
 # --- words and figures ------------------------------------------------------------------------------------------------
-
-
-def _grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    groups: dict[Any, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def _mib(count: float) -> str:

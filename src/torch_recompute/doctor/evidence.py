@@ -25,10 +25,8 @@ import torch
 from torch import nn
 
 from .. import _torch, arguments
-from .._torch.storages import set_versions, versions_of
 from ..arguments import Captures
-from ..memory.ledger import storages
-from ..memory.saved import module_names
+from ..memory.saved import CallState, module_names
 from ..state import DEFAULT, NumpyRng, PythonRng
 
 NOISE = 4.0
@@ -196,19 +194,13 @@ class ModelCall:
         self.names = module_names(model, reach)
         self.modules = [(module, self.names.get(id(module), "")) for module in reach.modules]
         self._leaves = self._trainable()
-        self._namespaces = [(held, dict(held)) for held in reach.buffers()]
-        buffers = [buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None]
-        stored = {id(s): s for buffer in buffers for _, s in storages(buffer)}
-        self._contents = [(storage, storage.clone()) for storage in stored.values() if storage.device.type != "meta"]
-        self._versions = versions_of(buffers)
-        generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._state = CallState(reach, values)
         self._start = SideEffects(self.modules, [self.model])
 
     @property
     def device(self) -> torch.device:
         """Where the step runs."""
-        tensors = [*self._leaves.values(), *tensors_in((self._args, self._kwargs))]
+        tensors = [*self._leaves.values(), *_torch.tensors_in((self._args, self._kwargs))]
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
     def step(self, loss: Callable[[Any], Any], *, needs_grad: bool = True) -> StepResult:
@@ -233,7 +225,7 @@ class ModelCall:
                         handles.append(leaf.register_post_accumulate_grad_hook(noting(name)))
                 output = self.model(*args, **kwargs)
                 value = loss(output)
-                found = tensors_in(output)
+                found = _torch.tensors_in(output)
                 names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
                 outputs = {name: one.detach() for name, one in zip(names, found, strict=False)}
                 outputs["the loss"] = value.detach()
@@ -246,7 +238,7 @@ class ModelCall:
                 for module, path in self.modules
                 for name, buffer in module.named_buffers(path, recurse=False)
             }
-            states = [generator.get_state() for generator, _ in self._generators]
+            states = [generator.get_state() for generator, _ in self._state.generators]
             left = {
                 "outputs": outputs,
                 "gradients": {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None},
@@ -262,16 +254,8 @@ class ModelCall:
 
     def go_back(self, *written: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
         """Makes everything as it was when this was made; storages `written` to get the content beside them."""
-        with torch.no_grad():
-            for held, before in self._namespaces:
-                held.clear()
-                held.update(before)
-            for storage, content in [*self._contents, *written]:
-                storage.copy_(content)
-            set_versions(self._versions)
         self._start.restore()
-        for generator, state in self._generators:
-            generator.set_state(state)
+        self._state.restore(*written)
 
     def _trainable(self) -> dict[str, torch.Tensor]:
         """All that gets a gradient, by name; of tensors that are in two places the first name counts."""
@@ -295,11 +279,6 @@ class ModelCall:
                     inputs[f"argument {number}"] = copy
         args, kwargs = _torch.tree_unflatten(leaves, spec)
         return args, kwargs, inputs
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nest of containers."""
-    return [leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 # --- side effects -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from .. import errors
+from .. import _torch, errors
 from .._text import at_work
 from ..arguments import check_call
 from ..memory.loop import COMMON, Loop
@@ -31,7 +31,7 @@ from ..planner.planner import Loss, MakeOptimizer
 from ..simulation.step import loss_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
-from .evidence import ModelCall, tensors_in
+from .evidence import ModelCall
 from .observed import CLOSELY, Observations, StepWatcher
 from .simulated import SimulatedSteps
 
@@ -91,7 +91,7 @@ def examine(
     loop = Loop(hold_output, accumulate, set_to_none)
     if loop == COMMON and plan is not None:
         loop = plan.loop
-    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))])
+    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *_torch.tensors_in((args, kwargs))])
     if run and on_meta:
         raise errors.ArgumentError(
             f"run=True, but a part of {type(model).__name__} or of its batch is on the meta device, where "

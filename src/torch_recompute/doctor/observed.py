@@ -163,7 +163,7 @@ class StepWatcher:
         if torch.compiler.is_compiling() or not self._grad or not self._close or _torch.in_backward():
             return
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
-        leaves = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        leaves = [leaf for leaf in _torch.tensors_in(output) if leaf.requires_grad]
         if not leaves:
             return
         from ..distributed import find_reentrant  # takes two seconds to import

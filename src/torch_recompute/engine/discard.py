@@ -76,7 +76,7 @@ class Discard:
         inside = self._frame.inputs.storages
         self.result = self._frame.forward(fn, args, kwargs, outer)
         self._late: list[weakref.ref[DeferredInput]] = []
-        self._tensors = [leaf for leaf in _torch.tree_leaves(self.result) if isinstance(leaf, torch.Tensor)]
+        self._tensors = _torch.tensors_in(self.result)
         self._places: dict[int, int] = {}  # by storage, which of the tensors it is of
         self._nodes: set[Any] = set()
         if outer is None:  # else the region around this one keeps nothing of it anyway

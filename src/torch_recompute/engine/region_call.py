@@ -112,7 +112,7 @@ class Replay(Run):
             op = reader_of(waiting[0]) if waiting else ""
             raise errors.MismatchError(_fewer(self.name, expected, self.filled, op))
         if self._frame.later is not None:
-            results = [leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            results = _torch.tensors_in(result)
             self._frame.later.check(self.name, results)
             self._frame.later.fill(self.name, results, self._restored)
 

@@ -23,7 +23,6 @@ import gc
 import json
 import linecache
 import os
-import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,18 +31,16 @@ import torch
 from torch import nn
 
 from .. import arguments
-from .._text import counted, table
+from .._text import counted, grouped, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
 from ..arguments import Captures, check_call
-from ..state import DEFAULT, Ambient, GeneratorRng
+from ..state import DEFAULT
 from .ledger import storages
 from .operations import Allocation, Allocations
 from .retainers import Hold, Retainers, name_referrers, python_tensors
 
 KINDS = ("saved", "region", "escaped")
 _LINES = 40
-_NUMBER = re.compile(r"\d+")
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a module's path that is a number
 
 
 def saved_activations(
@@ -147,24 +144,43 @@ def _contents_as_before(containers: Iterable[Any]) -> Generator[None]:
 
 @contextmanager
 def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
-    """Puts generators and buffers back, and how often these have been changed: a graph around may have saved them."""
-    generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
-    ambients: list[Ambient] = [*DEFAULT, *map(GeneratorRng, generators)]
-    states = [ambient.capture() for ambient in ambients]
-    places = list(reach.buffers())
-    buffers = [buffer for held in places for buffer in held.values() if buffer is not None]
-    stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
-    contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
-    versions = versions_of(buffers)
+    """Puts back the buffers and generators that a call reaches, and PyTorch's own."""
+    reached, states = CallState(reach, values), [(ambient, ambient.capture()) for ambient in DEFAULT]
     try:
-        with _contents_as_before(places):
-            yield
+        yield
     finally:
-        for storage, content in contents:
-            storage.copy_(content)
-        set_versions(versions)
-        for ambient, state in zip(ambients, states, strict=True):
+        reached.restore()
+        for ambient, state in states:
             ambient.restore(state)
+
+
+class CallState:
+    """The buffers and generators that a call reaches, as they are now.
+
+    Attributes:
+        generators: Each generator, with its state.
+    """
+
+    def __init__(self, reach: Captures, values: Iterable[Any]) -> None:
+        self._namespaces = [(held, dict(held)) for held in reach.buffers()]
+        buffers = [buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None]
+        stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
+        self._contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
+        self._versions = versions_of(buffers)  # a graph around may have saved them
+        generators = [*reach.generators, *(value for value in values if isinstance(value, torch.Generator))]
+        self.generators = [(generator, generator.get_state()) for generator in generators]
+
+    def restore(self, *written: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
+        """Makes them as they were; storages `written` to get the content beside them."""
+        with torch.no_grad():
+            for held, before in self._namespaces:
+                held.clear()
+                held.update(before)
+            for storage, content in [*self._contents, *written]:
+                storage.copy_(content)
+            set_versions(self._versions)
+        for generator, state in self.generators:
+            generator.set_state(state)
 
 
 def _row(one: Allocation, nbytes: int, hold: Hold | None, in_cycle: bool, in_result: bool) -> Row:
@@ -310,10 +326,7 @@ class SavedActivations(NamedTuple):
             lines.append(f"{self.result_bytes:,} more are alive as long as the result is")
         if not self.rows:
             return "\n".join(lines)
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            groups.setdefault(_alike(row), []).append(row)
-        listed = sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows))
+        listed = sorted(grouped(self.rows, _alike).values(), key=lambda rows: -sum(row.bytes for row in rows))
         head = ("bytes", "", "kind", "made by", "tensor", "module", "line", "kept by")
         lines += table([head, *map(_cells, listed[:_LINES])], right=2)
         rest = [row for rows in listed[_LINES:] for row in rows]
@@ -324,8 +337,7 @@ class SavedActivations(NamedTuple):
 
 def _alike(row: Row) -> tuple[Any, ...]:
     """Returns a key that is the same for the rows of one line of the table."""
-    held = tuple(_NUMBER.sub("*", name) for name in row.held_by)
-    return row._replace(module=_INDEX.sub("*", row.module), held_by=held, in_result=False)
+    return row._replace(module=starred_path(row.module), held_by=tuple(map(starred, row.held_by)), in_result=False)
 
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def workspace(func: Any, inputs: Any) -> int | str:
     copying = _name(func) in COPYING
     if not takes(func) and not copying:
         return 0
-    tensors = [leaf for leaf in _torch.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = _torch.tensors_in(inputs)
     if not tensors or (copying and all(tensor.is_contiguous() for tensor in tensors)):
         return 0
     device = device_of(tensors[0])
@@ -131,7 +131,7 @@ def reserve(func: Any, inputs: Any) -> int | str:
     if func is _CUDNN and args[_DROPOUT]:  # it is run without, so as to draw nothing; a mask has the size of its layer
         masks = args[0].shape[0] * args[0].shape[1] * args[4].numel() // args[4].shape[1] * args[0].itemsize
         args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 : -1], None)
-    tensors = [leaf for leaf in _torch.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    tensors = _torch.tensors_in(args)
     steps = int(args[0].shape[0])
     work = tensors[0].numel() // tensors[0].shape[-1] * sum(tensor.numel() for tensor in tensors[1:])
     fewer = max(2, min(steps, MOST_WORK * threads * steps // max(1, work)))

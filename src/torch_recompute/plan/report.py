@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._text import starred, table
+from .._text import grouped, starred, table
 from .choice import Choice, Target
 from .observe import Figures
 from .profile import MIB
@@ -121,7 +121,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [("freed MiB", "replay ms", "GFLOP", "replays", "", "region")]
-        for rows in _alike(self.rows):
+        for rows in grouped(self.rows, _look).values():
             first, remark = rows[0], self.remark(rows[0])
             name = starred(str(first.choice)) if len(rows) > 1 else str(first.choice)
             known = [row.seconds for row in rows if row.seconds is not None]
@@ -147,9 +147,6 @@ class Report:
         return json.dumps({**totals, "rows": rows}, indent=1)
 
 
-def _alike(rows: Iterable[Row]) -> list[list[Row]]:
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        key = (starred(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays, row.flips)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+def _look(row: Row) -> tuple[object, ...]:
+    """What rows of one line have in common."""
+    return starred(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays, row.flips

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from .._text import grouped, starred_path
 from ..memory.ledger import Block, Place
 from ..memory.loop import Loop
 from ..memory.snapshot import write_snapshot
@@ -118,16 +118,14 @@ class Simulation(NamedTuple):
 
 
 _LINES = 12
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def _grouped(sums: dict[str, int]) -> list[tuple[str, int]]:
     """Sums by path, with those that differ only in numbers as one."""
-    groups: dict[str, list[int]] = {}
-    for path, nbytes in sums.items():
-        groups.setdefault(_INDEX.sub("*", path) or "(the model itself, the loss)", []).append(nbytes)
+    groups = grouped(sums, lambda path: starred_path(path) or "(the model itself, the loss)")
     named = [
-        (f"{path}  ({len(parts)} modules)" if len(parts) > 1 else path, sum(parts)) for path, parts in groups.items()
+        (f"{pattern}  ({len(paths)} modules)" if len(paths) > 1 else pattern, sum(sums[path] for path in paths))
+        for pattern, paths in groups.items()
     ]
     return sorted(named, key=lambda item: -item[1])
 

@@ -166,9 +166,7 @@ def _is_scalar(tensor: torch.Tensor) -> bool:
 
 def first_floating(output: Any) -> torch.Tensor | None:
     """The first floating tensor in an output."""
-    return next(
-        (x for x in _torch.tree_leaves(output) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point), None
-    )
+    return next((tensor for tensor in _torch.tensors_in(output) if tensor.dtype.is_floating_point), None)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -231,7 +229,7 @@ class _Step:
     ) -> Simulation:
         """Runs the step."""
         args, kwargs = self._faker.arguments(args, kwargs)
-        batch = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        batch = _torch.tensors_in((args, kwargs))
         if loop.keeps_gradients:
             with self._pretend, self._modules.following():
                 value = (loss or loss_of)(self._model(*args, **kwargs))
