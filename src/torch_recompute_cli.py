@@ -1,4 +1,4 @@
-"""The command `torch-recompute`: what commands there are, told without torch.
+"""The command `torch-recompute`: its list of commands, without importing torch.
 
 Beside the package, because importing the package imports torch, which takes seconds; help takes none.
 """

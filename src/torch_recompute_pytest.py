@@ -25,7 +25,7 @@ _MEASUREMENT: pytest.StashKey[Measurement] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells pytest of the marker."""
+    """Registers the marker."""
     config.addinivalue_line(
         "markers",
         f"{MARK}(limit): fails if the test has more bytes of tensors alive at a time than limit, such as '200MiB'; "

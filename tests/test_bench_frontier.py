@@ -206,7 +206,7 @@ def test_peaks_are_those_of_the_lens() -> None:
     assert 0 <= seen.peak_bytes - lens.peak_bytes <= 0.001 * lens.peak_bytes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "moe", "convnext"])
 def test_flops_by_shapes_are_those_of_the_counter(name: str) -> None:
     """Of a plain step the formulas on what the profiler saw give what PyTorch's counter gives."""
     model, text = build(name, TINY.layers, TINY.width, 64, TINY.batch)

@@ -70,9 +70,9 @@ def built(name: str = "llama", device: str = "meta", **more: Any) -> nn.Module:
 
 
 def kept(name: str, tp: int, *, sequence: bool = False) -> int:
-    """What a layer adds to what a rank keeps: the fourth less the three before."""
+    """What a layer adds to what a rank keeps: two layers less one."""
     sums: list[int] = []
-    for layers in (3, 4):
+    for layers in (1, 2):
         model = rank_model(built(name, num_hidden_layers=layers), "MODEL", tp, sequence)[0]
         sums.append(simulate(model, (), batch(), loss=mean_loss).saved_bytes)
     return sums[1] - sums[0]

@@ -18,7 +18,7 @@ cells had in forward are kept, its tensors like arguments of the region, and a r
 cells; the caller's own cells are never written. A cell that the function itself writes (`nonlocal`) is its own state
 and left alone. Looking never calls user code (no `getattr` on user objects beyond `__dict__`).
 
-Geometry says where a view lies in its memory, relative to another view of the same memory, so that it can be rebuilt
+Geometry says where a view is in its memory, relative to another view of the same memory, so that it can be rebuilt
 from that other one once it exists again.
 """
 
@@ -135,7 +135,7 @@ class Geometry(NamedTuple):
 
 
 class SplitGeometry(NamedTuple):
-    """Where a DTensor lies relative to another: as its part on this rank does, if the two are split alike on a mesh."""
+    """Where a DTensor is relative to another: as its part on this rank is, if the two are split alike on a mesh."""
 
     part: Geometry
     layout: dict[str, Any]
@@ -175,7 +175,7 @@ def _split_geometry(view: Any, base: Any) -> SplitGeometry | None:
 
 
 def geometry(view: torch.Tensor, base: torch.Tensor) -> AnyGeometry | None:
-    """Where `view` lies relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
+    """Where `view` is relative to `base`; None where strides cannot say it (other dtype, subclass, layout)."""
     plain = view.layout is torch.strided and base.layout is torch.strided
     if not plain or view.dtype != base.dtype or view.is_conj() != base.is_conj() or view.is_neg() != base.is_neg():
         return None
@@ -246,7 +246,7 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory in which no element lies twice.
+    """A view of the same memory in which no element occurs twice.
 
     Unexpanded; where elements overlap in another way (`unfold`), all memory from the first to the last of them.
     """
@@ -360,7 +360,7 @@ def check_call(what: str, model: object, args: object, kwargs: object, *, a_modu
 
 
 class _Code(NamedTuple):
-    """What is asked of a code object, found once: the globals it names and the cells it writes."""
+    """What a code object does, found once: the globals it names and the cells it writes."""
 
     names: tuple[str, ...]
     writes: frozenset[str]

@@ -57,7 +57,7 @@ class Observer:
         return nullcontext()
 
     def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
-        """Told of a tensor that autograd saves in a region's forward and that the region does not keep."""
+        """Called with a tensor that autograd saves in a region's forward and that the region does not keep."""
 
     def out_of_memory(self, region: str, text: str) -> str:
         """The lines to add to an error that memory ran out, from the region's name and the error's own text."""
@@ -65,7 +65,7 @@ class Observer:
 
 
 class Observers:
-    """What the engine tells: all the observers of a region's call."""
+    """All the observers of a region's call, as the engine calls them."""
 
     def __init__(self, each: tuple[Observer, ...]) -> None:
         self.each = each
@@ -87,7 +87,7 @@ class Observers:
         return observed
 
     def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
-        """Tells of a tensor that is not kept."""
+        """Passes on a tensor that is not kept."""
         for observer in self.each:
             observer.dropped(frame, tensor)
 

@@ -88,10 +88,9 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
         batch = [*([ids] if 0 in here else []), *last.values()]
         with measure(chunks, optimizer).track(*batch) as memory:
             for _ in range(2):
+                optimizer.zero_grad()
                 step()
                 optimizer.step()
-                optimizer.zero_grad()
-        step()
         return [p.grad for p in chunks.parameters() if p.grad is not None], memory.peak_bytes
 
     plain, plain_peak = run(planned=False)

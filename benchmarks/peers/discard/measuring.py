@@ -58,15 +58,21 @@ def compute(stack: Stack, run: Run) -> Computed:
         stack: A stack on the device `meta`.
         run: How each block is run.
     """
+    peak_bytes = computed_peak(stack, run)
+    with FlopCounterMode(display=False) as counter:
+        _step(stack, run)
+    stack.drop_gradients()
+    return Computed(peak_bytes, counter.get_total_flops())
+
+
+def computed_peak(stack: Stack, run: Run) -> int:
+    """The peak of one step of a stack on the device `meta`, weights and input included."""
     stack.drop_gradients()
     with measure(stack, device="meta") as lens:
         lens.track(stack.x)
         _step(stack, run)
     stack.drop_gradients()
-    with FlopCounterMode(display=False) as counter:
-        _step(stack, run)
-    stack.drop_gradients()
-    return Computed(lens.peak_bytes, counter.get_total_flops())
+    return lens.peak_bytes
 
 
 def clock(stack: Stack, forms: Sequence[Form], iters: int, tick: Callable[[str], None]) -> dict[str, Times]:

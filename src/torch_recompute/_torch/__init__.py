@@ -355,7 +355,7 @@ def see_through(pack: _Pack) -> _Pack:
 
 
 def respect_hooks(context: Any, respect: bool) -> bool:
-    """Tells a selective context whether what it stores passes through the user's hooks; False if torch cannot do so."""
+    """Sets whether what a selective context stores passes through the user's hooks; False if torch cannot do so."""
     if not isinstance(context, _checkpoint._CachingTorchDispatchMode):
         return True
     selective: Any = context

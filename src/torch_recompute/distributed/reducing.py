@@ -5,7 +5,7 @@ doubles the memory of the gradients, and a parameter that was unused on one rank
 
 Gradients of one dtype on one device are copied into buckets of bounded size, and while one bucket is being summed the
 next is filled; two exist at a time. Ranks first exchange five numbers: checksums of what they are about to reduce. If
-only *which* parameters have a gradient differs, one message tells the union, and a rank without contributes zero and
+only *which* parameters have a gradient differs, one message carries the union, and a rank without contributes zero and
 receives the mean. If the parameters themselves differ, every rank raises, so none waits.
 
 Every rank issues the same collectives, also the one that raises. A gradient is multiplied by 1/ranks before it is

@@ -88,7 +88,7 @@ class RngStreams:
     same tensor parallel rank have the same model-parallel stream, whatever their data parallel rank. For streams that
     differ between pipeline stages or data parallel ranks too, give these another `seed`.
 
-    In a region the replay draws what the forward drew, from each stream, without being told. Also an `Ambient`:
+    In a region the replay draws what the forward drew, from each stream, with nothing to set. Also an `Ambient`:
     `capture()` and `restore(value)` take and put back all streams but the one in use, for a training checkpoint.
 
     Args:

@@ -2,7 +2,7 @@
 
 Zero-bubble pipelines run backward in parts: one call for the gradients of a stage's inputs, which retains the graph,
 and later one for each group of weights. A region is to be replayed once for all of them, so what the first call has
-rebuilt must lie in the graph until the last one has read it. A call that merely retains its graph looks the same from
+rebuilt must stay in the graph until the last one has read it. A call that merely retains its graph looks the same from
 outside, and there the rebuilt tensors must go, or recomputation would save nothing.
 
 The difference is in the graph: a half leaves out nodes that lead on from those it runs. PyTorch says of every node
@@ -14,7 +14,7 @@ Rejected: to ask only whether the call computes the gradients of the region's pa
 embedding is not saved where it is used, and a weight that is frozen has no gradient in any call. Rejected as well:
 `torch.utils.checkpoint.GraphExecGroup` as the only way to say it (it is understood): PyTorch's schedules enter none.
 
-Invariants: nothing is asked of a call that does not retain its graph; no node is kept beyond the question.
+Invariants: a call that does not retain its graph is not looked at; no node is kept afterwards.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .. import _torch
 
 
 class Ending(Protocol):
-    """What is told when a backward call ends."""
+    """Receives the end of a backward call."""
 
     def end(self, kept: bool, split: bool) -> None:
-        """Told whether the call retained its graph, and whether it was seen to leave out a part of it."""
+        """Called with whether the call retained its graph, and whether it was seen to leave out a part of it."""
         ...
 
 
@@ -40,7 +40,7 @@ class Task:
     Attributes:
         id: PyTorch's number of the call.
         kept: Whether it was asked to retain its graph.
-        frames: What is told when it ends.
+        frames: The region calls to notify when it ends.
         split: Whether it was seen to leave out a part of the graph that it was asked to retain.
     """
 

@@ -1,7 +1,7 @@
 """Dropping a region's result after its consumer has run.
 
-A region frees what lies inside it; its result stays alive, because whoever consumes it saves it. Written as
-`recompute(lambda x: no_recompute(consumer)(fn(x)))` the result lies inside and is freed too. Code in the style of
+A region frees what is inside it; its result stays alive, because the consumer saves it. Written as
+`recompute(lambda x: no_recompute(consumer)(fn(x)))` the result is inside and is freed too. Code in the style of
 Megatron's and OLMo's classes says it in two calls instead: run `fn` now, and later, when the consumer has run, name
 a tensor computed from it.
 
@@ -71,7 +71,7 @@ class Discard:
 
     def __init__(self, options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outer = thread.run
-        # not stopped early: what lies after its last slot is needed too, the result
+        # not stopped early: the work after its last slot is needed too, the result
         self._frame = RegionCall(options._replace(early_stop=False), fn, args, kwargs, outer)
         inside = self._frame.inputs.storages
         self.result = self._frame.forward(fn, args, kwargs, outer)

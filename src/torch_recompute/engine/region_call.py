@@ -5,8 +5,8 @@ to its slots; the graph holds the slots, and they the call. When the last slot d
 
 A `Replay` runs the function again. Its pack hook meets as many tensors in the same order as the forward's did and puts
 each, detached, into the slot of its turn, if it has one: what the forward kept in the graph is passed by. So the
-forward alone tells inputs and stored outputs from the rest. A replay could not: one tensor of the forward may be two
-there, if it is an input and also a global, a carried value, or the output of a saved call.
+forward alone distinguishes inputs and stored outputs from the rest. A replay could not: one tensor of the forward may
+be two there, if it is an input and also a global, a carried value, or the output of a saved call.
 
 Returning the tensor itself from a pack hook would tie an operation's output to its own node and leak (softmax, exp), so
 what the replay's own graph holds is the detached tensor too; that graph is dropped at once. A tensor that requires no
@@ -119,7 +119,7 @@ class Replay(Run):
     def _keep_borrowed(self) -> None:
         """Fills slots with what will have other contents after the replay.
 
-        What the function has changed since it was saved keeps its version, so that its reader is told, as by autograd.
+        What the function has changed since it was saved keeps its version: its reader gets an error, as from autograd.
         """
         kept = copies([tensor for _, tensor in self._borrowed])
         for (slot, tensor), copy in zip(self._borrowed, kept, strict=True):
@@ -355,7 +355,7 @@ class RegionCall(Run):
     def alias(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes stored outputs of saved calls: while the forward runs, the graph may hold them directly.
 
-        From here on a tensor is known by its storage alone: what a replay hands out has the storage of what the call
+        From here on a tensor is known by its storage alone: what a replay returns has the storage of what the call
         returned, but need not be a view where that was one.
         """
         self._ordinary.clear()
@@ -641,7 +641,7 @@ def hand_over(
 
 
 def mark_not_needed(trace: CallRecord, need: Key) -> None:
-    """Marks what lies at or after the last moment that backward waits for: replays of this region end before it."""
+    """Marks the slots at or after the last moment that backward waits for: replays of this region end before it."""
     for record in trace.records:
         if isinstance(record, SavedCall):
             record.not_needed = record.key >= need

@@ -8,7 +8,7 @@ values_unused, the output's layout alone is kept, and a replay is handed a tenso
 (`engine/shape_only.py`).
 
 A record belongs to the trace of the innermost region. Replays of outer regions pass by it as well and are handed the
-same output, so a saved call runs once however deep it lies.
+same output, so a saved call runs once at any depth.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SavedCall:
                 slot.tensor = None
 
     def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
-        """A slot for a view of input number `index`; None where strides cannot say how it lies in that."""
+        """A slot for a view of input number `index`; None where strides cannot describe it."""
         geometry = arguments.WHOLE if tensor is base else arguments.geometry(tensor, base)
         if geometry is None:
             return None

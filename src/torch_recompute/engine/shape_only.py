@@ -136,7 +136,7 @@ class ShapeOnly(torch.Tensor):
         hollow = next(x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, ShapeOnly))
         if func in ASK_FOR_LAYOUT and args[0] is hollow:
             return func(_on_meta(hollow), *args[1:], **{**kwargs, "device": kwargs.get("device") or hollow.device})
-        if func is DROPOUT and args[0] is hollow:  # a mask depends on how the elements lie
+        if func is DROPOUT and args[0] is hollow:  # a mask depends on the layout
             _, mask = func(_blank(hollow, hollow.device), *args[1:], **kwargs)
             return ShapeOnly.make(TensorLayout.of(hollow), hollow.call), mask
         if not goes_through(func):

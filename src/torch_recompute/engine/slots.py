@@ -1,7 +1,7 @@
 """Places in the autograd graph where a region left no tensor, and what opens them.
 
 A pack hook returns one of four things for a tensor that autograd saves, and `unpack` knows them apart by type: a
-(tensor, version) pair, when the tensor is alive anyway; a `Kept`, when it lies in a store; a `Slot`, when it will be
+(tensor, version) pair, when the tensor is alive anyway; a `Kept`, when it is in a store; a `Slot`, when it will be
 rebuilt; in a replay, whose graph is dropped at once, the tensor itself, detached. The version stands in for
 autograd's own check, which hooks switch off.
 
@@ -69,7 +69,7 @@ class Slot:
 
 
 KEPT: weakref.ref[Slot] = weakref.ref(Slot())
-"""Stands among a frame's slots for a tensor that the graph holds itself. The reference is dead from the start."""
+"""The slot of a tensor that the graph holds itself. The reference is dead from the start."""
 
 
 class Stop(BaseException):

@@ -46,8 +46,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
             ) from None
         memory = psutil.virtual_memory()
         return int(memory.available), int(memory.total)
-    told = _numbers(root / "proc/meminfo")
-    free, total = 1024 * told["MemAvailable:"], 1024 * told["MemTotal:"]
+    found = _numbers(root / "proc/meminfo")
+    free, total = 1024 * found["MemAvailable:"], 1024 * found["MemTotal:"]
     for folder, (limit, used, spare) in _groups(root):
         most = (folder / limit).read_text().strip()
         if most != "max" and int(most) < total:

@@ -246,7 +246,7 @@ def _held(
 class CountedOnce:
     """Counts storages once each, however many tensors show them; none is kept alive.
 
-    They are told apart by weak references: the next tensor may well be at the address of one that was dropped.
+    They are distinguished by weak references: the next tensor may well be at the address of one that was dropped.
 
     Attributes:
         nbytes: Bytes of all.

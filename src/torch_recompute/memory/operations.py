@@ -122,9 +122,9 @@ class Operations(TorchDispatchMode):
 
 
 class ModuleStack:
-    """Tells which module runs, in which phase of a step, and whose backward runs.
+    """Knows which module runs, in which phase of a step, and whose backward runs.
 
-    A module is on the stack while it is called. In backward no module runs; there the node of the graph tells, by the
+    A module is on the stack while it is called. In backward no module runs; there the node of the graph says it, by the
     number that autograd gave it when the operation of some module made it. A replay calls modules again, and ends by an
     exception, which no hook of a module sees; so each entry of the stack belongs to a run of a region (or to none), and
     only those of the present run count. Runs are known by `id`: a reference would keep alive what they have rebuilt.

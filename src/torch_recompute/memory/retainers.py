@@ -62,7 +62,7 @@ class Hold:
 
 
 class Retainers:
-    """Tells who keeps which storage: `of`, by `id` of the storage's Python object. It holds the graph it has seen."""
+    """Finds who keeps which storage: `of`, by `id` of the storage's Python object. It holds the graph it has seen."""
 
     def __init__(self) -> None:
         self.of: dict[int, Hold] = {}
@@ -75,7 +75,7 @@ class Retainers:
         return [tensor for tensor, _ in self._search(value)]
 
     def walk(self) -> None:
-        """Looks at every node that can be reached from where it was told to start and that it has not seen."""
+        """Looks at every node that can be reached from its starts and that it has not seen."""
         while self._queue:
             node = self._queue.popleft()
             label = node.name().removeprefix("torch::autograd::")

@@ -4,11 +4,11 @@ What a kernel takes besides what it returns may be most of a step's peak: on the
 its input out as a column, a norm copies what is not contiguous, attention has a block of scores for each thread. So the
 operation runs once alone, on tensors of zeros with the same layouts, under the allocator's events; how far these rise
 above what is left at the end is its workspace. It depends on the operation, the layouts, the other arguments and the
-number of threads, so it is asked once per process, by `measure` and `simulate` alike. Only operations of the kinds
-below are asked, those that had any among all operations of the models of the tests, and of the same families.
+number of threads, so it is measured once per process, by `measure` and `simulate` alike. Only operations of the kinds
+below are measured, those that had any among all operations of the models of the tests, and of the same families.
 
-Two things are known without asking: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts for
-a GPU that is not at hand, with dropout, and where the operation alone would take too long), and `kept_by_cublas`.
+Two things are known without measuring: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts
+for a GPU that is not at hand, with dropout, and where the operation alone would take too long), and `kept_by_cublas`.
 
 The operation runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and on
 no tensor of the caller. Nothing is run that draws random numbers, that could not be alive twice in the memory that is
@@ -159,7 +159,7 @@ def _name(func: Any) -> str:
 
 
 def takes(func: Any) -> bool:
-    """Tells whether an operation is of a kind that may take a workspace whatever its arguments are."""
+    """Whether an operation is of a kind that may take a workspace whatever its arguments are."""
     return _name(func) in TAKING
 
 
@@ -231,13 +231,13 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
 def _alone(
     func: Any, inputs: Any, device: torch.device, threads: int, ask: Callable[[Callable[[], Any]], int]
 ) -> int | str:
-    """Asks something of an operation that runs on zeros, on a thread of its own."""
+    """Measures an operation that runs on zeros, on a thread of its own."""
     found: list[int] = []
     on_cpu = torch.device("cpu")  # where arguments stay that a kernel reads on the host
 
     def run() -> None:
         try:
-            torch.set_num_threads(threads)  # a new thread has the environment's number until it is told
+            torch.set_num_threads(threads)  # a new thread has the environment's number until it is set
             with torch.no_grad():
                 args, kwargs = mapped(
                     inputs, lambda tensor: _zeros(tensor, on_cpu if device_of(tensor).type == "cpu" else device)

@@ -8,7 +8,7 @@ that would choose what is recomputed are refused.
 
 A layer of a Hugging Face model appends its keys and values to a cache, and would append them twice if it is run again.
 So a region takes a snapshot of the cache (references, no copies), and the replay is given a cache made from it. As a
-cache keeps keys and values alive, a model that is trained without a word on it is told `use_cache=False`.
+cache keeps keys and values alive, a model that is trained without saying so gets `use_cache=False`.
 
 Invariants. Nothing is imported from these libraries: they are known by the names of methods and classes. All that is
 put on a model can be pickled and copied with it, and `take_out` leaves the model's attributes as they were. A cache

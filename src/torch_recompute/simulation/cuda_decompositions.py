@@ -274,7 +274,7 @@ _WIDEST = frozenset(
 _BY_DTYPE = frozenset(
     {"cumprod", "cumsum", "linalg_matrix_norm", "linalg_vector_norm", "log_softmax", "softmax", "sum"}
 )
-"""Operations that are told the type of their result, where the caller has not, instead of getting a cast input."""
+"""Operations that get the type of their result, where the caller has not given it, instead of a cast input."""
 
 
 @contextmanager
@@ -311,8 +311,8 @@ def _kernel(overload: Any, here: int) -> Callable[..., Any]:
             if threading.get_ident() != here:
                 return overload(*args, **kwargs)
             if name in _BY_DTYPE:
-                told = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-                if _eligible(args[0]) and not told:
+                given = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+                if _eligible(args[0]) and not given:
                     kwargs = {**kwargs, "dtype": torch.float32}
                 return overload(*args, **kwargs)
             wide: list[bool] = []

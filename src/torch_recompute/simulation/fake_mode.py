@@ -520,7 +520,7 @@ class Faker:
 
     Args:
         fakes: The mode that they belong to.
-        device: Where they are to lie; None for where the originals do.
+        device: Their device; None for that of the originals.
     """
 
     def __init__(self, fakes: FakeTensorMode, device: torch.device | None) -> None:

@@ -339,12 +339,12 @@ class SimulatedMeasurement(Measurement):
     Args:
         device: The device whose figures the properties show.
         pretend: What runs the operations.
-        told: Called with each operation when it is booked.
+        booked: Called with each operation when it is booked.
     """
 
-    def __init__(self, device: torch.device | None, pretend: FakeMode, told: Seen | None = None) -> None:
+    def __init__(self, device: torch.device | None, pretend: FakeMode, booked: Seen | None = None) -> None:
         super().__init__(device)
-        self._pretend, self._told = pretend, told
+        self._pretend, self._booked = pretend, booked
 
     @contextmanager
     def _watching(self) -> Generator[None]:
@@ -359,8 +359,8 @@ class SimulatedMeasurement(Measurement):
 
     def _book(self, ran: Operation) -> None:
         super()._book(ran)
-        if self._told is not None:
-            self._told(ran)
+        if self._booked is not None:
+            self._booked(ran)
 
 
 class Recording(SimulatedMeasurement):

@@ -88,7 +88,7 @@ class Streams(Direct):
         what used the memory    before the copy back into it     `fetch`; it is allocated on the stream that computes
         the copy back           before its reader                `arrive`
 
-    Memory whose copy was never waited for is not just dropped (`abandon`): the allocator is told which stream still
+    Memory whose copy was never waited for is not just dropped (`abandon`): the allocator is given the stream that still
     uses it. Otherwise `record_stream` is avoided: the allocator would get round to such blocks late, and a program that
     runs ahead of its device would take as much memory as without offloading. Torch itself notes which stream a pinned
     block of the host was copied on.
