@@ -13,6 +13,7 @@ import re
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,14 @@ def nothing_known() -> None:
     planned = sys.modules.get("torch_recompute.planner.known")
     if planned is not None:
         planned._last.clear()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

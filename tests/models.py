@@ -1,4 +1,4 @@
-"""Small models that many tests share: a module made of a function, a residual block, and layers called in turn."""
+"""Small models that many tests share: a module made of a function, a residual block, layers called in turn, a GPT."""
 
 from __future__ import annotations
 
@@ -54,3 +54,50 @@ class InTurn(nn.Module):
         for layer in self.layers:
             x = x + layer(x) if self.residual else layer(x)
         return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention, or with scores that are written out and dropout on them."""
+
+    def __init__(self, width: int, by_hand: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.by_hand = by_hand
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.view(*x.shape[:2], 4, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if self.by_hand:
+            y = F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width: int, by_hand: bool) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, by_hand)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """Embedding, blocks, head; the loss of the ids it is given."""
+
+    def __init__(self, layers: int = 3, *, by_hand: bool = False, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, by_hand) for _ in range(layers))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())

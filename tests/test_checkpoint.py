@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from laws.watch import Operations, Turns, vector
+from laws.watch import Operations, Turns, equal, vector
 from torch_recompute import (
     ArgumentError,
     MismatchError,
@@ -46,10 +46,6 @@ def gradients(call: Callable[[torch.Tensor], torch.Tensor], *more: torch.Tensor)
     torch.manual_seed(3)
     x = torch.randn(4, 6, requires_grad=True)
     return list(torch.autograd.grad(call(x).square().sum(), [x, *more]))
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------

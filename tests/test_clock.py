@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from test_sizes import Gpt, at
+from test_sizes import at, gpt
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile
 from torch_recompute.observer import Running
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
@@ -88,7 +88,7 @@ def test_replays_are_timed_once() -> None:
         assert replay(outer) == 7  # from tick 0 to 3
         assert replay(inner) == 7  # from tick 4 to 6
         assert replays.seconds() == 5.0
-    model, ids = Gpt(2), at(32)
+    model, ids = gpt(2), at(32)
     found = clock(model, (ids,), {}, loss_of, Plan((Choice(("blocks.0", "blocks.1"), nested=True),)), CPU)
     assert 0 < found.replays < found.backward
 
@@ -96,7 +96,7 @@ def test_replays_are_timed_once() -> None:
 def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for a budget is timed by its own step: what is alive meanwhile stays under the budget."""
     torch.manual_seed(0)
-    model, ids = Gpt(2), at(32)
+    model, ids = gpt(2), at(32)
     peaks: list[int] = []
 
     def watched(*args: Any, **kwargs: Any) -> Clocked:
@@ -132,7 +132,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A data sheet, weights elsewhere, other ranks, a step that raises: no run, and the profile says why."""
-    model, ids = Gpt(1), at(8)
+    model, ids = gpt(1), at(8)
 
     def refuse(*_: object, **__: object) -> Clocked:
         raise ValueError("a step was run")
@@ -169,7 +169,7 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
 
 def test_a_plan_without_regions_is_timed_as_it_is() -> None:
     """Where all fits, the step without recomputation is the one that is run, and the optimizer's price is added."""
-    model, ids = Gpt(1), at(8)
+    model, ids = gpt(1), at(8)
     plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW, loss=mean_loss)
     assert plan.prediction is not None
     assert "a step that was run without regions" in plan.prediction.timing

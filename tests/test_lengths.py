@@ -8,7 +8,7 @@ import pytest
 import torch
 from frontier.config import PRICES
 
-from test_sizes import Gpt, at
+from test_sizes import at, gpt
 from torch_recompute import ArgumentError, Plan, apply, make_plan, measure, simulate
 from torch_recompute.planner import sizes
 from torch_recompute.planner.sizes import FINENESS, Lengths, longest
@@ -61,7 +61,7 @@ def test_the_longest_that_fits_is_found(budget: int, steps: int) -> None:
 
 def test_lengths_are_planned_as_examples_are() -> None:
     """Lengths of one call give the plan that examples of these lengths give, longer than the call or shorter."""
-    model = Gpt(1)
+    model = gpt(1)
     ids = torch.arange(40).view(2, 20)
     longer = torch.cat([ids, ids], 1)
     by_length = make_plan(model, (ids,), budget=0.3, device="h100", sizes=[8, 40], loss=mean_loss)
@@ -74,7 +74,7 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     """Each class fits where it ends, simulated and measured; the first needs no region; one plan would replay more."""
     top = 64
     monkeypatch.setattr(sizes, "MOST", 2)
-    plan = make_plan(Gpt(2), (at(top),), budget=0.25, device=PRICES["flops"], sizes="all", loss=mean_loss)
+    plan = make_plan(gpt(2), (at(top),), budget=0.25, device=PRICES["flops"], sizes="all", loss=mean_loss)
     assert plan.prediction is not None
     budget = plan.prediction.budget_bytes
     lengths, replayed = [size.shape[1] for size in plan.sizes], list[int]()
@@ -85,17 +85,17 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
     for size in plan.sizes:
         assert size.prediction is not None
         assert size.prediction.peak_bytes <= budget == size.prediction.budget_bytes
-        step = simulate(Gpt(2), (at(size.shape[1]),), plan=plan, loss=mean_loss)
+        step = simulate(gpt(2), (at(size.shape[1]),), plan=plan, loss=mean_loss)
         assert step.peak_bytes == size.prediction.peak_bytes
         assert step.flops["replay"] == size.prediction.replay_flops
         replayed.append(step.flops["replay"])
     fixed = [
-        simulate(Gpt(2), (at(length),), plan=Plan(plan.choices), loss=mean_loss).flops["replay"] for length in lengths
+        simulate(gpt(2), (at(length),), plan=Plan(plan.choices), loss=mean_loss).flops["replay"] for length in lengths
     ]
     assert sum(replayed) < 0.8 * sum(fixed)
     # The shortest class ends where a step without regions would no longer fit.
-    assert simulate(Gpt(2), (at(lengths[0] + max(1, top // FINENESS)),), loss=mean_loss).peak_bytes > budget
-    model = Gpt(2)
+    assert simulate(gpt(2), (at(lengths[0] + max(1, top // FINENESS)),), loss=mean_loss).peak_bytes > budget
+    model = gpt(2)
     apply(model, plan)
     for length in (lengths[0], lengths[0] + 1, lengths[1], top // 2 + 3, top):
         model.zero_grad()
@@ -108,7 +108,7 @@ def test_all_lengths_keep_one_budget_and_pay_for_no_more(monkeypatch: pytest.Mon
 
 def test_a_budget_for_everything_has_one_size() -> None:
     """Where the longest call needs no region, there is one class, without any."""
-    plan = make_plan(Gpt(1), (at(16),), budget="1GiB", device="h100", sizes="all", loss=mean_loss)
+    plan = make_plan(gpt(1), (at(16),), budget="1GiB", device="h100", sizes="all", loss=mean_loss)
     assert [(size.shape, size.choices) for size in plan.sizes] == [((2, 16), ())]
 
 
@@ -129,4 +129,4 @@ def test_a_budget_for_everything_has_one_size() -> None:
 def test_what_cannot_be_told_is_refused(args, asked, why) -> None:
     """Lengths that are none, and calls without one sequence that can be found, are refused in words."""
     with pytest.raises(ArgumentError, match=why):
-        make_plan(Gpt(1), args, budget=0.5, device="h100", sizes=asked, loss=mean_loss)
+        make_plan(gpt(1), args, budget=0.5, device="h100", sizes=asked, loss=mean_loss)

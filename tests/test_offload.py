@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from laws.watch import no_collector, on_threads
+from laws.watch import equal, no_collector, on_threads
 from torch_recompute import ArgumentError, ChangedError, OnHost, no_recompute, recompute
 from torch_recompute.stores import Bandwidth, bandwidth, host
 from torch_recompute.stores.transfers import Depot
@@ -116,10 +116,6 @@ def grads(blocks: list[nn.Module]) -> list[torch.Tensor]:
 def plain(blocks: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
     run(blocks, lambda block: block, x).backward()
     return grads(blocks)
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

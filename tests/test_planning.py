@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import InTurn, Residual
+from models import Gpt, InTurn, Residual
 from torch_recompute import (
     ArgumentError,
     BudgetError,
@@ -36,54 +36,7 @@ from torch_recompute.planner.prices import Overhead, Roofline
 from torch_recompute.planner.segments import capture
 from zoo import build, mean_loss, scalar_loss
 
-WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 2
-
-
-class Attention(nn.Module):
-    """Self-attention with a dropout of its own."""
-
-    def __init__(self, *, by_hand: bool = False) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.by_hand = by_hand
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.view(BATCH, TOKENS, HEADS, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        if self.by_hand:
-            y = F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH))
-
-
-class Block(nn.Module):
-    """A block of a GPT."""
-
-    def __init__(self, *, by_hand: bool = False) -> None:
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention(by_hand=by_hand)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    """Embedding, blocks, head."""
-
-    def __init__(self, layers: int = 3, *, by_hand: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(Block(by_hand=by_hand) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 64)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+WIDTH, TOKENS, BATCH = 32, 16, 2
 
 
 class UNet(nn.Module):
@@ -135,25 +88,20 @@ def promise_is_kept(
     """Runs the step plainly and with the plan, and compares."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     assert plan.prediction is not None
-    model, call = fresh()
-    step(model, call)
-    wanted = {name: p.grad for name, p in model.named_parameters()}
-
-    model, call = fresh()
-    apply(model, plan)
-    step(model, call)
-    different = [n for n, p in model.named_parameters() if p.grad is not None and not torch.equal(p.grad, wanted[n])]
-    assert different == []
-    assert all((p.grad is None) == (wanted[n] is None) for n, p in model.named_parameters())
-
     counts: list[int] = []
+    gradients: list[dict[str, torch.Tensor | None]] = []
     for used in (Plan(), plan):
         model, call = fresh()
         apply(model, used)
         with FlopCounterMode(display=False) as counter:
             step(model, call)
         counts.append(counter.get_total_flops())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert counts[1] - counts[0] == plan.predicted_replay_flops
+    for name, wanted in gradients[0].items():
+        got = gradients[1][name]
+        assert (got is None) == (wanted is None), name
+        assert got is None or wanted is None or torch.equal(got, wanted), name
 
     model, call = fresh()
     apply(model, plan)
@@ -191,7 +139,7 @@ def test_the_promise_is_kept(name: str, optimizer: Any) -> None:
 
 
 # One of each sort: dense, routed, latent attention, two stacks, pictures, state spaces, adapters.
-SORTS = ("gpt2", "llama", "mixtral", "deepseek_v3", "t5", "vit", "mamba", "lora_llama", "whisper")
+SORTS = ("gpt2", "mixtral", "deepseek_v3", "t5", "vit", "mamba", "lora_llama")
 
 
 @pytest.mark.parametrize("name", SORTS)

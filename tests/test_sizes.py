@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from laws.watch import on_threads
+from laws.watch import equal, on_threads
+from models import Gpt
 from replicas import replicas
 from torch_recompute import ArgumentError, BudgetError, Choice, Plan, SizeClass, apply, make_plan, measure, simulate
 from zoo import mean_loss
@@ -23,41 +23,9 @@ WIDTH, BATCH = 32, 2
 SIZES = (16, 48, 128)
 
 
-class Block(nn.Module):
-    """A block of a GPT, with scores that are written out and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.view(*x.shape[:2], 2, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.dropout((q @ k.transpose(2, 3)).softmax(-1), 0.1) @ v
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    """Embedding, blocks, head; the loss of the ids it is given."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 64)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def gpt() -> Gpt:
+def gpt(layers: int = 4) -> Gpt:
     torch.manual_seed(0)
-    return Gpt()
+    return Gpt(layers, by_hand=True)
 
 
 def at(length: int) -> torch.Tensor:
@@ -91,10 +59,6 @@ def counted(model: nn.Module, *calls: torch.Tensor) -> tuple[list[torch.Tensor],
     """Gradients and FLOPs of a step."""
     with Flops() as count:
         return grads(model, *calls), count.flops
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +254,7 @@ def test_sizes_that_cannot_be(sizes: tuple[SizeClass, ...], why: str) -> None:
 
 def test_keyword_arguments_and_what_does_not_fit() -> None:
     """An example may be keyword arguments, in any order; a size that no plan fits is named, with its least budget."""
-    model = Gpt(1)
+    model = gpt(1)
     with pytest.raises(BudgetError, match="sizes: for calls of 2 x 8, budget=") as caught:
         make_plan(model, budget="1KiB", device="h100", sizes=[{"mask": torch.zeros(2), "ids": at(8)}], loss=mean_loss)
     assert caught.value.smallest > 1024

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from laws.watch import on_threads
+from laws.watch import equal, on_threads
 from torch_recompute import ChangedError, OnDevice, OnHost, Store, StoreError, no_recompute, recompute
 from torch_recompute.stores import Hooks, Kept
 
@@ -156,10 +156,6 @@ def gradients(call: Callable[..., torch.Tensor], module: nn.Module) -> list[torc
     x = torch.randn(4, 6, requires_grad=True)
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     return list(torch.autograd.grad(call(x * 2, mask=mask).square().sum(), [x, *module.parameters()]))
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES.keys())

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
+from laws.watch import vector
 from torch_recompute import _torch
 from torch_recompute._torch import devices, fakes, modes, storages
 
@@ -64,10 +65,6 @@ class Look(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.look()
         return grad * 2, None
-
-
-def vector() -> torch.Tensor:
-    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
 
 
 def in_backward(look: Any, **options: Any) -> None:

@@ -31,19 +31,13 @@ from torch_recompute.state import NumpyRng
 from torch_recompute.stores import OnHost
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # the compiler looks at inputs
 ]
 
 WIDTH, TOKENS, BATCH, LAYERS = 32, 8, 2, 2
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Split:

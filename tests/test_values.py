@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from laws.watch import Operations, no_collector
+from laws.watch import Operations, no_collector, vector
 from torch_recompute import (
     MismatchError,
     NotRecomputingError,
@@ -44,10 +44,6 @@ _pytree.register_pytree_node(
     lambda leaves, _: Routing(*leaves),
     serialized_type_name="torch_recompute_tests.Routing",
 )
-
-
-def vector(*values: float) -> torch.Tensor:
-    return torch.tensor(values or (1.0, 2.0, 3.0), requires_grad=True)
 
 
 def carried(make: Callable[[], Any], *, key: Any = None) -> tuple[Any, list[Any]]:

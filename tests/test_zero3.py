@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from laws.watch import InBackward
 from torch_recompute import Choice, OnHost, Plan, apply, checkpoint, recompute
 
 WIDTH, DEPTH = 8, 3
@@ -71,20 +72,6 @@ class Block(nn.Module):
         return self.norm(y) if self.behind else y
 
 
-class InBackward(torch.autograd.Function):
-    """Calls a function in backward: on a module's output before the module's own backward, on its input after it."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], x: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.call()
-        return None, grad
-
-
 class Partitioned:
     """The weights of a model, taken out of it and put back by hooks around each module that has any."""
 
@@ -100,11 +87,11 @@ class Partitioned:
     def enter(self, own: list[nn.Parameter], args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         self.gather(own)
         (x,) = args
-        return (InBackward.apply(lambda: self.release(own), x) if x.requires_grad else x,)
+        return (InBackward.apply(x, lambda: self.release(own)) if x.requires_grad else x,)
 
     def leave(self, own: list[nn.Parameter], y: torch.Tensor) -> torch.Tensor:
         self.release(own)
-        return InBackward.apply(lambda: self.gather(own), y) if y.requires_grad else y
+        return InBackward.apply(y, lambda: self.gather(own)) if y.requires_grad else y
 
     def gather(self, own: Any) -> None:
         for p in own:

@@ -10,7 +10,7 @@ from torch import nn
 
 from laws.cases import BY_NAME
 from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
-from laws.watch import Counted, assert_same, backward, left_by, on_threads
+from laws.watch import Counted, InBackward, assert_same, backward, left_by, on_threads
 from torch_recompute import (
     _torch,
     doing_recompute,
@@ -29,20 +29,6 @@ ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0),
 def in_threads(tasks):
     """Runs `tasks` at the same time, each on a thread of its own; returns their results in order."""
     return on_threads(lambda task: task(), *tasks)
-
-
-class InBackward(torch.autograd.Function):
-    """Calls a function in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.call()
-        return grad, None
 
 
 def test_a_call_that_ends_on_another_thread(monkeypatch):

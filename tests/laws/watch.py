@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,6 +75,12 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert other == value, name
 
 
+def equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Whether all tensors, and there are any, are equal to the last bit."""
+    pairs = list(zip(some, others, strict=True))
+    return len(pairs) > 0 and all(torch.equal(a, b) for a, b in pairs)
+
+
 def ones(*size: int) -> torch.Tensor:
     return torch.ones(*size, requires_grad=True)
 
@@ -108,6 +114,20 @@ class Counted:
             return fn(*args, **kwargs)
 
         return counted
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
 
 
 class Operations(TorchDispatchMode):
