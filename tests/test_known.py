@@ -198,9 +198,7 @@ def test_the_oldest_goes_first() -> None:
     """As many steps are kept as a process plans in turns, and no more."""
     first = known("first")
     assert known("first") is first
-    for number in range(MOST - 1):
-        known(number)
+    list(map(known, range(MOST - 1)))
     assert known("first") is first
-    for number in range(MOST):
-        known("more", number)
+    list(map(known, range(MOST, 2 * MOST)))
     assert known("first") is not first

@@ -159,14 +159,17 @@ def test_more_memory_never_costs_more(planner: LayoutPlanner) -> None:
         planner.plans(caught.value.smallest - 1)
 
 
-def test_a_budget_that_earlier_ranks_feel_more() -> None:
-    """Ranks that hold alike recompute the more the earlier they are, and share what their layers were seen to take."""
-    planner = LayoutPlanner(built(), "MODEL", Layout(pp=4, batch=8), TOKENS, "none", "h100")
-    assert [planner.pipeline.alike(stage) for stage in range(4)] == [0, 1, 1, 3]
+def test_a_budget_that_earlier_ranks_feel_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that hold alike recompute the more the earlier they are, and run alike stages once, also in later calls."""
+    planner, again = (LayoutPlanner(built(), "MODEL", Layout(pp=4), TOKENS, "none", "h100") for _ in range(2))
+    assert planner.pipeline.alike == [0, 1, 1, 3]
     plain = [rank.plain_peak_bytes for rank in planner.plans("1TiB")]
     budget = (plain[1] + plain[2]) // 2 - (plain[1] - plain[2])
     costs = [rank.replay_seconds for rank in planner.plans(budget)]
     assert costs[1] > costs[2] > 0
+    monkeypatch.setattr(type(planner.pipeline.runner), "run", lambda *_: pytest.fail("a stage is run again"))
+    assert [rank.replay_seconds for rank in again.plans(budget)] == costs
+    assert again.pipeline.ranks[1].plain.seconds == 0  # whose run is there for any other budget
 
 
 @functools.cache

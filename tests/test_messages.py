@@ -671,7 +671,8 @@ def too_little_on_a_command_line() -> None:
 class OverFull:
     """Planned ranks of which none fits."""
 
-    pipeline = types.SimpleNamespace(ranks=(0, 1))
+    layout = _optimizer = ""
+    pipeline = planner = types.SimpleNamespace(ranks=(0, 1), known=types.SimpleNamespace(plans={}))
 
     def _plan(self, rank: int, budget: int) -> RankPlan:
         promise = Prediction(budget, 5 * GIB, 6 * GIB, 1.0, 1.0, 0, 1.0, "h100", "", ())

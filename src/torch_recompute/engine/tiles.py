@@ -164,11 +164,7 @@ class SummedProducts(TorchFunctionMode):
         self._sums: dict[int, Sum] = {}
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         take = _PRODUCTS.get(func)

@@ -36,7 +36,6 @@ from ..simulation.fake_mode import keeps_values
 
 if TYPE_CHECKING:
     from ..plan.cost import Kind
-    from ..plan.plan import Plan
     from ..simulation import Simulation
     from .clock import Clocked
     from .ops import Op
@@ -56,7 +55,8 @@ class Known:
         segments: The paths and kinds of the segments, the routers, and the dtype of autocast in the first segment.
         ways: The options of each kind of segment.
         clocked: Steps that were run, by the choices of their plans.
-        plans: Plans, by budget in bytes.
+        plans: Plans, by budget in bytes; those of the ranks of a layout by the layout, the optimizer and the budget.
+        stages: Runs of the stages of a pipeline, by how it is cut and by its runtime; see `PipelinePlanner.run`.
     """
 
     simulations: dict[Any, Simulation] = field(default_factory=dict[Any, "Simulation"])
@@ -64,7 +64,8 @@ class Known:
     segments: tuple[list[str], list[str], tuple[str, ...], str] | None = None
     ways: dict[str, Kind] = field(default_factory=dict[str, "Kind"])
     clocked: dict[Any, Clocked] = field(default_factory=dict[Any, "Clocked"])
-    plans: dict[int, Plan] = field(default_factory=dict[int, "Plan"])
+    plans: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    stages: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, dict[Any, Any]])
 
 
 _last: OrderedDict[bytes, Known] = OrderedDict()

@@ -186,7 +186,7 @@ class LayoutPlanner:
         self.planner = Planner(part, (), batch, loss=any_loss, device=device, loop=Loop(hold_output=False))
         assert paths_of_layers(self.planner) == layers
         make = partial(Sharded, replicas=layout.dp, word=optimizer)
-        self.pipeline = PipelinePlanner(self.planner, pipeline, make, megatron=True)
+        self.pipeline, self._optimizer = PipelinePlanner(self.planner, pipeline, make, megatron=True), optimizer
 
     def plans(self, budget: Budget) -> list[RankPlan]:
         """A plan for each rank; the budget is that of each.
@@ -194,7 +194,8 @@ class LayoutPlanner:
         Raises:
             BudgetError: A rank does not fit; it carries the least budget of the rank that needs the most.
         """
-        found = [self._plan(rank, budget) for rank in self.pipeline.ranks]
+        key, plans = (self.layout, self._optimizer, budget), self.planner.known.plans
+        found = plans[key] = plans.get(key) or [self._plan(rank, budget) for rank in self.pipeline.ranks]
         worst = max(found, key=lambda plan: plan.peak_bytes)
         allowed = worst.plan.prediction
         assert allowed is not None

@@ -51,9 +51,6 @@ class Op:
         """Bytes read and written."""
         return sum(meta.bytes for meta in metas((self.args, self.kwargs, self.results)))
 
-    def __str__(self) -> str:
-        return f"{self.func}({', '.join(str(list(meta.shape)) for meta in metas(self.args))})"
-
 
 def metas(value: object) -> Iterator[Meta]:
     """The tensors in a nest of tuples."""

@@ -30,8 +30,10 @@ import torch
 from .. import errors
 from ..plan.bound import bound
 from ..plan.budget import read_budget
+from ..plan.choice import joined
 from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
+from ..plan.roles import inside, relative
 from ..plan.solve import bytes_of, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
 from .ops import Op
@@ -66,7 +68,7 @@ class TriedPlan:
 
 
 class PipelinePlanner:
-    """The stages of a model, and what is known of each; `ranks` are planned one by one.
+    """The stages of a model, and what is known of each: its `ranks`, and of each stage the first that is `alike`.
 
     With `megatron` its runtime runs the stages: it releases what it sends, and has buffers for gradients.
     """
@@ -82,38 +84,48 @@ class PipelinePlanner:
         self.planner, self.pipeline, self.optimizer = planner, pipeline, optimizer
         self.solver, self.megatron = solver, megatron
         self.profile = planner.profile
-        self.runner = StageRunner(planner, pipeline.bounds, megatron)
-        self._runs: dict[Any, StageRun] = {}
-        self._alike: dict[int, int] = {}
-        self.ranks = [RankPlanner(self, number) for number in sorted(pipeline.orders)]
+        self._runs: dict[Any, StageRun] = planner.known.stages.setdefault((pipeline.bounds, megatron), {})
+        described = [self._described(stage) for stage in range(len(pipeline.bounds))]
+        self.alike = [described.index(one) for one in described]
+
+    @cached_property
+    def ranks(self) -> list[RankPlanner]:
+        """The ranks, in order."""
+        return [RankPlanner(self, number) for number in sorted(self.pipeline.orders)]
+
+    @cached_property
+    def runner(self) -> StageRunner:
+        """Runs the stages that have not been run."""
+        return StageRunner(self.planner, self.pipeline.bounds, self.megatron)
 
     def segments(self, stage: int) -> tuple[Segment, ...]:
         """The layers of a stage."""
         start, stop = self.pipeline.bounds[stage]
         return self.profile.costs.segments[start:stop]
 
-    def first(self, stage: int) -> tuple[Option, ...]:
-        """The options that recompute nothing."""
-        return tuple(self.profile.costs.kinds[segment.kind].options[0] for segment in self.segments(stage))
+    def _described(self, stage: int) -> tuple[object, ...]:
+        """What decides on what a stage takes: its layers, and what the first one and the last one do besides."""
+        layers = [self.planner.model.get_submodule(segment.path) for segment in self.segments(stage)]
+        held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+        end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None
+        return [segment.kind for segment in self.segments(stage)], len(held), end
 
-    def alike(self, stage: int) -> int:
-        """The first stage of the same kinds of layers that runs the same operations and takes as much."""
-        return self._alike.get(stage, stage)
+    def parameters(self, stage: int, run: StageRun) -> list[str]:
+        """The names of what a stage reads, from the run of one that is like it."""
+        names = list(run.parameters)
+        for there, here in zip(self.segments(self.alike[stage]), self.segments(stage), strict=True):
+            own = there.path
+            names = [joined(here.path, relative(n, own)) if inside(n, own) else n for n in names]
+        return names
 
     def run(self, stage: int, options: tuple[Option, ...], kinds: frozenset[str]) -> StageRun:
         """Two microbatches of a stage, or of one that is like it."""
-        plain = options == self.first(stage)
-        key = stage if plain else self.alike(stage), options, kinds
+        key = self.alike[stage], options, kinds
         if key not in self._runs:
             costs = replace(self.profile.costs, segments=self.segments(key[0]))
             plan = Plan(choices_of(replace(self.profile, costs=costs), Solution(options, 0, 0.0)))
             self._runs[key] = self.runner.run(key[0], plan, kinds)
-        found = self._runs[key]
-        if plain and stage not in self._alike:
-            others = [(number, self._runs.get((number, options, kinds))) for number in self._alike]
-            same = [n for n, run in others if run and (run.bytes, run.ran) == (found.bytes, found.ran)]
-            self._alike[stage] = self._alike[same[0]] if same else stage
-        return found
+        return self._runs[key]
 
 
 class RankPlanner:
@@ -135,9 +147,10 @@ class RankPlanner:
         actions = of.pipeline.orders[number]
         self._kinds = frozenset(action.kind for action in actions)
         self.stages = sorted({action.stage for action in actions})
-        chosen = {stage: of.first(stage) for stage in self.stages}
+        kinds = of.profile.costs.kinds
+        chosen = {stage: tuple(kinds[s.kind].options[0] for s in of.segments(stage)) for stage in self.stages}
         runs = {stage: of.run(stage, options, self._kinds) for stage, options in chosen.items()}
-        self.parameters = tuple(dict.fromkeys(name for run in runs.values() for name in run.parameters))
+        self.parameters = tuple(dict.fromkeys(name for item in runs.items() for name in of.parameters(*item)))
         taken, updating = (0, 0), Counter[Op]()
         if of.optimizer is not None:
             taken, updating = of.runner.optimizer(of.optimizer, self.parameters)
@@ -306,10 +319,9 @@ class RankPlanner:
         """The costs of one microbatch of a stage, above what else is alive."""
         of = self._of
         lifted = [sample._replace(live_bytes=sample.live_bytes + level) for sample in tried.runs[stage].timeline]
-        ran = stage if tried.chosen[stage] == of.first(stage) else of.alike(stage)
         return calibrate(
             lifted,
-            [segment.path for segment in of.segments(ran)],
+            [segment.path for segment in of.segments(of.alike[stage])],
             [segment.kind for segment in of.segments(stage)],
             tried.chosen[stage],
             of.profile.costs.kinds,

@@ -83,6 +83,7 @@ class Planner:
         costs: Taken from that step.
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
+        known: What is kept for the next planner of the same step.
     """
 
     def __init__(
@@ -104,26 +105,26 @@ class Planner:
         self.composed = place.composed
         limit = limit_of(offload) if offload is not False else None
         self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
-        self._known = known(model, self.call, self._step, device, offload)
+        self.known = known(model, self.call, self._step, device, offload)
         self.loss = loss or loss_of
         self.plain = self._simulated(Plan())
         if ran is not None:
-            ran.update(self._known.ran)
+            ran.update(self.known.ran)
         self.price = place.roofline or prices_for(model, self.plain.device)
         self._host_seconds = self.price.overhead if isinstance(self.price, Measured) else Overhead()
         self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        if self._known.segments is None:
+        if self.known.segments is None:
             captured = self._captured
-            self._known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
-        self.paths, self._kinds, self._routers, autocast = self._known.segments
+            self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
+        self.paths, self._kinds, self._routers, autocast = self.known.segments
         self._loop = replace(self.plain.loop, autocast=autocast)
-        self._known.ways = self._known.ways or kinds_for_all(self._tried(), loop.accumulate)
-        self._ways = self._known.ways
+        self.known.ways = self.known.ways or kinds_for_all(self._tried(), loop.accumulate)
+        self._ways = self.known.ways
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
-        prices = [(phase, self.price(op) * count) for (phase, op), count in self._known.ran.items()]
+        prices = [(phase, self.price(op) * count) for (phase, op), count in self.known.ran.items()]
         self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
         once = sum(seconds for _, seconds in prices) - self._optimizer_seconds
         self.costs = self._calibrated(self.plain, plain, loop.accumulate * once + self._optimizer_seconds, None)
@@ -162,8 +163,8 @@ class Planner:
         """The plan for a budget, checked by its own simulation."""
         free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
         wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
-        if wanted in self._known.plans:
-            return self._known.plans[wanted]
+        if wanted in self.known.plans:
+            return self.known.plans[wanted]
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
         for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
             if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
@@ -177,7 +178,7 @@ class Planner:
         if not fits:
             text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
-        self._known.plans[wanted] = plan
+        self.known.plans[wanted] = plan
         return plan
 
     def curve(self, budget: int, most: int) -> list[Plan]:
@@ -245,10 +246,10 @@ class Planner:
 
         def run(plan: Plan) -> Clocked:
             key = tuple(plan)
-            if key not in self._known.clocked:
+            if key not in self.known.clocked:
                 doing("running the step to time it")
-                self._known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device)
-            return self._known.clocked[key]
+                self.known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device)
+            return self.known.clocked[key]
 
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
         try:
@@ -265,8 +266,8 @@ class Planner:
     def _simulated(self, plan: Plan) -> Simulation:
         """The step with a plan; of that without recomputation, what ran is counted."""
         key = tuple(plan)
-        if key in self._known.simulations:
-            return self._known.simulations[key]
+        if key in self.known.simulations:
+            return self.known.simulations[key]
         ran: Counter[tuple[str, Op]] = Counter()
 
         def count(phase: str, operation: Operation) -> None:
@@ -279,8 +280,8 @@ class Planner:
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = None if key else count
         found = simulate_step(self.model, *self.call, prepare=prepare, watch=watch, **self._step)
-        self._known.simulations[key] = found
-        self._known.ran = self._known.ran if key else ran
+        self.known.simulations[key] = found
+        self.known.ran = self.known.ran if key else ran
         return found
 
     def _calibrated(

@@ -205,6 +205,8 @@ class _Run:
     def __init__(self, runner: StageRunner, stage: int, halves: bool) -> None:
         self._of, self._halves = runner, halves
         self._start, self._stop = runner.stages[stage]
+        modules = [layer.module for layer in runner.layers[self._start : self._stop]]
+        self._own_tensors = {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
         self._is_first, self._is_last = stage == 0, stage == len(runner.stages) - 1
         self._read: set[int] = set()
         self._ran: Counter[Op] = Counter()
@@ -259,9 +261,7 @@ class _Run:
         return StageRun(figures, timeline, self._ran, tuple(n for n, _ in of.model.named_parameters() if n in mine))
 
     def _owns(self, tensor: torch.Tensor) -> bool:
-        modules = [layer.module for layer in self._of.layers[self._start : self._stop]]
-        inside = any(tensor is x for module in modules for x in (*module.parameters(), *module.buffers()))
-        return inside or any(id(storage) in self._read for _, storage in storages(tensor))
+        return id(tensor) in self._own_tensors or any(id(storage) in self._read for _, storage in storages(tensor))
 
     def _batch_bytes(self) -> int:
         """Bytes of the call's tensors that operations of the stage read, and of what the loss reads besides."""
@@ -294,6 +294,11 @@ class _Run:
             self._out, self._kept = None, []
             outputs = list(outputs) if self._is_last else [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
         whole = self._live - level
+        if of.release and not again:  # gradients have buffers, which no first backward has to make
+            self._given, outputs, self._books.counting = [], [], True
+            for parameter in filter(self._owns, of.model.parameters()):
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            return whole, 0, 0
         of.modules.step, self._books.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
         half = 0

@@ -27,7 +27,7 @@ as they were before the mode.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -171,11 +171,7 @@ class FakeMode(TorchDispatchMode):
         return taken
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE:  # how a fake tensor is asked for its device, at every turn
             return device_of(args[0])
