@@ -52,13 +52,16 @@ def measured(
 
 @pytest.mark.parametrize("name", ZOO)
 def test_equals_the_measurement_of_the_real_step(name: str) -> None:
-    """Peak and categories are those of the real step to the byte: plain with its output held, and under a plan without.
+    """Peak and categories are those of the real step to the byte: plain with its output held; every other one planned.
 
     The batch counts as "other"; so does the output that the step before has left, which dies when the forward returns.
     """
     model, inputs = build(name)
-    known = list(plans(model).values())
-    for plan, hold in ((Plan(), True), (known[list(ZOO).index(name) % len(known)], False)):
+    number, known = list(ZOO).index(name), list(plans(model).values())
+    steps = [(Plan(), True)]
+    if number % 2 == 0:
+        steps.append((known[number // 2 % len(known)], False))
+    for plan, hold in steps:
         model, inputs = build(name)
         simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss, hold_output=hold)
         apply(model, plan)
