@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 from collections import Counter
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laws.cases import Case, Program
-from laws.placements import Placement
+from laws.placements import PLAIN, Placement
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
@@ -53,6 +54,12 @@ def step(case: Case, placement: Placement, times: int = 1) -> dict[str, Any]:
         result = run(*program.args, **program.kwargs)
         backward(result)
     return left_by(program, result)
+
+
+@functools.cache
+def plain_step(case: Case, times: int = 1) -> dict[str, Any]:
+    """What the step of the plain program leaves; run once for all placements."""
+    return step(case, PLAIN, times)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
