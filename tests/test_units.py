@@ -5,6 +5,8 @@ numbers of layers, then, for one layer or more, which paths (from the layer) hav
 name must not be found in that layer.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -372,41 +374,38 @@ def test_adapters_are_part_of_their_product() -> None:
     assert [(unit.path, unit.role) for unit in with_adapter] == [(unit.path, unit.role) for unit in plain]
 
 
+@functools.cache
+def class_named(name: str) -> type[nn.Module]:
+    return type(name, (nn.Module,), {})
+
+
+def part(cls: str, **inside: nn.Module) -> nn.Module:
+    """A module of a class of this name, with these parts."""
+    module = class_named(cls)()
+    for name, child in inside.items():
+        setattr(module, name, child)
+    return module
+
+
+def two_layers(make: Callable[[], dict[str, nn.Module]]) -> Units:
+    """The units of two layers with these parts."""
+    return find_units(nn.Sequential(part("Layer", **make()), part("Layer", **make())))
+
+
 def test_experts_in_a_list() -> None:
     """Experts as a list of MLPs beside a linear gate are experts, though their parent is not called so."""
 
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(8, 3)
-            self.branches = nn.ModuleList(Mlp(8, 16) for _ in range(3))
+    def mixture() -> nn.Module:
+        return part("Mixture", gate=nn.Linear(8, 3), branches=nn.ModuleList(Mlp(8, 16) for _ in range(3)))
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-            self.ffn = Mixture()
-
-    units = find_units(nn.Sequential(Layer(), Layer()))
+    units = two_layers(lambda: {"norm": nn.LayerNorm(8), "ffn": mixture()})
     found = [(unit.path, unit.role) for unit in units.by_role("moe", "router", "experts", "mlp", within="1")]
     assert found == [("1.ffn", "moe"), ("1.ffn.gate", "router"), ("1.ffn.branches", "experts")]
 
 
 def test_a_router_without_known_experts() -> None:
     """What is called a router is one even where its experts are not understood, so that its choices are carried."""
-
-    class Indexer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.keys = nn.Linear(8, 4)
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(8, 2)
-            self.indexer = Indexer()
-
-    units = find_units(nn.Sequential(Layer(), Layer()))
+    units = two_layers(lambda: {"attn": nn.MultiheadAttention(8, 2), "indexer": part("Indexer", keys=nn.Linear(8, 4))})
     assert [unit.path for unit in units.by_role("router")] == ["0.indexer", "1.indexer"]
     assert units.by_role("moe", "experts") == ()
 
@@ -414,36 +413,23 @@ def test_a_router_without_known_experts() -> None:
 def test_a_gate_projection_is_no_router() -> None:
     """The gate of a gated MLP beside the experts is not taken for their router, whatever its name."""
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+    def layer() -> dict[str, nn.Module]:
+        names = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
+        dense = part("Gated", **{name: nn.Linear(*size) for name, size in names.items()})
+        experts = part("Experts")
+        experts.up, experts.down = nn.Parameter(torch.ones(3, 8, 16)), nn.Parameter(torch.ones(3, 16, 8))
+        return {"dense": dense, "experts": experts, "chooser": nn.Linear(8, 3)}
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Parameter(torch.ones(3, 8, 16)), nn.Parameter(torch.ones(3, 16, 8))
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.experts, self.chooser = Gated(), Experts(), nn.Linear(8, 3)
-
-    units = find_units(nn.Sequential(Layer(), Layer()))
+    units = two_layers(layer)
     found = [(unit.path, unit.role, unit.parts) for unit in units.by_role("moe", "router", within="0")]
     assert found == [("0", "moe", ("0.chooser", "0.experts")), ("0.chooser", "router", ())]
 
 
 def test_alike_mlps_without_a_router_are_no_experts() -> None:
     """A list of alike MLPs that no router chooses from is not a mixture of experts."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = nn.MultiheadAttention(8, 2)
-            self.ffn = nn.ModuleList(Mlp(8, 16) for _ in range(3))
-
-    units = find_units(nn.Sequential(Layer(), Layer()))
+    units = two_layers(
+        lambda: {"attn": nn.MultiheadAttention(8, 2), "ffn": nn.ModuleList(Mlp(8, 16) for _ in range(3))}
+    )
     assert units.by_role("moe", "router", "experts") == ()
     assert [unit.path for unit in units.by_role("mlp", within="0")] == ["0.ffn.0", "0.ffn.1", "0.ffn.2"]
 
@@ -522,13 +508,6 @@ def test_register(match) -> None:
 def test_register_what_has_no_known_shape() -> None:
     """Router, experts, MLP, product and activation can be registered, and the block around a router follows."""
     roles = {"Picks": "router", "Many": "experts", "Feeds": "mlp", "Times": "product", "Bends": "activation"}
-
-    def part(name: str, **inside: nn.Module) -> nn.Module:
-        module = type(name, (nn.Module,), {})()
-        for attribute, child in inside.items():
-            module.add_module(attribute, child)
-        return module
-
     block = part("Block", mix=part("Mix", picks=part("Picks"), many=part("Many")), norm=nn.LayerNorm(4))
     for name in ("Feeds", "Times", "Bends"):
         block.add_module(name.lower(), part(name))

@@ -93,13 +93,17 @@ POLICIES = {
 }
 
 
-def sharded(way, policy, program=each):
+def prepared(way, program):
+    """The model as it is before it is sharded."""
     torch.manual_seed(0)
     model = Model(program, WRAPS.get(way, WRAPS["plain"]))
-    if way == "plan before":
-        apply(model, plan(PATHS))
-    if way == "plan with saved calls":
-        apply(model, plan(PATHS, ("@product",)))
+    if way in ("plan before", "plan with saved calls"):
+        apply(model, plan(PATHS, ("@product",) if way == "plan with saved calls" else ()))
+    return model
+
+
+def sharded(way, policy, program=each):
+    model = prepared(way, program)
     for layer in model.layers if policy != "root alone" else ():
         if policy == "layers within layers":
             fully_shard(layer.up)
@@ -354,14 +358,8 @@ def test_the_replay_has_the_dtypes_of_the_forward(ranks, name):
 
 
 def wrapped(way, strategy, original):
-    torch.manual_seed(0)
-    model = Model(each, WRAPS.get(way, WRAPS["plain"]))
-    if way == "plan before":
-        apply(model, plan(PATHS))
-    if way == "plan with saved calls":
-        apply(model, plan(PATHS, ("@product",)))
     fsdp = FullyShardedDataParallel(
-        model,
+        prepared(way, each),
         auto_wrap_policy=ModuleWrapPolicy({Residual}),
         sharding_strategy=getattr(ShardingStrategy, strategy),
         use_orig_params=original,
