@@ -260,7 +260,7 @@ def _added(x: torch.Tensor, layer: Callable[[], torch.nn.Module], *keep: str) ->
     found: list[float] = []
     for count in (2, 18):
         model = torch.nn.Sequential(torch.nn.Sequential(*(layer() for _ in range(count))))
-        steps = functools.partial(_seconds, lambda model=model: model(x).sum().backward(), 50, CPU)
+        steps = functools.partial(_seconds, lambda model=model: model(x).sum().backward(), 20, CPU)
         plain = min(steps())
         apply(model, Plan((Choice(("0",), keep),)))
         found.append(min(steps()) - plain)
