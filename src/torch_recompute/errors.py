@@ -81,7 +81,7 @@ def kind(value: object) -> str:
 
 
 def say(value: object) -> str:
-    """Its type and, where it has one, its shape; else its beginning."""
+    """Describes a value by its type and its shape, where it has one, else by its beginning."""
     shape = getattr(value, "shape", None)
     return f"{kind(value)}: {repr(value)[:80]}" if shape is None else f"{kind(value)} of shape {tuple(shape)}"
 

@@ -108,7 +108,7 @@ class _Here(threading.local):
 here = _Here()
 
 always: list[Observer] = []
-"""Who is asked about every error that memory ran out in a region."""
+"""The observers that every error that memory ran out in a region is passed to."""
 
 
 def running() -> tuple[Running, ...]:

@@ -1,4 +1,4 @@
-"""Random generators: what they are asked for, and what is put back for a replay.
+"""Random generators: which states are read, and what is put back for a replay.
 
 A generator's state is read before and after a forward, and set around the replay if it has moved. On the CPU it is
 5,056 bytes; accelerator generators are a (seed, offset) pair, read without a device sync.

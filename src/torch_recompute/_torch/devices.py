@@ -1,7 +1,7 @@
 """Accelerators: which one torch was built for, its random numbers, and its streams.
 
 Nothing here starts a driver. Which accelerator torch was built for is known without asking it; whether a device is
-there is asked only by those who need one (`accelerator`). A process that has imported this may still fork, and
+there is looked up only where one is needed (`accelerator`). A process that has imported this may still fork, and
 `CUDA_VISIBLE_DEVICES` may still be set. What runs at each call of a region asks first whether the device is in use.
 
 Invariants: `on_streams` puts streams and device back, whatever happens inside it.

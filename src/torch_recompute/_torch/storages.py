@@ -20,7 +20,7 @@ _revive: Any = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Each tensor with the number of changes in place it has seen; those that count them."""
+    """Pairs each tensor that counts changes in place with the number that it has seen."""
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 

@@ -456,7 +456,7 @@ class Result:
         }
 
     def to_golden(self) -> Golden:
-        """Its figures, to compare with later; those of settings that are OK or have become slower."""
+        """Returns the figures to compare with later: of settings that are OK or have become slower."""
         figures: dict[str, Figure] = {}
         for row, setting in zip(self.rows, self.config.settings, strict=True):
             if row.result in (OK, REGRESSION) and row.step_seconds is not None:
@@ -492,7 +492,7 @@ def _end(rounds: Sequence[Sequence[Record]]) -> Record:
 
 
 def _more(value: float | None, than: float | None) -> float | None:
-    """In percent; None where one is not known."""
+    """Returns how much more one figure is, in percent; None where one is not known."""
     return None if value is None or not than else 100 * (value / than - 1)
 
 
@@ -533,7 +533,7 @@ def _row(config: Config, setting: Setting, ended: Trials, reference: str, golden
 
 
 def _difference(config: Config, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
-    """Where losses first differ, in words; empty where they do not."""
+    """Says where losses first differ; empty where they do not."""
     for number, records in enumerate(rounds, 1):
         for rank, (record, reference) in enumerate(zip(records, wanted, strict=True)):
             for step, (ours, theirs) in enumerate(zip(record.losses, reference.losses, strict=True), 1):

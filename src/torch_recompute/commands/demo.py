@@ -173,7 +173,7 @@ class Trainer:
         return loss.item()
 
     def outcome(self, plain: Trainer) -> Outcome:
-        """All of it, beside the plain setting."""
+        """Returns what was measured, beside the plain setting."""
         pairs = enumerate(zip(self.losses, plain.losses, strict=True))
         differing = [step for step, (mine, its) in pairs if mine.hex() != its.hex()]
         return Outcome(

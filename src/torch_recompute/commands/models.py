@@ -397,6 +397,6 @@ class Step:
 
 
 def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
-    """So many plans at most along the whole curve of budget against seconds, the least budget first."""
+    """Returns at most so many plans along the whole curve of budget against seconds, the least budget first."""
     points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]

@@ -26,7 +26,7 @@ class Core(nn.Module):
         self.causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """From (batch, heads, tokens, head width) to the same."""
+        """Takes and returns (batch, heads, tokens, head width)."""
         several = q.shape[1] // k.shape[1]
         if several > 1:
             k, v = k.repeat_interleave(several, 1), v.repeat_interleave(several, 1)
@@ -66,7 +66,7 @@ class Gated(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of (..., width)."""
+        """Takes and returns (..., width)."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 

@@ -240,7 +240,7 @@ class Ready(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Of the call."""
+        """The tensors among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
 
     @property
@@ -253,7 +253,7 @@ class Ready(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of parameters, buffers and batch."""
+        """The bytes of parameters, buffers and batch."""
         tensors = (*self.model.parameters(), *self.model.buffers(), *self.tensors)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())

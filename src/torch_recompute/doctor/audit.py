@@ -97,7 +97,7 @@ class Audit(NamedTuple):
         return self.ok
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
+        """Returns the audit as JSON text."""
         rows = [row._asdict() for row in self.rows]
         return json.dumps({"ok": self.ok, "regions": self.regions, "perturb": self.perturb, "rows": rows})
 

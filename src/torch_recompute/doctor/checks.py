@@ -93,7 +93,7 @@ class Report:
         return self.ok
 
     def to_json(self) -> str:
-        """All of it as JSON text, with `schema_version`."""
+        """Returns the report as JSON text, with `schema_version`."""
         data = {
             "model": self.model,
             "ok": self.ok,
@@ -582,7 +582,7 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
 
 
 def _is_near_its_bound(evidence: Evidence) -> bool:
-    """By the plan's own bound no schedule is much better."""
+    """Whether, by the plan's own bound, no schedule is much better."""
     gap = None if evidence.plan is None else evidence.plan.gap
     return gap is not None and gap <= NEAR
 

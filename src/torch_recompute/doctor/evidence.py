@@ -147,7 +147,7 @@ class Noise:
 
     @property
     def largest(self) -> float:
-        """Of all tensors."""
+        """The largest distance of all tensors."""
         return max(self.distances.values(), default=0.0)
 
     def allowed(self, name: str) -> float:
@@ -199,7 +199,7 @@ class ModelCall:
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs."""
+        """The device that the step runs on."""
         tensors = [*self._leaves.values(), *_torch.tensors_in((self._args, self._kwargs))]
         return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 

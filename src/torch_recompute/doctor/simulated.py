@@ -217,17 +217,17 @@ class SimulatedSteps:
 
     @property
     def accounts(self) -> list[Account]:
-        """Those of the regions that were called."""
+        """The accounts of the regions that were called."""
         return [account for account in self.regions.by_name.values() if account.calls]
 
     @property
     def outermost(self) -> list[Account]:
-        """Those of the regions that are in no other, and with which all that is dropped is counted."""
+        """The accounts of regions that are in no other; all that is dropped is counted with these."""
         return [account for account in self.accounts if not account.inside]
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of all trainable parameters."""
+        """The bytes of the gradients of all trainable parameters."""
         return sum(p.numel() * p.element_size() for p in self._call[0].parameters() if p.requires_grad)
 
     def planned(self, plan: Plan, *, loop: Loop | None = None, loss: Any = None, watch: Any = None) -> Simulation:

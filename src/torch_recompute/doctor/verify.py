@@ -72,7 +72,7 @@ class Verification:
         return self.differences[0] if self.differences else None
 
     def as_data(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Returns the result as plain data."""
         return {
             "model": self.model,
             "device": self.device,
@@ -86,7 +86,7 @@ class Verification:
         }
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
+        """Returns the result as JSON text."""
         return json.dumps(self.as_data())
 
     def __str__(self) -> str:
@@ -267,6 +267,6 @@ class _Comparison:
     def result(
         self, model: str, regions: int, found: list[Difference], likely: tuple[str, ...] = (), tried: bool = False
     ) -> Verification:
-        """All of it."""
+        """Returns the result."""
         device, noise = str(self._call.device), self.noise.largest
         return Verification(model, device, regions, self.counts, noise, tuple(found), likely, tried)

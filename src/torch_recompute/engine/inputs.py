@@ -142,7 +142,7 @@ class Inputs:
             raise errors.ChangedError(errors.changed_input(region, label, self._versions[n], now))
 
     def open(self) -> tuple[Sequence[Any], dict[str, Any], Sequence[torch.Tensor], Container[int]]:
-        """For a replay: arguments, keyword arguments, closure tensors, and the identities that the graph may hold."""
+        """Returns a replay's arguments, keyword arguments and closure tensors, and ids that the graph may hold."""
         if self._shared:
             each = {id(held): held for held in self._held}
             opened = {key: _open(held) for key, held in each.items()}
@@ -158,7 +158,7 @@ class Inputs:
 
 
 class ResultOwner(Protocol):
-    """Who will say that a result is discarded."""
+    """The object that discards a result later."""
 
     def waits_for(self, late: DeferredInput) -> None:
         """Notes an input that is one of its results, or a view of one."""
@@ -233,7 +233,7 @@ class Waiting(threading.local):
         results[storage] = weakref.ref(owner, forget)
 
     def owner(self, storage: int) -> ResultOwner | None:
-        """Who will say that this result is discarded; None where it does not wait."""
+        """Returns the object that discards this result later; None where there is none."""
         ref = self.results.get(storage)
         return None if ref is None else ref()
 

@@ -44,7 +44,7 @@ def _holds(saved: Any, slot: Any) -> bool:
 
 
 class Fingerprints:
-    """Those of one run, by position."""
+    """The fingerprints of one run, by position."""
 
     def __init__(self) -> None:
         if capturing():

@@ -196,7 +196,7 @@ def give_values(region: str, read: Read) -> None:
 
 @contextlib.contextmanager
 def refusing() -> Generator[None]:
-    """In the block a call that is marked values_unused, and is read, is an error: for who tries what could be said."""
+    """Makes it an error, in the block, to read a call that is marked values_unused; for trying what could be marked."""
     _refusing.append(True)
     try:
         yield

@@ -2,7 +2,7 @@
 
 Of the host that is what the system calls available, which counts files in the cache that it would give up, and no more
 than what is left of any limit on the process's control groups: a container ends what goes beyond its own, however much
-the machine has. Linux says both in files; elsewhere psutil is asked. An accelerator is asked itself.
+the machine has. Linux says both in files; elsewhere psutil does. An accelerator says it itself.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Operation:
         self._results: Storages | None = None
 
     def once(self, find: Callable[[Operation], _Found]) -> _Found:
-        """Returns what a function says of the operation; in simulations, where layouts repeat, it is asked once each.
+        """Returns what a function says of the operation; in simulations, where layouts repeat, it is called once each.
 
         Args:
             find: Its answer must follow from the layouts of tensors and the values of other arguments.

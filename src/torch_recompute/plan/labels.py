@@ -121,7 +121,7 @@ def choices(units: Units, label: str) -> tuple[Choice, ...]:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Those that are not below another."""
+    """Returns the paths that are not below another."""
     every = list(paths)
     return [path for path in every if not any(inside(path, other) and path != other for other in every)]
 

@@ -105,7 +105,7 @@ class Units:
 
     @cached_property
     def _below(self) -> dict[str, list[str]]:
-        """Of each module the modules that it calls, or could: containers that cannot be called are passed through."""
+        """Finds the modules that each module calls, or could: containers that cannot be called are passed through."""
         below: dict[str, list[str]] = {path: [] for path in ("", *self.modules)}
         for path in filter(None, self.modules):
             above = path.rpartition(".")[0]
@@ -147,7 +147,7 @@ class Units:
         return lines
 
     def _shown(self) -> Iterator[tuple[str, Unit, int]]:
-        """Each path that is shown, with its first unit, and how many layers it stands for."""
+        """Finds the paths to show, each with its first unit and the number of layers that it represents."""
         shapes: dict[str, list[tuple[str, str, str]]] = {}
         for layer in self.layers:
             below = self.by_role(*ROLES, within=layer.path)

@@ -349,7 +349,7 @@ class _Curve:
         return self.at(int(np.searchsorted(self._places[0].need, budget, side="right")) - 1)
 
     def points(self, most: int) -> list[Solution]:
-        """So many points at most, spread along the curve."""
+        """Picks at most so many points, spread along the curve."""
         ends = self._places[0]
         return [self.at(int(at)) for at in _thinned(ends.need, ends.cost, most)]
 
@@ -381,7 +381,7 @@ def _columns(options: Sequence[Option], cost: Callable[[Option], int]) -> list[_
 
 
 def _undominated(ends: _Ends) -> _Ends:
-    """Those that no other is at least as good as; the first one among equals."""
+    """Returns the options that no other is at least as good as; the first one among equals."""
     import numpy as np
 
     order = np.lexsort((ends.cost, ends.need))

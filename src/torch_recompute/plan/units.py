@@ -60,7 +60,7 @@ class _Entry(NamedTuple):
 
 
 def _class_names(module: nn.Module) -> list[str]:
-    """Its class and the bases: FSDP2 replaces the class of a module by a subclass of its own."""
+    """Names a module's class and the bases: FSDP2 replaces the class of a module by a subclass of its own."""
     return [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)]
 
 
@@ -304,7 +304,7 @@ class RoleFinder:
         return {experts for experts, _ in self.moes.values()}
 
     def within(self, path: str, others: Collection[str], *without: Collection[str]) -> list[str]:
-        """Those of the others that are the path or below it, in order, and not one of some modules or below one."""
+        """Returns the paths that are this path or below it, in order, and not one of some modules or below one."""
         found = [other for other in self.order[self.position[path] : self.end[path]] if other in others]
         return [other for other in found if not self.under(other, *without)] if without else found
 

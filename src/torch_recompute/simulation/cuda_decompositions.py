@@ -176,7 +176,7 @@ class _Attention(NamedTuple):
 
     @property
     def _widths(self) -> tuple[int, int]:
-        """Of queries and keys, and of values; 0 where queries and keys differ."""
+        """Returns the width of queries and keys, and that of values; 0 where queries and keys differ."""
         query, key, value = (x.shape[-1] for x in (self.query, self.key, self.value))
         return query if query == key else 0, value
 

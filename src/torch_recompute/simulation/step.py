@@ -170,7 +170,7 @@ def first_floating(output: Any) -> torch.Tensor | None:
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where the step is to run: as asked, else where the model is, else (on meta) the accelerator or the CPU."""
+    """Chooses the step's device: as asked, else the model's, else (on meta) the accelerator or the CPU."""
     if device is None:
         found = next((p.device for p in (*model.parameters(), *model.buffers()) if p.device.type != "meta"), None)
         if found is not None:
