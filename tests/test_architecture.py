@@ -37,6 +37,7 @@ ROOMS = (
     ("simulation",),
     ("plan",),
     ("planner",),
+    ("compiling",),
     ("distributed",),
     ("doctor", "integrations"),
     ("testing",),

@@ -158,7 +158,18 @@ def _cheapest(
 
 
 def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0) -> MinCut:
-    """The cheapest way to have all that backward needs.
+    """The cheapest way to have all that backward needs; see `selection`."""
+    found = selection(graph, price, output, input, weight)
+    if found is None:
+        return _IMPOSSIBLE
+    again, saved = found
+    return MinCut(math.fsum(graph.nodes[i].seconds for i in again), sum(graph.nodes[i].bytes for i in saved))
+
+
+def selection(
+    graph: Graph, price: float, output: bool, input: bool, weight: float = 1.0
+) -> tuple[list[int], list[int]] | None:
+    """Chooses the operations to run again, and those whose results to save, in the cheapest way; None if there is none.
 
     Args:
         graph: The operations.
@@ -175,7 +186,7 @@ def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: floa
     needed = {roots[index] for index, node in enumerate(nodes) if node.needed}
     needed |= ({roots[graph.output]} if output else set()) | ({-1} if graph.input_needed else set())
     if not input and -1 in needed:
-        return _IMPOSSIBLE
+        return None
     needed.discard(-1)
     relevant, left = set(needed), list(needed)
     while left:
@@ -197,8 +208,8 @@ def cheapest(graph: Graph, price: float, output: bool, input: bool, weight: floa
         for read in reads - {-1}:
             flow.edge(size + index, read, math.inf)
     side = flow.cut(source, sink)
-    again = [nodes[index].seconds for index in sorted(relevant) if side[size + index]]
-    return MinCut(math.fsum(again), sum(nodes[i].bytes for i in relevant if side[i] and not side[size + i]))
+    again = [index for index in sorted(relevant) if side[size + index]]
+    return again, [index for index in sorted(relevant) if side[index] and not side[size + index]]
 
 
 class _Flow:

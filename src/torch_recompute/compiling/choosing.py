@@ -1,0 +1,251 @@
+"""Which values of a joint graph to save, so that the compiled step stays within a budget and runs the least again.
+
+The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
+saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
+with a price for a saved byte, the cheapest set of operations to run again is a minimum cut (`plan/bound.py`), and each
+price gives one. What a way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`).
+From there on it is the problem of any other plan, and `plan/solve.py` chooses a way for each segment.
+
+Segments that are the same but for their weights share their ways, so many layers take little longer than one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..plan.bound import selection
+from ..plan.choice import Choice
+from ..plan.cost import Costs, Graph, Kind, Node, Option, Segment
+from ..plan.solve import choose, smallest
+from .joint import Joint, Lives
+
+SMALL = 0.002  # of the largest value: what may cross a cut besides the one
+LONG = 0.5  # of the forward: what lives longer belongs to no segment, such as a mask or positions
+PLAIN = 0.1  # price of a byte, in FLOPs, at which nothing is run again but what is a part of other kernels
+DEPTH = 8  # of the halvings between the lowest price and the highest
+TRIES = 12  # choices that are counted in the whole graph, with more room or less, until none that fits is cheaper
+
+Way = tuple[int, ...]
+"""The operations of a segment that backward runs again, by their places in it."""
+
+
+class Chosen(NamedTuple):
+    """What to save.
+
+    Attributes:
+        saved: Values of the graph, by number.
+        lives: What lives with them.
+        flops: FLOPs that backward runs again.
+    """
+
+    saved: frozenset[int]
+    lives: Lives
+    flops: int
+
+
+class Chooser:
+    """Chooses what to save of a joint graph, for any number of budgets.
+
+    Args:
+        joint: The graph.
+
+    Attributes:
+        plain: What lives where nothing is run again but what is a part of other kernels.
+    """
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint = joint
+        self._cuts, self._long = _cuts(joint)
+        self._segment = self._segments()
+        self._members: list[list[int]] = [[] for _ in range(1 + max(self._segment, default=0))]
+        for number, segment in enumerate(self._segment):
+            self._members[segment].append(number)
+        self._spans = self._uses()
+        graphs = [self._graph(members) for members in self._members]
+        self._kinds = [self._described(graph, members) for graph, members in zip(graphs, self._members, strict=True)]
+        self._ways: dict[str, list[Way]] = {}
+        for kind, graph in zip(self._kinds, graphs, strict=True):
+            if kind not in self._ways:
+                self._ways[kind] = _ways(graph)
+        self.plain = joint.simulate(self._values([self._ways[kind][0] for kind in self._kinds]))
+        self._of: dict[tuple[str, Option], Way] = {}
+        self._costs = Costs(
+            {kind: self._options(kind) for kind in self._ways},
+            tuple(
+                Segment(f"segment {index}", kind, 0, max([self.plain.gradients[use] for use in span], default=0))
+                for index, (kind, span) in enumerate(zip(self._kinds, self._spans, strict=True))
+            ),
+        )
+        self._narrow = smallest(self._costs)
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes that any choice needs."""
+        return self._count(self._narrow.options).lives.peak
+
+    def choose(self, budget: int) -> Chosen:
+        """Chooses what to save.
+
+        Args:
+            budget: The most bytes alive at any time, besides what is alive before the step; at least `least`.
+        """
+        best = self._count(self._narrow.options)
+        # Segments count together what never lives at once, so the room in which to choose is not the budget.
+        low, high = self._narrow.peak_bytes, 2 * max(budget, self._narrow.peak_bytes)
+        for _ in range(TRIES):
+            room = (low + high) // 2
+            tried = self._count(choose(self._costs, room).options)
+            if tried.lives.peak <= budget:
+                best, low = tried, room
+            else:
+                high = room
+        return best
+
+    def _count(self, options: Sequence[Option]) -> Chosen:
+        """What a choice saves and runs again, and what lives with it."""
+        saved = self._values([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
+        lives = self._joint.simulate(saved)
+        again = (self._joint.operations[number] for number in lives.again)
+        return Chosen(saved, lives, sum(one.flops for one in again if one.required))
+
+    def _segments(self) -> list[int]:
+        """The segment of each operation; one that backward alone needs goes where what it reads is made."""
+        found: list[int] = []
+        ends = {self._joint.values[cut].maker for cut in self._cuts}
+        after: dict[int, int] = {}  # the segment in which a value is read
+        now = 0
+        for number, one in enumerate(self._joint.operations):
+            mine = now if one.required else max([after.get(value, 0) for value in one.reads], default=0)
+            found.append(mine)
+            after.update({value: mine + (value in self._cuts) for value in one.makes})
+            now += number in ends
+        return found
+
+    def _uses(self) -> list[range]:
+        """The operations of backward that belong to each segment: up to the last that reads what only it makes."""
+        last = [0] * len(self._members)
+        for number, value in enumerate(self._joint.values):
+            if value.uses and value.maker is not None and number not in self._long:
+                mine = min(self._segment[value.maker] + (number in self._cuts), len(last) - 1)
+                last[mine] = max(last[mine], value.uses[-1] + 1)
+        last[0] = len(self._joint.uses)
+        ends = list(accumulate(reversed(last), max))
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)][::-1]
+
+    def _graph(self, members: Sequence[int]) -> Graph:
+        """The operations of a segment, as a minimum cut takes them: what is saved anyway is free."""
+        values = self._joint.values
+        free = self._cuts | self._long
+        place = {number: index for index, number in enumerate(members)}
+        nodes: list[Node] = []
+        for number in members:
+            one = self._joint.operations[number]
+            reads = {
+                place[maker]
+                for value in one.reads
+                if (maker := values[value].maker) in place and value not in free and not values[value].output
+            }
+            made = [values[value] for value in one.makes if value not in free and not values[value].output]
+            made = [value for value in made if value.uses or value.readers]
+            cost = math.inf if not one.again else one.cost if one.required else 0.0
+            needed = any(value.uses for value in made)
+            nodes.append(Node(cost, sum(value.bytes for value in made), tuple(sorted(reads)), needed))
+        return Graph(tuple(nodes), max(len(nodes) - 1, 0), 0)
+
+    def _described(self, graph: Graph, members: Sequence[int]) -> str:
+        return repr((graph, [str(self._joint.operations[number].node.target) for number in members]))
+
+    def _values(self, ways: Sequence[Way]) -> frozenset[int]:
+        """The values that are saved, with a way for each segment."""
+        joint = self._joint
+        again = {self._members[index][place] for index, way in enumerate(ways) for place in way}
+        wanted = {number for number, value in enumerate(joint.values) if value.uses}
+        wanted |= {value for number in again for value in joint.operations[number].reads}
+        return frozenset(
+            number
+            for number in wanted
+            if (maker := joint.values[number].maker) is not None
+            and not joint.values[number].output
+            and (maker not in again or number in self._cuts or number in self._long)
+        )
+
+    def _options(self, kind: str) -> Kind:
+        """The ways of a kind of segments, counted in the first of them while the others run nothing again."""
+        index = self._kinds.index(kind)
+        plain = [self._ways[kind][0] for kind in self._kinds]
+        for way in self._ways[kind]:
+            ways = [*plain[:index], way, *plain[index + 1 :]]
+            self._of.setdefault((kind, self._option(index, ways)), way)
+        return Kind(tuple(option for of, option in self._of if of == kind))
+
+    def _option(self, index: int, ways: Sequence[Way]) -> Option:
+        joint, members = self._joint, self._members[index]
+        values = self._values(ways)
+        lives = joint.simulate(values)
+        makers = [(joint.values[number].maker or 0, joint.values[number].bytes) for number in values]
+        before = sum(size for maker, size in makers if self._segment[maker] < index)
+        saved = sum(size for maker, size in makers if self._segment[maker] == index)
+        forward = [lives.forward[number] - before for number in members if joint.operations[number].required]
+        backward = [lives.backward[use] - lives.gradients[use] - before for use in self._spans[index]]
+        mine = set(members)
+        again = [one for number in lives.again if number in mine and (one := joint.operations[number]).required]
+        return Option(
+            (Choice(("",)),) if ways[index] else (),
+            saved,
+            max([saved, *forward]),
+            max([saved, *backward]),
+            math.fsum(one.cost for one in again),
+            sum(one.flops for one in again),
+        )
+
+
+def _cuts(joint: Joint) -> tuple[set[int], set[int]]:
+    """The values between segments, and those that live through many of them."""
+    required = [number for number, one in enumerate(joint.operations) if one.required]
+    order = {number: place for place, number in enumerate(required)}
+    last = [max([order[r] for r in value.readers if r in order], default=-1) for value in joint.values]
+    born = {number: order[value.maker] for number, value in enumerate(joint.values) if value.maker in order}
+    long = {number for number in born if last[number] - born[number] > LONG * len(required)}
+    small = SMALL * max([value.bytes for value in joint.values], default=0)
+    ends: dict[int, int] = {}  # the last operation at which a value alone is alive
+    live: set[int] = set()
+    for place, number in enumerate(required):
+        made = (value for value in joint.operations[number].makes if not joint.values[value].output)
+        live |= {value for value in made if joint.values[value].bytes > small and value not in long}
+        live = {value for value in live if last[value] > place}
+        if len(live) == 1:
+            ends[next(iter(live))] = number
+    worth: list[int] = []
+    start = 0
+    for value, end in ends.items():  # where only cheap operations came since the last, it costs nothing to go back
+        if any(joint.operations[number].flops for number in range(start, end)):
+            worth.append(value)
+            start = end
+    sizes = [joint.values[value].bytes for value in worth]
+    usual = max(set(sizes), key=sizes.count, default=0)
+    return {value for value in worth if joint.values[value].bytes == usual}, long
+
+
+def _ways(graph: Graph) -> list[Way]:
+    """The ways of a segment at all prices of a byte, from the lowest up."""
+    found: dict[Way, float] = {}
+
+    def at(price: float) -> tuple[float, int]:
+        again, saved = selection(graph, price, False, True) or ([], [])
+        found.setdefault(tuple(again), price)
+        return math.fsum(graph.nodes[i].seconds for i in again), sum(graph.nodes[i].bytes for i in saved)
+
+    def between(cheap: tuple[float, int], small: tuple[float, int], depth: int) -> None:
+        if cheap[1] <= small[1] or small[0] <= cheap[0] or not depth:
+            return
+        middle = at((small[0] - cheap[0]) / (cheap[1] - small[1]))  # the price at which both cost the same
+        if middle not in (cheap, small):
+            between(cheap, middle, depth - 1)
+            between(middle, small, depth - 1)
+
+    most = 4 * (1 + sum(node.seconds for node in graph.nodes if node.seconds < math.inf))
+    between(at(PLAIN), at(most), DEPTH)
+    return sorted(found, key=found.__getitem__)

@@ -1,0 +1,279 @@
+"""`Partition`: a budget in bytes for what `torch.compile` compiles."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_recompute.compiling import Partition
+from torch_recompute.compiling.choosing import Chooser
+from torch_recompute.compiling.joint import Joint
+from torch_recompute.errors import ArgumentError, BudgetError, RecomputeError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # the compiler looks at inputs
+]
+
+WIDTH, TOKENS, BATCH, VOCABULARY = 64, 32, 4, 96
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Layer(nn.Module):
+    """A layer of a GPT, or with a gate and without biases one of a Llama; `memory` is attended to as well."""
+
+    def __init__(self, dropout=0.0, gated=False, crossed=False):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) if gated else nn.LayerNorm(WIDTH) for _ in range(2 + crossed))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=not gated), nn.Linear(WIDTH, WIDTH, bias=not gated)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH) if gated else None
+        self.query, self.pair = (nn.Linear(WIDTH, n * WIDTH) for n in (1, 2)) if crossed else (None, None)
+        self.drop = nn.Dropout(dropout)
+
+    def heads(self, x, parts):
+        return x.view(*x.shape[:2], parts, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+
+    def attend(self, q, k, v):
+        return self.drop(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+    def forward(self, x, memory=None):
+        x = x + self.attend(*self.heads(self.qkv(self.norms[0](x)), 3))
+        if self.query is not None:
+            x = x + self.attend(*self.heads(self.query(self.norms[2](x)), 1), *self.heads(self.pair(memory), 2))
+        y = self.up(self.norms[1](x))
+        return x + self.drop(self.down(F.gelu(y) if self.gate is None else y * F.silu(self.gate(self.norms[1](x)))))
+
+
+class Model(nn.Module):
+    """Embedding, layers, loss; with an encoder where the layers are crossed."""
+
+    def __init__(self, layers=2, **kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Layer(**kind) for _ in range(layers))
+        self.encoder = nn.ModuleList(Layer() for _ in range(layers)) if kind.get("crossed") else []
+
+    def forward(self, ids):
+        x, memory = self.embedding(ids), self.embedding(ids.flip(1)) if len(self.encoder) else None
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+MODELS = {
+    "gpt": {},
+    "gpt with dropout": {"dropout": 0.1},
+    "llama": {"gated": True},
+    "encoder and decoder": {"crossed": True},
+}
+
+
+def ids():
+    return torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+class Graphs:
+    """An eager backend under a partition: what each graph keeps, and its joint graph."""
+
+    def __init__(self, partition):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.compile_fx import select_decomp_table
+
+        def run(graph, _):
+            return make_boxed_func(graph.forward)
+
+        self.partition, self.saved, self.joints, self.again, self.grads = partition, [], [], [], []
+        self.backend = aot_autograd(
+            fw_compiler=run, bw_compiler=run, partition_fn=self.split, decompositions=select_decomp_table()
+        )
+
+    def split(self, graph, inputs, **more):
+        joint = Joint(copy.deepcopy(graph).graph, more["num_fwd_outputs"])
+        self.joints.append(joint)
+        forward, backward = self.partition(graph, inputs, **more)
+        by_name = {value.node.name: value for value in joint.values}
+        (last,) = forward.graph.find_nodes(op="output")
+        saved = [by_name[node.name] for node in last.args[0][more["num_fwd_outputs"] :] if node.name in by_name]
+        self.saved.append([value for value in saved if value.maker is not None and not value.output])
+        self.again.append(sum(flops_in(joint, node) for node in backward.graph.nodes if node.op == "call_function"))
+        return forward, backward
+
+
+def flops_in(joint, node):
+    """The FLOPs of an operation of the forward that the graph of backward has as well, by itself or with its seed."""
+    made = {one.node.name: one for one in joint.operations}
+    if "run_with_rng_state" in str(node.target):
+        return next(one.flops for one in joint.operations if one.node.target in node.args)
+    return made[node.name].flops if node.name in made and made[node.name].required else 0
+
+
+def used(model):
+    """The parameters that have a gradient."""
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def step(run, model):
+    """The loss and the gradients of a step."""
+    torch.manual_seed(2)
+    loss = run(ids())
+    loss.backward()
+    grads = [loss.detach(), *(p.grad for p in used(model))]
+    model.zero_grad()
+    return grads
+
+
+def joint_of(model):
+    """The joint graph of a model, and what torch's own partitioner saves with a share of the activations."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    found = []
+    for share in (1.0, 0.5):
+        torch.compiler.reset()
+        graphs = Graphs(min_cut_rematerialization_partition)
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            graphs.grads = step(torch.compile(model, backend=graphs.backend, fullgraph=True), model)
+        found.append(graphs)
+    (joint,), (saved,) = found[1].joints, found[1].saved
+    return joint, [joint.values.index(value) for value in saved], found[0].grads
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_smaller_budget_never_has_a_higher_peak(kind):
+    """Along budgets peaks and saved bytes rise and FLOPs fall; at torch's own peak at most as much is run again.
+
+    The graph that is compiled keeps and repeats what was said, with the gradients of the step without a budget.
+    """
+    model = Model(**MODELS[kind])
+    joint, saved, wanted = joint_of(model)
+    chooser = Chooser(joint)
+    least, plain = chooser.least, chooser.plain.peak
+    assert least < 0.9 * plain
+    found = [chooser.choose(int(least + share * (plain - least))) for share in SHARES]
+    for one, share in zip(found, SHARES, strict=True):
+        assert one.lives.peak <= least + share * (plain - least)
+    for row in zip(*((one.lives.peak, one.lives.saved, -one.flops) for one in found), strict=True):
+        assert list(row) == sorted(row)
+    assert found[-1].flops == 0
+    theirs = joint.simulate(saved)
+    ours = chooser.choose(theirs.peak)
+    assert ours.lives.peak <= theirs.peak
+    assert ours.flops < sum(joint.operations[i].flops for i in theirs.again if joint.operations[i].required)
+    torch.compiler.reset()
+    graphs = Graphs(Partition(0.4))
+    grads = step(torch.compile(model, backend=graphs.backend, fullgraph=True), model)
+    (one,) = graphs.partition.graphs
+    assert sum(value.bytes for value in graphs.saved[0]) <= one.saved_bytes
+    assert graphs.again[0] <= one.replay_flops
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_by_inductor():
+    """In a compiled step masks are the forward's, and the allocator's peak is near the predicted one."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = Model(dropout=0.5)
+    partition = Partition(0.3)
+    run = torch.compile(model, options=partition.options, fullgraph=True)
+    torch.manual_seed(0)
+    run(ids()).backward()
+    once = [p.grad for p in used(model)]
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        torch.manual_seed(0)
+        run(ids()).backward()
+    events = [(e.start_ns(), e.nbytes()) for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live, peak = 0, 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        live += size
+        peak = max(peak, live)
+    (one,) = partition.graphs
+    assert "predicted peak" in str(partition)
+    assert 0.85 * one.peak_bytes <= peak <= 1.15 * one.peak_bytes
+    torch.compiler.reset()
+    plain = torch.compile(model, fullgraph=True)
+    model.zero_grad()
+    torch.manual_seed(0)
+    plain(ids()).backward()
+    for a, b in zip(once, (p.grad for p in used(model)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_budget_that_is_too_small():
+    """The error says the least bytes, with which it compiles."""
+    model = Model()
+    partition = Partition(2000)
+    with pytest.raises(Exception, match="needs at least") as caught:
+        step(torch.compile(model, backend=Graphs(partition).backend, fullgraph=True), model)
+    error = caught.value
+    while not isinstance(error, BudgetError):
+        error = error.__cause__ or error.__context__ or error.inner_exception
+    torch.compiler.reset()
+    partition = Partition(error.smallest)
+    step(torch.compile(model, backend=Graphs(partition).backend, fullgraph=True), model)
+    assert partition.graphs[0].peak_bytes <= error.smallest
+
+
+def test_layers_compiled_one_by_one_share_a_budget():
+    """A share is of each graph."""
+    model = Model()
+    partition = Partition("40%")
+    graphs = Graphs(partition)
+    for layer in model.layers:
+        layer.compile(backend=graphs.backend, fullgraph=True)
+    step(model, model)
+    assert len(partition.graphs) in (1, 2)  # the second layer is compiled again where its input requires grad
+    assert all(
+        one.least_bytes <= one.peak_bytes <= one.budget_bytes <= one.plain_peak_bytes for one in partition.graphs
+    )
+
+
+def test_a_graph_that_cannot_be_read(monkeypatch):
+    """What goes wrong in reading is said with the way out, and the model is as it was."""
+
+    def fail(*args):
+        raise KeyError("a strange operation")
+
+    monkeypatch.setattr("torch_recompute.compiling.joint.flops_of", fail)
+    model = Model(layers=1)
+    with pytest.raises(Exception, match=r"Partition cannot read a graph .*a strange operation") as caught:
+        step(torch.compile(model, options=Partition(0.5).options, fullgraph=True), model)
+    assert "Compile without options=partition.options" in str(caught.value)
+    assert RecomputeError.__name__ in str(caught.value)
+    step(model, model)
+
+
+def test_budgets_that_are_none():
+    """Bad budgets are refused at once, `"fit"` with a reason."""
+    for budget in (0, -1, 1.5, "12 potatoes", None):
+        with pytest.raises(ArgumentError):
+            Partition(budget)
+    with pytest.raises(ArgumentError, match="a graph is compiled within one"):
+        Partition("fit")
+
+
+def test_what_the_cache_of_graphs_sees():
+    """The key has the budget; copies that inductor makes of its options are the partition itself."""
+    one, other = Partition("1GiB"), Partition("2GiB")
+    assert one.uuid() == Partition(2**30).uuid() != other.uuid()
+    assert copy.deepcopy(one) is one
+    assert pickle.dumps(one) == pickle.dumps(Partition(2**30)) != pickle.dumps(other)
+    assert "no graph was compiled yet" in str(one)
