@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
@@ -73,6 +74,7 @@ from torch_recompute.commands import bench, cli, demo, models, output
 from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
+from torch_recompute.compiling import Partition
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
@@ -103,6 +105,16 @@ from torch_recompute.stores.transfers import Depot, Direct
 
 def nn_linear() -> torch.nn.Module:
     return torch.nn.Linear(3, 3)
+
+
+def sines() -> torch.fx.GraphModule:
+    """A joint graph of two operations and their backward."""
+
+    def joint(x: torch.Tensor, tangents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.sin()
+        return y.exp(), tangents * y
+
+    return make_fx(joint)(vector(), vector())
 
 
 class Reads(torch.nn.Module):
@@ -1134,6 +1146,10 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),
     # pipelines
     lambda: plans_stages(budget=100),
+    # compiled graphs
+    lambda: Partition(8)(sines(), (), num_fwd_outputs=1),
+    lambda: Partition(0.5)(sines(), ()),
+    lambda: Partition("fit"),
 )
 
 

@@ -21,6 +21,7 @@ MODULES = (
     "torch_recompute.compat.deepspeed",
     "torch_recompute.compat.megatron",
     "torch_recompute.compat.paddle",
+    "torch_recompute.compiling",
     "torch_recompute.distributed",
     "torch_recompute.integrations.huggingface",
     "torch_recompute.integrations.lightning",
