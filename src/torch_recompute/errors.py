@@ -95,6 +95,14 @@ def size(count: int, up: bool = False) -> str:
     return f"{count} bytes"
 
 
+def as_budget(count: int) -> str:
+    """A budget as it is written: rounded down, so that it is not more than was meant."""
+    for unit, name in _UNITS:
+        if count >= 10 * unit or (count >= unit and name == "KiB"):
+            return f"{count * 100 // unit / 100:.2f}{name}"
+    return str(count)
+
+
 def not_callable(what: str, value: object, at_once: bool = False) -> str:
     """Text for a `fn` that cannot be called; `at_once` if it is passed together with its arguments."""
     if what == "checkpoint" or at_once:

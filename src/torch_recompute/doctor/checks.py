@@ -334,7 +334,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     promise = plan.prediction
     assert promise is not None
     return (
-        f'apply(model, make_plan(..., budget="{_as_budget(budget)}")): {len(plan)} regions, a peak of '
+        f'apply(model, make_plan(..., budget="{errors.as_budget(budget)}")): {len(plan)} regions, a peak of '
         f"{_mib(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
     )
 
@@ -618,7 +618,7 @@ def _less_replay(evidence: Evidence, simulated: SimulatedSteps, replay: float, n
     flops = better.predicted_replay_flops or 0
     if flops >= replay:
         return f"{keep}; at this peak no plan replays fewer FLOPs."
-    word = _as_budget(budget)
+    word = errors.as_budget(budget)
     return f'make_plan(..., budget="{word}"): with the same memory it replays {_gflop(flops)}; or {keep}.'
 
 
@@ -716,14 +716,6 @@ KINDS = tuple(check.kind for check in CHECKS)
 def _mib(count: float) -> str:
     """Bytes in MiB, or exactly where they are few."""
     return f"{count / 2**20:,.2f} MiB" if abs(count) >= 2**20 else f"{int(count):,} bytes"
-
-
-def _as_budget(count: int) -> str:
-    """Bytes as a budget is written."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if count >= 10 * unit:
-            return f"{count * 100 // unit / 100:.2f}{name}"
-    return str(count)
 
 
 def _gflop(count: float) -> str:

@@ -101,17 +101,9 @@ def _alive(model: nn.Module | None, device: torch.device | None) -> str:
     return f"{known} of {type(model).__name__}; optimizer state and activations {rest} together: {_MEASURE}."
 
 
-def _compact(count: int) -> str:
-    """A budget as it is written: rounded down, so that it is not more than was meant."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= 10 * unit or (count >= unit and name == "KiB"):
-            return f"{count * 100 // unit / 100:.2f}{name}"
-    return str(count)
-
-
 def _make_one(budget: int | None) -> str:
     """Line where it is not known what a plan would do."""
-    word = "24GiB" if budget is None else _compact(budget)
+    word = "24GiB" if budget is None else errors.as_budget(budget)
     ask = " (what the device may hold)" if budget is None else ""
     return (
         f'For a plan that fits, write: apply(model, make_plan(model, (batch,), budget="{word}", optimizer=...))'
@@ -152,7 +144,7 @@ def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     return [
         *lines,
         f"The nearest plan that fits has a peak of {errors.size(leaner.peak_bytes)}, {freed} less than this one, for a "
-        f'step that takes {more:.1%} longer. Write: make_plan(..., budget="{_compact(max(1, target))}").',
+        f'step that takes {more:.1%} longer. Write: make_plan(..., budget="{errors.as_budget(max(1, target))}").',
     ]
 
 
