@@ -249,7 +249,7 @@ def test_provoked(case: Case) -> None:
 
 def test_every_kind_is_provoked() -> None:
     """Each kind of finding has a model that provokes it, here or, for those that need a device or real steps, below."""
-    elsewhere = {"fragmentation", "fallbacks"}
+    elsewhere = {"fragmentation", "fallbacks", "masks_drawn_again"}
     assert {case.kind for case in CASES} | elsewhere == set(doctor.KINDS)
     assert len(doctor.KINDS) == len(doctor.CHECKS)
 
@@ -440,6 +440,45 @@ def test_fallbacks() -> None:
     assert "fullgraph=True" in found.write
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_dropout_under_a_budget_of_the_compiler(part: str, share: float) -> None:
+    """Dropout that is compiled under `activation_memory_budget` is found, and the setting at 1 is what mends it."""
+    torch._dynamo.reset()
+    model: Any = stack(lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Dropout(0.1)))
+    if part == "whole":
+        model = torch.compile(model, backend="aot_eager")
+    else:
+        model[0].compile(backend="aot_eager")
+    with torch._functorch.config.patch(activation_memory_budget=share), doctor.watch(model) as watching:
+        train(model, 1)
+        report = watching.report()
+    assert [found.kind for found in report.findings] == ["masks_drawn_again"] * (share < 1)
+    if report.findings:
+        assert "Partition" in report.findings[0].write
+
+
+@pytest.mark.filterwarnings("ignore:.* is recomputed inside torch.compile:RuntimeWarning")  # tests/test_traced.py
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at inputs
+def test_a_plan_that_is_not_in_the_compiled_graph() -> None:
+    """A planned layer with a graph break in it is found by its name."""
+
+    class Breaks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Breaks(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    apply(model, Plan((Choice(("0",)), Choice(("1",)))))
+    compiled = torch.compile(model, backend="aot_eager")
+    with doctor.watch(compiled) as watching:
+        train(compiled, 1)
+    seen = [found.seen for found in watching.report().findings if "the plan is not in the compiled graph" in found.seen]
+    assert len(seen) == 1
+    assert "region 0: " in seen[0]
+
+
 @pytest.mark.parametrize("part", ["whole", "layer"])
 def test_watching_breaks_no_graph(part: str) -> None:
     """A compiled model that is watched is compiled in one piece, as without, and its steps are seen."""
@@ -562,7 +601,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
     arguments = ["--optimizer", "none", "--device", "h100", "--no-hold-output"]
     assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.OK
-    assert "nothing found; 11 kinds looked for" in capsys.readouterr().out
+    assert "nothing found; 12 kinds looked for" in capsys.readouterr().out
     path = tmp_path / "plan.json"
     path.write_text(each("soft").to_json())
     arguments += ["--plan", str(path), "--no-run"]

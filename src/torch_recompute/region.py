@@ -189,6 +189,7 @@ def trace(
 
     def body(*args: Any) -> Any:
         if not torch.compiler.is_compiling():
+            tracing.cut[options.name] += 1
             warnings.warn(_cut_by_a_break(options.name), RuntimeWarning, stacklevel=2)
         return fn(*args, **kwargs)
 

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from . import tracing
 from .devices import ACCELERATOR
 
 _C: Any = torch._C
@@ -299,6 +300,7 @@ def _unseen(fn: Callable[..., Any], *args: Any) -> Any:
 
 # The counter has no reasons; torch's log has them.
 NO_CUDA_GRAPH = "no CUDA graph (cudagraph_skips)"
+CUT_REGION = "the plan is not in the compiled graph: region "
 
 
 def fallbacks() -> dict[str, int]:
@@ -307,7 +309,8 @@ def fallbacks() -> dict[str, int]:
     if utils is None:
         return {}
     counters: Mapping[str, Mapping[str, int]] = utils.counters
-    found = {f"graph break: {_first_line(why)}": count for why, count in counters["graph_break"].items()}
+    found = {f"{CUT_REGION}{name}": count for name, count in tracing.cut.items()}
+    found |= {f"graph break: {_first_line(why)}": count for why, count in counters["graph_break"].items()}
     inductor = counters["inductor"]
     if inductor.get("cudagraph_skips"):
         found[NO_CUDA_GRAPH] = inductor["cudagraph_skips"]
@@ -316,6 +319,16 @@ def fallbacks() -> dict[str, int]:
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in str(text).splitlines() if line.strip()), "")
+
+
+def is_compiled(module: Any) -> bool:
+    """Returns whether a module is what `torch.compile(model)` returned."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def compilers_share() -> float:
+    """Returns the share of activations that compiled code may keep, by torch's own setting; 1.0 where nobody set it."""
+    return float(getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0))
 
 
 def activation_memory_budget(share: float) -> AbstractContextManager[Any] | None:

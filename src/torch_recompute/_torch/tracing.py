@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -100,6 +101,10 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], tagged: Contexts | None)
     if tagged is None:
         return checkpoint(fn, *args, use_reentrant=False)
     return checkpoint(fn, *args, use_reentrant=False, context_fn=tagged)
+
+
+cut: Counter[str] = Counter()
+"""How often each region ran eagerly, as torch's own checkpoint, because something in it could not be compiled."""
 
 
 def say(text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import errors
 from .._text import counted, document, grouped, paragraph, starred, times
-from .._torch.modes import NO_CUDA_GRAPH
+from .._torch.modes import CUT_REGION, NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import Audit
@@ -654,6 +654,12 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
                 "TORCH_LOGS=cudagraphs before the command: torch then says why, and at which line. What regions need "
                 "in CUDA graphs is in docs/cuda-graphs.md."
             )
+        elif reason.startswith(CUT_REGION):
+            what = (
+                "the region ran eagerly, as torch's own checkpoint, because something in it cannot be compiled: what "
+                "the plan keeps in it was recomputed"
+            )
+            write = "torch.compile(..., fullgraph=True) to see the line, and that call outside of the region."
         else:
             what = "the compiled graph was cut in two"
             write = (
@@ -669,6 +675,20 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         )
 
 
+def _masks_drawn_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Dropout in compiled code under a budget of the compiler's own."""
+    for where, modules in grouped(observed.drawn_again, starred).items():
+        yield _found(
+            where,
+            "Its dropout is compiled while torch._functorch.config.activation_memory_budget is below 1: what backward "
+            "runs again may draw other masks than the forward, and gradients are then wrong (pytorch#190758).",
+            "the setting and the modules, after the steps.",
+            'the setting back to 1.0, and torch.compile(model, options=Partition("40%").options) with '
+            "torch_recompute.compiling.Partition, which keeps the masks; or a plan.",
+            modules=len(modules),
+        )
+
+
 # Attributes and tensors that no module owns are not put back by a replay.
 _CHANGED = _audited("mutates", confirmed="each region was run twice, and what was changed outside it was compared.")
 
@@ -678,6 +698,7 @@ CHECKS = (
     Check("not_deterministic", audited=_audited("differs", "flips", "fails")),
     Check("updated_twice", observed=_buffers_updated_twice, audited=_CHANGED),
     Check("reentrant", observed=_reentrant),
+    Check("masks_drawn_again", observed=_masks_drawn_again),
     Check("over_budget", simulated=_over_budget, unless=lambda e: "no budget was given" if e.budget is None else ""),
     Check(
         "fragmentation",

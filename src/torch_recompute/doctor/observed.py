@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch
-from .._torch.modes import fallbacks
+from .._torch.modes import compilers_share, fallbacks, is_compiled
 from ..memory import allocator
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 CLOSELY = 3
 """How many steps are looked at with all hooks."""
+
+
+DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout")  # attributes of modules that draw masks
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Observations:
     trained_plainly: frozenset[str] | None = None  # given a gradient when reentrant checkpoints are plain calls
     parallel: bool = False  # `DistributedDataParallel` is around the model or in it
     fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])  # left to eager execution by `torch.compile`
+    drawn_again: tuple[str, ...] = ()  # modules with dropout, compiled while the compiler's own budget was below 1
     allocator: AllocatorStats | None = None  # None without CUDA
 
     @property
@@ -120,6 +124,7 @@ class StepWatcher:
         found.seconds = between(stamps[first], stamps[-1]) / steps if steps > 0 else 0.0
         seconds = {path: figures.seconds for path, figures in self._figures}
         found.replay_seconds = {path: each for path, each in seconds.items() if each is not None}
+        found.drawn_again = _drawn_again(self._model)
         found.without_grad, found.reentrant = tuple(self._without_grad), tuple(self._reentrant)
         more = {what: count - self._before.get(what, 0) for what, count in fallbacks().items()}
         found.fallbacks = {what: count for what, count in more.items() if count > 0}
@@ -204,6 +209,22 @@ class StepWatcher:
             self._found.gradients[name] += 1
 
         return given
+
+
+def _drawn_again(model: nn.Module) -> tuple[str, ...]:
+    """The modules with dropout in a compiled model whose compiler has a budget of its own."""
+    compiled = any(module.__dict__.get("_compiled_call_impl") or is_compiled(module) for module in model.modules())
+    if not compiled or compilers_share() >= 1:
+        return ()
+    return tuple(
+        path.removeprefix("_orig_mod.")
+        for path, module in model.named_modules()
+        if module.training and any(_is_share(getattr(module, name, 0.0)) for name in DROPOUT)
+    )
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and value > 0
 
 
 def _cuda_device(model: nn.Module) -> torch.device | None:
