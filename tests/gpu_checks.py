@@ -459,6 +459,43 @@ def _flex(layer: Block, attend: Callable[..., Tensor], x: Tensor) -> Tensor:
     return layer.out(attend(q, q, q).transpose(1, 2).reshape(batch, tokens, width))
 
 
+@check("plans, and budgets, in compiled models")
+def compiled(on: str) -> str:
+    from torch_recompute import apply
+    from torch_recompute.compiling import Partition
+
+    large = on == "cuda"
+    model, ids = Model(8 if large else 2, 512 if large else 32).to(on), ids_of(8, 512 if large else 16, on)
+    peaks: dict[str, int] = {}
+
+    def compiled_step(name: str, **options: Any) -> list[Tensor]:
+        torch.compiler.reset()
+        run = torch.compile(model, **(options if large else {"backend": "aot_eager"}))
+        for _ in range(3):  # `reduce-overhead` records in the second
+            got = gradients(lambda: run(ids), model)
+        if large:
+            model.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(ids).backward()
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+        return got
+
+    plain = compiled_step("plain")
+    handle = apply(model, planned(model, keep=("@attention",)))
+    found = [compiled_step("plan"), *([compiled_step("graphs", mode="reduce-overhead")] if large else [])]
+    handle.remove()
+    partition = Partition(0.2)
+    found += [compiled_step("budget", options=partition.options)] if large else []
+    worst = max(apart(plain, got) for got in found)
+    assert worst <= 1e-2, f"gradients of compiled steps differ by {worst:.1e}"
+    if large:
+        assert peaks["plan"] < peaks["plain"], f"the plan's peak is no lower: {peaks}"
+        (one,) = partition.graphs
+        assert peaks["budget"] <= 1.15 * one.peak_bytes, f"{peaks['budget']} bytes, predicted {one.peak_bytes}"
+    return f"gradients within {worst:.1e}; peaks above the start: {peaks or 'not counted on a CPU'}"
+
+
 @check("inputs in host memory, with slow copies")
 def offload(on: str) -> str:
     from torch_recompute import OnHost, recompute

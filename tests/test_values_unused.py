@@ -328,6 +328,8 @@ def test_planned_where_something_looks() -> None:
 
 
 def test_the_former_name_warns() -> None:
-    """`unread` is understood, and says what to write now."""
+    """`unread` is understood as an argument and in a plan, and says what to write now."""
     with pytest.warns(DeprecationWarning, match="values_unused"):
         no_recompute(torch.sin, unread=True)
+    with pytest.warns(DeprecationWarning, match="@values_unused"):
+        assert Choice(("0",), keep=("mlp.2@unread",)) == Choice(("0",), keep=("mlp.2@values_unused",))

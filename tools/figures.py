@@ -179,6 +179,27 @@ def frontier_lost() -> str:
     return _table(("model", "peer", "MiB", "it replays", "ours replays"), rows)
 
 
+def compiled() -> str:
+    """Compiled steps: torch's budgets, and `Partition` at the peaks that they came to."""
+    figures = _result("compiled-cpu")["figures"]
+    pairs = zip(
+        (row for row in figures if row["by"] == "torch" and row["budget"] < 1),
+        (row for row in figures if row["by"] == "Partition"),
+        strict=True,
+    )
+
+    def half(row: dict[str, Any]) -> tuple[str, str, str]:
+        wrong = f"**{row['gradients_off']:.1f}**" if row["gradients_off"] > 1e-3 else "0"
+        return f"{row['peak_mib']:.1f} MiB", f"{row['replayed_gflop']:.2f}", wrong
+
+    rows = [
+        (row["model"], f"{row['budget']:.0%}", *half(row), *half(ours), f"{ours['predicted_mib']:.1f} MiB")
+        for row, ours in pairs
+    ]
+    ways = ("peak", "GFLOP again", "gradients off")
+    return _table(("model", "torch's budget", *ways, *(f"`Partition`: {way}" for way in ways), "predicted peak"), rows)
+
+
 def _title(point: dict[str, Any]) -> str:
     return f"{point['family']} {point['setting']}".strip()
 
@@ -194,4 +215,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "frontier_goals": frontier_goals,
     "frontier_budgets": frontier_budgets,
     "frontier_lost": frontier_lost,
+    "compiled": compiled,
 }

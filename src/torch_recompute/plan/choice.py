@@ -22,6 +22,7 @@ nothing else in the package takes it apart.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
@@ -48,6 +49,15 @@ class Target(str):
     def calls(self) -> str:
         """The kind of the calls, or the name their author gave them; empty where the module is meant."""
         return self.partition("@")[2]
+
+
+def _present(word: str) -> Target:
+    """A word of `keep`, by its present name."""
+    target = Target(word)
+    if target.calls != "unread":
+        return target
+    warnings.warn(f"keep={word!r}: @unread is @{VALUES_UNUSED} now.", DeprecationWarning, stacklevel=4)
+    return Target.of(target.module, VALUES_UNUSED)
 
 
 def joined(path: str, below: str) -> str:
@@ -81,7 +91,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
-        object.__setattr__(self, "keep", tuple(map(Target, self.keep)))
+        object.__setattr__(self, "keep", tuple(map(_present, self.keep)))
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
+FORMER = ("labels", "blocks", "highs")  # names that meant other solvers once; all mean "auto"
 WIDTH = 512  # choices for the end of a model that are kept at each place
 PRICES = 64  # directions in which the distance to the convex hull is looked at
 MOST = 64  # problems that modules which are called several times may give
@@ -193,7 +195,9 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
         BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
         ArgumentError: The solver is unknown, numpy is not installed, or the costs are invalid.
     """
-    if solver != "auto":
+    if solver in FORMER:
+        warnings.warn(f'solver="{solver}" is "auto" now; leave it out.', DeprecationWarning, stacklevel=2)
+    elif solver != "auto":
         raise errors.ArgumentError(f'solver={solver!r} is not a solver.\n  Leave it out; there is one, "auto".')
     curves = _curves(costs)
     if all(curve.least > budget for curve in curves):
