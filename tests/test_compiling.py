@@ -246,6 +246,18 @@ def test_layers_compiled_one_by_one_share_a_budget():
     )
 
 
+def test_symbolic_shapes():
+    """Sizes that are symbols are counted by the batch that they were traced with."""
+    model = Model()
+    wanted = step(model, model)
+    partition = Partition(0.3)
+    grads = step(torch.compile(model, backend=Graphs(partition).backend, fullgraph=True, dynamic=True), model)
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    (one,) = partition.graphs
+    assert one.least_bytes <= one.peak_bytes <= one.budget_bytes < one.plain_peak_bytes
+
+
 def test_a_graph_that_cannot_be_read(monkeypatch):
     """What goes wrong in reading is said with the way out, and the model is as it was."""
 

@@ -196,6 +196,11 @@ def compiled() -> str:
         (row["model"], f"{row['budget']:.0%}", *half(row), *half(ours), f"{ours['predicted_mib']:.1f} MiB")
         for row, ours in pairs
     ]
+    low = (row for row in figures if row["by"] == "its own")
+    rows += [
+        (row["model"], f"(its own: {row['budget']:.0%})", "", "", "", *half(row), f"{row['predicted_mib']:.1f} MiB")
+        for row in low
+    ]
     ways = ("peak", "GFLOP again", "gradients off")
     return _table(("model", "torch's budget", *ways, *(f"`Partition`: {way}" for way in ways), "predicted peak"), rows)
 
