@@ -186,10 +186,11 @@ def test_a_smaller_budget_never_has_a_higher_peak(kind):
         torch.testing.assert_close(a, b)
 
 
-def test_compiled_by_inductor():
+def test_compiled_by_inductor(tmp_path, monkeypatch):
     """In a compiled step masks are the forward's, and the allocator's peak is near the predicted one."""
     from torch.profiler import ProfilerActivity, profile
 
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from the cache has no figures
     model = Model(dropout=0.5)
     partition = Partition(0.3)
     run = torch.compile(model, options=partition.options, fullgraph=True)

@@ -53,6 +53,7 @@ class Chooser:
         joint: The graph.
 
     Attributes:
+        least: The fewest bytes that any choice needs.
         plain: What lives where nothing is run again but what is a part of other kernels.
     """
 
@@ -75,16 +76,13 @@ class Chooser:
         self._costs = Costs(
             {kind: self._options(kind) for kind in self._ways},
             tuple(
-                Segment(f"segment {index}", kind, 0, max([self.plain.gradients[use] for use in span], default=0))
+                Segment(f"segment {index}", kind, 0, max([joint.gradient_bytes[use] for use in span], default=0))
                 for index, (kind, span) in enumerate(zip(self._kinds, self._spans, strict=True))
             ),
         )
-        self._narrow = smallest(self._costs)
-
-    @property
-    def least(self) -> int:
-        """The fewest bytes that any choice needs."""
-        return self._count(self._narrow.options).lives.peak
+        narrow = smallest(self._costs)
+        self._narrow, self._room = self._count(narrow.options), narrow.peak_bytes
+        self.least = self._narrow.lives.peak
 
     def choose(self, budget: int) -> Chosen:
         """Chooses what to save.
@@ -92,9 +90,9 @@ class Chooser:
         Args:
             budget: The most bytes alive at any time, besides what is alive before the step; at least `least`.
         """
-        best = self._count(self._narrow.options)
+        best = self._narrow
         # Segments count together what never lives at once, so the room in which to choose is not the budget.
-        low, high = self._narrow.peak_bytes, 2 * max(budget, self._narrow.peak_bytes)
+        low, high = self._room, 2 * max(budget, self._room)
         for _ in range(TRIES):
             room = (low + high) // 2
             tried = self._count(choose(self._costs, room).options)
@@ -189,7 +187,7 @@ class Chooser:
         before = sum(size for maker, size in makers if self._segment[maker] < index)
         saved = sum(size for maker, size in makers if self._segment[maker] == index)
         forward = [lives.forward[number] - before for number in members if joint.operations[number].required]
-        backward = [lives.backward[use] - lives.gradients[use] - before for use in self._spans[index]]
+        backward = [lives.backward[use] - joint.gradient_bytes[use] - before for use in self._spans[index]]
         mine = set(members)
         again = [one for number in lives.again if number in mine and (one := joint.operations[number]).required]
         return Option(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
@@ -61,7 +62,6 @@ class Operation:
         cost: What running it again costs, in FLOPs and a share for each byte.
         again: Whether it may run again: it draws no random numbers, changes and sends nothing.
         required: Whether the forward's outputs need it; else it runs once, in whichever of the two graphs needs it.
-        needed: Whether backward, or what it may run again, reads a value that it makes.
     """
 
     node: fx.Node
@@ -71,7 +71,6 @@ class Operation:
     cost: float
     again: bool
     required: bool = False
-    needed: bool = False
 
 
 class Use(NamedTuple):
@@ -89,14 +88,12 @@ class Lives(NamedTuple):
     Attributes:
         forward: Bytes alive at each operation of the forward; 0 for one that runs in backward alone.
         backward: Bytes alive at each operation of backward, what is run again for it included.
-        gradients: Of these, bytes of gradients that backward returns.
         again: The operations that are run again.
         saved: Bytes that backward keeps from the forward.
     """
 
     forward: list[int]
     backward: list[int]
-    gradients: list[int]
     again: tuple[int, ...]
     saved: int
 
@@ -112,6 +109,9 @@ class Joint:
     Args:
         graph: The graph, as a partitioner is given it.
         outputs: How many of its outputs the forward returns; the others are gradients.
+
+    Attributes:
+        gradient_bytes: At each operation of backward, bytes of the gradients to be returned that are made by then.
     """
 
     def __init__(self, graph: fx.Graph, outputs: int) -> None:
@@ -122,7 +122,7 @@ class Joint:
         self.index: dict[int, int] = {}  # values by their storage
         leaves = outputs_of(graph)
         self.returned = [node for node in leaves[:outputs] if isinstance(node, fx.Node)]
-        self.gradients = {key for node in leaves[outputs:] if isinstance(node, fx.Node) for key, _ in storages(node)}
+        self._gradients = {key for node in leaves[outputs:] if isinstance(node, fx.Node) for key, _ in storages(node)}
         self.backward = backward_of(graph)
         for node in graph.nodes:
             if node.op == "placeholder" and node not in self.backward:
@@ -141,6 +141,10 @@ class Joint:
                 for value in self._reads([node]):
                     self.values[value].uses.append(len(self.uses) - 1)
         self._mark()
+        self._readers = [sum(self.operations[r].required for r in value.readers) for value in self.values]
+        self._last_read = {key: at for at, use in enumerate(self.uses) for key in use.reads}
+        returned = (sum(size for key, size in use.makes if key in self._gradients) for use in self.uses)
+        self.gradient_bytes = list(accumulate(returned))
 
     def _value(self, key: int, node: fx.Node, size: int, maker: int | None) -> int:
         self.index[key] = len(self.values)
@@ -187,14 +191,8 @@ class Joint:
                 if node not in wanted:
                     wanted.add(node)
                     todo.append(node)
-        needed = [bool(value.uses) for value in self.values]
-        for number in reversed(range(len(self.operations))):
-            one = self.operations[number]
+        for one in self.operations:
             one.required = one.node in wanted
-            one.needed = any(needed[value] for value in one.makes)
-            if one.needed:
-                for value in one.reads:
-                    needed[value] = True
         fusible = [is_pointwise(one.node) for one in self.operations]
         for value in self.values:
             if value.maker is not None and fusible[value.maker] and not value.output:
@@ -211,7 +209,7 @@ class Joint:
         """
         kept = set(saved)
         forward, live = list[int](), 0
-        left = [len([r for r in value.readers if self.operations[r].required]) for value in self.values]
+        left = [*self._readers]
         for one in self.operations:
             if not one.required and not any(value in kept for value in one.makes):
                 forward.append(0)
@@ -240,11 +238,9 @@ class Joint:
         ends: dict[int, list[int]] = {}
         for number, use in last.items():
             ends.setdefault(use, []).append(number)
-        own_last = {key: at for at, use in enumerate(self.uses) for key in use.reads}
         live = sum(self.values[number].bytes for number in there)
         saved = sum(self.values[number].bytes for number in kept)
         backward: list[int] = []
-        gradients: list[int] = []
         alive: dict[int, int] = {}
         for at, use in enumerate(self.uses):
             for number in self._order(use.values, there):
@@ -255,23 +251,19 @@ class Joint:
                 alive[key] = size
                 live += size
             backward.append(live)
-            gradients.append(sum(size for key, size in alive.items() if key in self.gradients))
             for number in ends.get(at, ()):
                 value = self.values[number]
                 if number in there and value.maker is not None and not value.output:
                     live -= value.bytes if number in kept or not value.inside else 0
-            gone = [key for key in (*use.reads, *(key for key, _ in use.makes)) if own_last.get(key, at) <= at]
+            gone = [key for key in (*use.reads, *(key for key, _ in use.makes)) if self._last_read.get(key, at) <= at]
             for key in dict.fromkeys(gone):
-                if key in alive and key not in self.gradients:
+                if key in alive and key not in self._gradients:
                     live -= alive.pop(key)
-        return Lives(forward, backward, gradients, again, saved)
+        return Lives(forward, backward, again, saved)
 
     def again(self, kept: Collection[int]) -> tuple[int, ...]:
         """The operations that backward runs again, in order, if these values are saved."""
-        wanted, found = set[int](), list[int]()
-        for number, value in enumerate(self.values):
-            if value.uses:
-                wanted.add(number)
+        wanted, found = {number for number, value in enumerate(self.values) if value.uses}, list[int]()
         for number in reversed(range(len(self.operations))):
             one = self.operations[number]
             if any(value in wanted and value not in kept and not self.values[value].output for value in one.makes):

@@ -10,7 +10,6 @@ but there are no figures of it here.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from .. import errors
 from .._text import table
 from .._torch.partitioning import CustomPartitionerFn, split, tag
 from ..plan.budget import Budget, read_budget
+from ..plan.solve import bytes_of
 from .choosing import Chooser
 from .joint import Joint
 
@@ -53,7 +53,7 @@ class Partition(CustomPartitionerFn):
         print(partition)
 
     In the place of `torch._functorch.config.activation_memory_budget`, which knows shares only. Here a smaller budget
-    never has a higher peak, and dropout masks are those of the forward.
+    never has a higher predicted peak, and dropout masks are those of the forward.
 
     Counted is what a compiled forward and backward allocate: what is saved, what operations make, the gradients that
     are returned. Parameters, the batch and the optimizer are not. Each graph has the whole budget: compile the whole
@@ -105,24 +105,21 @@ class Partition(CustomPartitionerFn):
             BudgetError: No choice for this graph fits.
             RecomputeError: The graph cannot be read.
         """
-        before = [copy.copy(node.meta) for node in gm.graph.nodes]
+        count = len(gm.graph.nodes)
         try:
             joint = Joint(gm.graph, more["num_fwd_outputs"])
             chooser = Chooser(joint)
             least = chooser.least
         except Exception as error:
             raise errors.RecomputeError(
-                f"Partition cannot read a graph of {len(before)} operations: {type(error).__name__}: {error}.\n"
+                f"Partition cannot read a graph of {count} operations: {type(error).__name__}: {error}.\n"
                 "  Compile without options=partition.options, or leave what is unusual out of what is compiled."
             ) from error
         plain = max(chooser.plain.peak, least)
-        if self._budget.bytes is None:
-            allowed = least + int((self._budget.share or 0) * (plain - least))
-        else:
-            allowed = self._budget.bytes
+        allowed = bytes_of(self._budget, lambda: least, plain, None)
         if allowed < least:
             raise errors.BudgetError(
-                f"a graph of {len(before)} operations needs at least {errors.size(least)}, but budget= allows "
+                f"a graph of {count} operations needs at least {errors.size(least)}, but budget= allows "
                 f"{errors.size(allowed)}. Without a budget it takes {errors.size(plain)}.\n"
                 f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
                 least,
