@@ -18,12 +18,12 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no
 WHEEL := $$(echo dist/*.whl)
 
 # Folders are named as well as files: a deleted file makes its folder newer.
-SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproject.toml README.md LICENSE
+SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproject.toml README.md LICENSE tools/hatch_readme.py
 
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
 
-.PHONY: help demo test quick test-gpu browser lint types wheel bench bench-discard bench-frontier docs pages clean
+.PHONY: help demo test quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -64,6 +64,9 @@ types: $(VENV)/.stamp-dev  ## pyright: strict on src, basic on benchmarks and to
 	$(BIN)/pyright --pythonpath $(BIN)/python -p benchmarks
 
 wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
+
+check-archives: wheel $(VENV)/.stamp-dev  ## what an index of packages would refuse of them
+	$(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## every file of benchmarks, one after the other
 	@set -e; for file in $(sort $(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file; done

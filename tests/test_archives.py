@@ -3,6 +3,7 @@
 import email
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "torch_recompute"
@@ -97,12 +99,54 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
     assert readme.startswith("# torch-recompute")
     required = said.get_all("Requires-Dist") or []
     assert [one for one in required if "extra ==" not in one] == ["torch>=2.11"]
-    extras = said.get_all("Provides-Extra") or []
-    assert {"cli", "plot", "plan", "config", "hf", "dev"} <= set(extras)
+    extras = set(said.get_all("Provides-Extra") or [])
+    assert {"cli", "plot", "plan", "config", "hf", "dev"} <= extras
+    of = {extra: {one.partition(";")[0] for one in required if one.endswith(f"'{extra}'")} for extra in extras}
+    assert of["all"] == set().union(*(of[extra] for extra in extras - {"all", "dev", "docs"})) > of["hf"]
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entries = wheel.read(name).decode()
     assert "torch-recompute = torch_recompute_cli:main" in entries
     assert "[pytest11]\ntorch_recompute_pytest = torch_recompute_pytest" in entries
+
+
+def test_an_index_takes_the_archives(folder: Path, wheel: zipfile.ZipFile) -> None:
+    """`twine check` finds nothing to complain of, and the links of the readme lead to the repository."""
+    assert not re.findall(r"\]\((?!https://)", str(metadata(wheel).get_payload()))
+    pytest.importorskip("twine", reason="twine is not installed (its pins need Python 3.11)")
+    argv = [sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(folder.iterdir()))]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_what_is_said_of_the_project_agrees(wheel: zipfile.ZipFile) -> None:
+    """Version, Pythons, needs and addresses are the same in wheel, workflow, recipe, citation and badges."""
+    yaml = pytest.importorskip("yaml")
+    said = metadata(wheel)
+    pythons = [c.rpartition(" ")[2] for c in said.get_all("Classifier") or [] if re.search(r":: 3\.\d+$", c)]
+    home = dict(url.split(", ") for url in said.get_all("Project-URL") or [])["Homepage"]
+    workflow, recipe, citation = (
+        yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+        for name in (".github/workflows/ci.yml", "conda/recipe.yaml", "CITATION.cff")
+    )
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == pythons
+    targets = re.findall(r"run: make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert targets == [target for target in targets if f"\n{target}:" in makefile] != []
+    assert said["Version"] == citation["version"] == recipe["context"]["version"]
+    assert recipe["context"]["python_min"] == pythons[0] == said["Requires-Python"].removeprefix(">=")
+    required = [Requirement(one) for one in said.get_all("Requires-Dist") or []]
+    wanted = [r for r in required if not r.marker or re.fullmatch(r"extra == .(cli|plan).", str(r.marker))]
+    needed = {(r.name, str(r.specifier)) for r in wanted}
+    python, *others = recipe["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert {(r.name.removeprefix("py"), str(r.specifier)) for r in map(Requirement, others)} == needed
+    assert home == citation["repository-code"] == recipe["about"]["repository"]
+    badges = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n\n")[2].partition("\n\n")[0]
+    assert f"{home}/actions/workflows/ci.yml" in badges
+    assert f"python-{pythons[0]}_to_{pythons[-1]}-" in badges
+    assert "torch-2.11_or_newer-" in badges
+    assert said["License-Expression"].replace("-", "--") in badges
 
 
 USERS_TESTS = """
