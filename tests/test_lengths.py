@@ -118,7 +118,7 @@ def test_a_budget_for_everything_has_one_size() -> None:
         ((at(8),), [4, (at(8),)], "sizes holds lengths of sequences and tuple"),
         ((at(8),), [4, 0], "sizes holds lengths of sequences and int: 0"),
         ((at(8),), [True, 4], "sizes holds lengths of sequences and bool"),
-        ((), [4, 8], "the call has no tensor"),
+        ((), [4, 8], "missing a required argument: 'ids'"),
         ((torch.zeros(8),), [4], r"the call has a first tensor of shape \(8,\)"),
         ((torch.zeros(2, 2),), "all", r"a first tensor of shape \(2, 2\), in which it could be two"),
         ((torch.zeros(1, 3, 8, 8),), "all", r"a first tensor of shape \(1, 3, 8, 8\)"),

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader
 
 import torch_recompute
 from laws.watch import Turns, vector
@@ -168,10 +169,19 @@ class Scale(torch.nn.Module):
         return (x * self.weight + self.offset).sin().exp()
 
 
+def loads(made: object) -> None:
+    """Loads what a function of the user makes."""
+    with patch.dict(sys.modules, {"mine": types.SimpleNamespace(model=lambda: made)}):  # type: ignore[dict-item]
+        models.load("mine:model")
+
+
+STAGED = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
 def plans_stages(**options: Any) -> None:
     """Plans two stages of one layer each, whatever is said wrong."""
     said: dict[str, Any] = {"budget": 2**30, "stages": Stages("GPipe", pipeline=2, microbatches=2), **options}
-    model = said.pop("model", torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    model = said.pop("model", STAGED)
     sizes = "sizes" in options
     make_plan(model, () if sizes else (torch.ones(8, 4),), device="h100", **{"loss": torch.sum, **said})
 
@@ -839,8 +849,21 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), (vector(),), optimizer=len),
     # the lens
     lambda: saved_activations(vector(), ()),
-    lambda: saved_activations(torch.exp, vector()),
+    lambda: saved_activations(torch.exp, 3),
     lambda: saved_activations(torch.exp, (), [("input", 1)]),
+    # a batch
+    lambda: make_plan(nn_linear(), [vector(), torch.ones(3)], budget=0.4),
+    lambda: audit(nn_linear(), (vector(), vector())),
+    lambda: simulate(nn_linear(), {"input": vector(), "labels": vector()}),
+    lambda: simulate(nn_linear(), {"inputs": vector()}),
+    lambda: make_plan(nn_linear(), budget=0.4),
+    lambda: simulate(nn_linear(), DataLoader([vector()])),
+    lambda: simulate(nn_linear(), {"input": [[1, 2], [3, 4]]}),
+    lambda: simulate(nn_linear(), {3: vector()}),
+    # an optimizer
+    lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
+    lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),
+    lambda: simulate(nn_linear(), vector(), optimizer=torch.optim.SGD(nn_linear().parameters())),
     lambda: audit(torch.nn.Linear(3, 3), (vector(),), modules="layers.*"),
     lambda: audit(Opaque().__repr__, (), modules=["0"]),
     lambda: audit(torch.nn.Sequential(Scale()), (vector(),), modules=["layers.*"]),
@@ -928,6 +951,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # torch-recompute plan
     lambda: models.load("math:sin", torch.float16),
     lambda: models.batch_for(nn.Linear(1, 1), "mine:model"),
+    lambda: loads((nn_linear(), [vector(), vector()])),
     lambda: models.batch_for(described("pixel_values", image_size=8), "vit-h", sequence=8),
     lambda: models.batch_for(described("input_ids", max_position_embeddings=8), "gpt2-xl", sequence=9),
     lambda: plans("math:sin", "--budget", "1GiB", "--batch", "0"),
@@ -1020,7 +1044,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: plans_stages(stages=4),
     lambda: plans_stages(budget=[1, 2, 3]),
     lambda: plans_stages(budget="fit"),
-    lambda: plans_stages(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])),
+    lambda: plans_stages(model=STAGED, optimizer=torch.optim.SGD(STAGED.parameters())),
     lambda: plans_stages(model=Twice(), loss=torch.sum),
     lambda: plans_stages(sizes=[(vector(),)]),
     lambda: plans_stages(offload=True),

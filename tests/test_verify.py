@@ -160,7 +160,7 @@ def test_keywords_and_nested_arguments() -> None:
     ("call", "message"),
     [
         (lambda: verify(torch.sin, plan=Plan()), "needs a torch.nn.Module and a Plan"),  # type: ignore[arg-type]
-        (lambda: verify(model(), batch(), plan=Plan()), "takes the positional arguments of one call as a tuple"),  # type: ignore[arg-type]
+        (lambda: verify(model(), 3, plan=Plan()), "takes the arguments of one call"),  # type: ignore[arg-type]
         (lambda: verify(model(), (), [1], plan=Plan()), "as a dict of names to values"),  # type: ignore[arg-type]
         (lambda: verify(model(), (batch(),), plan=Plan((Choice(("9",)),))), "has no module '9'"),
     ],

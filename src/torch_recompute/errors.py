@@ -8,6 +8,9 @@ what to write; `tests/test_messages.py` raises each of them through the public A
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
 from torch.utils.checkpoint import CheckpointError
 
 
@@ -81,9 +84,37 @@ def kind(value: object) -> str:
 
 
 def say(value: object) -> str:
-    """Describes a value by its type and its shape, where it has one, else by its beginning."""
+    """Describes a value: a tensor by its shape, a container by what is in it, others by their beginning."""
+    if getattr(value, "shape", None) is None and isinstance(value, (tuple, list, Mapping)):
+        return f"{kind(value)}: {_inside(value)}"
+    text = _inside(value)
+    return text if text == kind(value) or hasattr(value, "shape") else f"{kind(value)}: {text}"
+
+
+def _inside(value: Any, deep: int = 2) -> str:
+    """A value as it is said inside of another; of tensors no value is shown."""
     shape = getattr(value, "shape", None)
-    return f"{kind(value)}: {repr(value)[:80]}" if shape is None else f"{kind(value)} of shape {tuple(shape)}"
+    if shape is not None:
+        return f"{kind(value)} of shape {tuple(shape)}"
+    if isinstance(value, (tuple, list, Mapping)) and (deep == 0 or len(value) > MANY):  # pyright: ignore[reportUnknownArgumentType]
+        return f"{kind(value)} of {len(value)}"  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, Mapping):
+        named = cast("Mapping[Any, Any]", value)
+        return "{" + ", ".join(f"{key!r}: {_inside(one, deep - 1)}" for key, one in named.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        parts = [_inside(one, deep - 1) for one in cast("Sequence[Any]", value)]
+        inside = ", ".join(parts) + "," * (isinstance(value, tuple) and len(parts) == 1)
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    text = repr(value)
+    return kind(value) if "tensor(" in text or " object at 0x" in text else text[:80]
+
+
+MANY = 12  # parts of a container that are described one by one
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in quotes, one after the other; "nothing" if there are none."""
+    return ", ".join(map(repr, names)) or "nothing"
 
 
 def size(count: int, up: bool = False) -> str:

@@ -7,13 +7,14 @@ which categories of memory, and at which operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from . import errors
+from .arguments import Batch, call_of
 from .doctor.verify import Verification, compare_calls, verify
 from .memory.measurement import Measurement
 from .plan import Plan
@@ -24,8 +25,8 @@ __all__ = ["assert_same_gradients", "check_peak", "read_limit"]
 
 def assert_same_gradients(
     model: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
     plain: Callable[..., Any] | None = None,
@@ -33,16 +34,16 @@ def assert_same_gradients(
 ) -> Verification:
     """Fails if a step leaves another output, gradient, buffer or random state with regions than without.
 
-        assert_same_gradients(model, (batch,), plan=plan)           # a model, and the plan to be applied
-        assert_same_gradients(with_regions, (batch,), plain=block)  # a module or function with regions in its code
+        assert_same_gradients(model, batch, plan=plan)           # a model, and the plan to be applied
+        assert_same_gradients(with_regions, batch, plain=block)  # a module or function with regions in its code
 
     On a CPU the same means the same bits; where two plain steps differ, no more than they do. Everything is left as it
     was.
 
     Args:
         model: The model without a plan in it, or with `plain` what has regions.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
         plan: The plan that is to change nothing.
         plain: The same as `model`, without regions: another object with the same names of parameters, or one that
             shares them.
@@ -60,13 +61,14 @@ def assert_same_gradients(
         raise errors.ArgumentError(
             "assert_same_gradients needs to know what to compare with, but got "
             f"{'neither plan= nor plain=' if plan is None else 'both plan= and plain='}.\n"
-            "  Write assert_same_gradients(model, (x,), plan=plan) for a plan, or "
-            "assert_same_gradients(with_regions, (x,), plain=without) for regions in the code."
+            "  Write assert_same_gradients(model, x, plan=plan) for a plan, or "
+            "assert_same_gradients(with_regions, x, plain=without) for regions in the code."
         )
+    call = call_of("assert_same_gradients", model, args, kwargs)
     if plain is not None:
-        found = compare_calls(model, plain, args, kwargs, loss=loss)
+        found = compare_calls(model, plain, *call, loss=loss)
     else:
-        found = verify(cast("nn.Module", model), args, kwargs, plan=cast("Plan", plan), loss=loss)
+        found = verify(cast("nn.Module", model), *call, plan=cast("Plan", plan), loss=loss)
     if not found:
         raise AssertionError(str(found))
     return found

@@ -27,9 +27,10 @@ import torch
 from .. import RecomputeConfig, __version__, errors
 from ..plan.budget import read_budget
 from ..plan.settings import BLOCK_FLAG, GRANULARITY_FLAG, add_others_to, content_of
+from ..simulation.step import OPTIMIZERS
 from . import output as out
 from . import trials
-from .models import DTYPES, OPTIMIZERS, PRESETS
+from .models import DTYPES, PRESETS
 from .output import GIB, MIB
 from .trials import DONE, MISMATCH, NO_PLAN, OUT, REFUSED, Ranks, Record, Setting, TrialTask, Workload, worst
 
@@ -644,7 +645,7 @@ def add_command(commands: Any) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=about)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (the model's own)")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help=f"({Workload.optimizer})")
+    parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} ({Workload.optimizer})")
     parser.add_argument("--device", choices=trials.DEVICES, help="(cuda where there is one)")
     parser.add_argument(
         "--capacity", metavar="BYTES", help="what a process may take for the step, as 2GiB: a device of that size"

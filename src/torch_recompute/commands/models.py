@@ -18,7 +18,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from importlib.resources import files
@@ -29,19 +29,16 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from ..arguments import ExampleCall, call_of
 from ..memory.loop import COMMON, Loop
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.solve import frontier, planned
 from ..planner.planner import Loss, Planner
 from ..planner.prices import DEVICES
+from ..simulation.step import OPTIMIZERS, optimizer_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "none": None,
-}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
 """Configurations by name; fields that are the default of their `model_type` are left out."""
 SEQUENCE = 4096
@@ -52,12 +49,9 @@ STEP_WORDS = ("model", "batch", "sequence", "dtype", "optimizer", "device")
 
 _MODEL = "Write pkg.module:name, or the path of a Hugging Face config.json or of its folder."
 _OWN = (
-    "a function pkg.module:name that returns (model, batch), or (model, batch, loss), the batch a tuple of arguments "
-    "or a dict of keywords"
+    "a function pkg.module:name that returns (model, batch), or (model, batch, loss), the batch a tensor, a tuple of "
+    "arguments or a dict of keywords"
 )
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 def model_help(weights: str) -> str:
@@ -65,7 +59,7 @@ def model_help(weights: str) -> str:
     return (
         f"one of {', '.join(PRESETS)}; or the config.json (or its folder) of a Hugging Face model, which is built "
         f"{weights}; or pkg.module:name of a function that returns (model, batch) or (model, batch, loss), where batch "
-        "is a tuple of arguments or a dict of keyword arguments, and loss makes a scalar of the model's output"
+        "is a tensor, a tuple of arguments or a dict of keyword arguments, and loss makes a scalar of the output"
     )
 
 
@@ -86,7 +80,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Gives a command the rest of a step: the optimizer and the device."""
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="(adamw)")
+    parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (adamw)")
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
     )
@@ -144,7 +138,7 @@ class Loaded(NamedTuple):
     """A model, and the call that it is to be trained with, where the user has said one."""
 
     model: nn.Module
-    call: Call | None = None
+    call: ExampleCall | None = None
     loss: Loss = None
 
 
@@ -195,8 +189,8 @@ def _first_line(error: Exception) -> str:
 def _makes_no_module(model: str, made: object) -> errors.ArgumentError:
     return errors.ArgumentError(
         f"MODEL is {model!r}, which gives {errors.say(made)}; expected a torch.nn.Module, or a function that returns "
-        "one, or one and its batch (a tuple of arguments, or a dict of keyword arguments), and a function for its "
-        "loss."
+        "one, or one and its batch (a tensor, a tuple of arguments, or a dict of keyword arguments), and a function "
+        "for its loss."
     )
 
 
@@ -221,10 +215,12 @@ def _from_python(model: str, where: str, name: str) -> Loaded:
     if isinstance(made, nn.Module):
         return Loaded(made)
     parts: list[Any] = [*cast("tuple[Any, ...]", made)] if isinstance(made, tuple) else []
-    right = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and isinstance(parts[1], (tuple, dict))
-    if not right or not all(map(callable, parts[2:])):
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or not all(map(callable, parts[2:])):
         raise _makes_no_module(model, made)
-    call: Any = (parts[1], {}) if isinstance(parts[1], tuple) else ((), parts[1])
+    try:
+        call = call_of(name, *parts[:2])
+    except errors.ArgumentError as error:
+        raise errors.ArgumentError(f"MODEL is {model!r}, and its batch does not fit: {_first_line(error)}.") from error
     return Loaded(parts[0], call, *parts[2:])
 
 
@@ -326,7 +322,7 @@ def random_batch(
     return {name: drawn.get(id(value), value) for name, value in batch.items()}
 
 
-def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, Call, Loss, bool]:
+def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, ExampleCall, Loss, bool]:
     """The model of a command line, its call and loss, and whether it was built here, on the meta device."""
     check_sizes(args)
     model, call, loss = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
@@ -344,7 +340,7 @@ class Step:
 
     word: str
     model: nn.Module
-    call: Call
+    call: ExampleCall
     optimizer: str
     device: str | None
     offload: bool | str = False
@@ -354,11 +350,12 @@ class Step:
     @staticmethod
     def of(args: argparse.Namespace) -> Step:
         """The step of a command line."""
+        optimizer_of("--optimizer", args.optimizer)
         model, call, loss, _ = load_with_batch(args)
         meta = all(parameter.is_meta for parameter in model.parameters())
         device = args.device or ("h100" if meta else None)
         offload = getattr(args, "offload", False)
-        return Step(args.model, model, call, args.optimizer or "adamw", device, offload, loss, loop_of(args))
+        return Step(args.model, model, call, (args.optimizer or "adamw").lower(), device, offload, loss, loop_of(args))
 
     @property
     def how(self) -> dict[str, Any]:

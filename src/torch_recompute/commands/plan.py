@@ -24,6 +24,7 @@ from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from ..planner.planner import Planner
+from ..simulation.step import optimizer_of
 from .models import (
     DTYPES,
     Step,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
+RANK_OPTIMIZERS = ("adamw", "sgd", "none")
 SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
@@ -245,6 +247,10 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         why = "the schedule of a pipeline says what a rank holds"
         raise errors.ArgumentError(_goes_without(said, option, why))
     check_sizes(args)
+    optimizer_of("--optimizer", args.optimizer)
+    if args.optimizer not in RANK_OPTIMIZERS:
+        why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
+        raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))
     return Layout(**given, sequence_parallel=args.sequence_parallel, batch=args.batch)
 
 

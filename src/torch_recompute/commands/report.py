@@ -25,12 +25,14 @@ import torch
 from torch import nn
 
 from .. import errors
+from ..arguments import Batch, call_of
 from ..plan.plan import Plan
 from ..planner.planner import Loss, MakeOptimizer
 from ..planner.prices import DEVICES
+from ..simulation.step import OPTIMIZERS, optimizer_of
 from . import models
 from . import output as out
-from .models import DTYPES, OPTIMIZERS, POINTS, STEP_WORDS, Step
+from .models import DTYPES, POINTS, STEP_WORDS, Step
 from .output import GIB, MIB, OK, Output
 from .report_data import Clock, Reported, collect
 
@@ -68,8 +70,8 @@ LABELS = {
 def report(
     plan: Plan,
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
@@ -79,7 +81,7 @@ def report(
 ) -> str:
     """A page on a plan: memory over the step, what other budgets would cost, and the placements.
 
-        Path("report.html").write_text(report(plan, model, (batch,), optimizer=torch.optim.AdamW))
+        Path("report.html").write_text(report(plan, model, batch, optimizer="adamw"))
 
     The step is that of the training loop that the plan was made for. It is simulated some `points` + 2 times, and the
     model is profiled once; what a profile runs is said at `profile`.
@@ -87,10 +89,10 @@ def report(
     Args:
         plan: The plan, from a budget, a configuration or written by hand.
         model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
         loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        optimizer: See `simulate`.
         device: What the seconds are of; see `make_plan`.
         points: How many plans along the curve of budget against seconds there are at most; 0 for none.
         title: What the page is called; by default the model's class.
@@ -102,8 +104,10 @@ def report(
         ArgumentError: The plan does not fit the model, or see `simulate` and `make_plan`.
     """
     _check_points(points)
-    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "loop": plan.loop}
-    clock = Clock(model, args, kwargs, **step)
+    call = call_of("report", model, args, kwargs, a_module=True)
+    make = optimizer_of("report", optimizer, model)
+    step: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "loop": plan.loop}
+    clock = Clock(model, *call, **step)
     return render(_document(collect(plan, clock.frontier(plan, points), clock, title=title)))
 
 

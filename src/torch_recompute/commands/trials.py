@@ -41,8 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import Plan, RecomputeConfig, apply, errors, make_plan, measure, simulate
 from .._torch import tree_flatten, tree_leaves, tree_unflatten
 from ..errors import ArgumentError, BudgetError, MismatchError
-from ..simulation.step import any_loss
-from .models import DTYPES, OPTIMIZERS, batch_for, load, random_batch
+from ..simulation.step import OPTIMIZERS, any_loss, optimizer_of
+from .models import DTYPES, batch_for, load, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 
 LOOK = 0.05  # seconds
@@ -87,7 +87,6 @@ class Workload:
                 whole_number(option, value)
         for option, value, known in (
             ("--dtype", self.dtype or "bf16", DTYPES),
-            ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--device", self.device, DEVICES),
         ):
             if value not in known:
@@ -95,6 +94,7 @@ class Workload:
                     f"{option} is {value}; expected one of {', '.join(known)}. Write for example {option} "
                     f"{next(iter(known))}"
                 )
+        optimizer_of("--optimizer", self.optimizer)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import contextlib
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._text import at_work, counted, grouped, paragraph, starred_path, table, times
-from ..arguments import Captures, check_call, each_once, rebuild
+from ..arguments import Batch, Captures, call_of, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
 from ..engine.slots import Packed, Stop, unpack
@@ -132,15 +132,15 @@ def _look(row: AuditRow) -> AuditRow:
 
 def audit(
     model: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     modules: Sequence[str] = (),
     perturb: float = 0.0,
 ) -> Audit:
     """Runs each region of a model twice and names what differs, what syncs, what mutates.
 
-        found = audit(model, (batch,))
+        found = audit(model, batch)
         print(found)
         assert found, found
 
@@ -155,8 +155,8 @@ def audit(
 
     Args:
         model: A module with a plan, or any callable that calls regions.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
         modules: Paths of modules, or globs over paths such as "layers.*": these are made regions for the time of the
             audit. For a model that has none yet.
         perturb: Run each region a third time with its floating inputs off by this much, relative to themselves (0.002
@@ -166,10 +166,10 @@ def audit(
         The rows. True if there are none.
 
     Raises:
-        ArgumentError: `model` cannot be called, `args` is no tuple, `kwargs` no dict; nothing is called `modules`, or
-            the model calls no region; `perturb` is no number from 0 to 1.
+        ArgumentError: `model` cannot be called, or not with this batch; nothing is called `modules`, or the model calls
+            no region; `perturb` is no number from 0 to 1.
     """
-    check_call("audit", model, args, kwargs)
+    call = call_of("audit", model, args, kwargs, loss=False)
     if not isinstance(perturb, (int, float)) or isinstance(perturb, bool) or not 0 <= perturb <= 1:
         raise errors.ArgumentError(
             f"audit(perturb=...) is how much to change the inputs of each region relative to themselves, a number from "
@@ -177,12 +177,12 @@ def audit(
             "  Write perturb=0.002, half a step of bfloat16."
         )
     with at_work(f"auditing {getattr(model, '__name__', type(model).__name__)}"), _placed(model, modules):
-        found = _audit(model, args, kwargs or {}, float(perturb))
+        found = _audit(model, *call, float(perturb))
     if not found.regions:
         raise errors.ArgumentError(
             f"audit: {getattr(model, '__name__', type(model).__name__)} called no region that backward would replay, "
             "so there is nothing to run twice.\n"
-            '  Name the modules to look at, audit(model, (x,), modules=["layers.*"]), or place regions first: '
+            '  Name the modules to look at, audit(model, x, modules=["layers.*"]), or place regions first: '
             "recompute(fn), apply(model, plan). A region whose inputs and parameters require no grad is never replayed."
         )
     return found
@@ -194,7 +194,7 @@ def _placed(model: Any, patterns: Sequence[str]) -> Generator[None]:
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise errors.ArgumentError(
             f"audit(modules=...) takes a list of paths or globs, but got {errors.say(patterns)}\n"
-            '  Write audit(model, (x,), modules=["layers.*"]); paths are those of model.named_modules().'
+            '  Write audit(model, x, modules=["layers.*"]); paths are those of model.named_modules().'
         )
     if not patterns:
         yield

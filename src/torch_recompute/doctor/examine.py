@@ -13,7 +13,7 @@ reads what a training that runs anyway shows. Everything is counted, compared or
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,13 @@ from torch import nn
 
 from .. import _torch, errors
 from .._text import at_work
-from ..arguments import check_call
+from ..arguments import Batch, call_of
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
 from ..planner.planner import Loss, MakeOptimizer
-from ..simulation.step import loss_of
+from ..simulation.step import loss_of, optimizer_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
 from .evidence import ModelCall
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 def examine(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
     budget: int | float | str | None = None,
@@ -56,7 +56,7 @@ def examine(
 ) -> Report:
     """Looks for what keeps recomputation from helping: why it is still out of memory, slow, or wrong.
 
-        report = doctor.examine(model, (batch,), plan=plan, budget="24GiB", optimizer=torch.optim.AdamW)
+        report = doctor.examine(model, batch, plan=plan, budget="24GiB", optimizer="adamw")
         print(report)
         assert report, report
 
@@ -66,12 +66,12 @@ def examine(
 
     Args:
         model: The model. Regions in its own code, and a plan that is in it already, are looked at as well.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
         plan: The plan that is to be looked at, for a model that has none in it.
         budget: The most bytes alive at any time of the step; see `make_plan`.
         loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        optimizer: See `simulate`.
         device: What seconds are of, and where the simulated step is to run; see `profile`.
         run: Whether to run steps: by default where nothing of the model and the batch is on meta.
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two. Where
@@ -85,7 +85,8 @@ def examine(
     Raises:
         ArgumentError: An argument is not of its kind; the plan does not fit the model; `run=True` for a model on meta.
     """
-    check_call("doctor.examine", model, args, kwargs, a_module=True)
+    args, kwargs = call_of("doctor.examine", model, args, kwargs, a_module=True)
+    optimizer = optimizer_of("doctor.examine", optimizer, model)
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     loop = Loop(hold_output, accumulate, set_to_none)
@@ -100,7 +101,7 @@ def examine(
         )
     running = not on_meta and run is not False
     with at_work(f"examining {type(model).__name__}"):
-        call = model, args, kwargs or {}
+        call = model, args, kwargs
         steps = SimulatedSteps(*call, plan=plan, loop=loop, loss=loss, optimizer=optimizer, device=device)
         missing: dict[str, str] = {}
         simulated: SimulatedSteps | None = None

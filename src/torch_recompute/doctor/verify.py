@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import errors
 from .._text import at_work, counted, paragraph
-from ..arguments import check_call
+from ..arguments import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..simulation.step import any_loss
 from .evidence import KINDS, Difference, ModelCall, Noise, differences
@@ -113,15 +113,15 @@ class Verification:
 
 def verify(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Verification:
     """Compares a step with a plan to the plain step: outputs, gradients, buffers, random states, attributes, routing.
 
-        found = verify(model, (batch,), plan=plan)
+        found = verify(model, batch, plan=plan)
         assert found, found
 
     The model runs as it is, in the mode that it is in, three times: twice without the plan, which shows how far two
@@ -132,8 +132,8 @@ def verify(
 
     Args:
         model: The model, without a plan in it.
-        args: The positional arguments of the call. Tensors are copied; those that require grad are compared, too.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`. Tensors are copied; those that require grad are compared, too.
+        kwargs: More keyword arguments of the call.
         plan: The plan.
         loss: From the model's output to a scalar; by default the output's `.loss`, else the mean of its first floating
             tensor. It is the same for both steps.
@@ -146,11 +146,11 @@ def verify(
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
-    check_call("verify", model, args, kwargs)
+    call = call_of("verify", model, args, kwargs)
     apply(model, plan).remove()
     likely, tried = (), False
     with at_work(f"verifying {type(model).__name__}"):
-        comparison = _Comparison(ModelCall(model, args, kwargs or {}), loss or any_loss)
+        comparison = _Comparison(ModelCall(model, *call), loss or any_loss)
         found, flipped = comparison.with_plan(model, plan)
         if found and found[0].kind != "error":  # what raised has said where
             likely, tried = comparison.likely_regions(model, plan, found, flipped)
@@ -160,8 +160,8 @@ def verify(
 def compare_calls(
     tested: Callable[..., Any],
     plain: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Verification:
@@ -169,10 +169,9 @@ def compare_calls(
 
     They have the same names of parameters, or share them.
     """
-    for one in (tested, plain):
-        check_call("assert_same_gradients", one, args, kwargs)
-    comparison = _Comparison(ModelCall(plain, args, kwargs or {}), loss or any_loss)
-    found = comparison.with_call(ModelCall(tested, args, kwargs or {}))
+    call = call_of("assert_same_gradients", plain, args, kwargs)
+    comparison = _Comparison(ModelCall(plain, *call), loss or any_loss)
+    found = comparison.with_call(ModelCall(tested, *call))
     return comparison.result(getattr(tested, "__name__", type(tested).__name__), 0, found)
 
 

@@ -33,7 +33,7 @@ from torch import nn
 from .. import arguments
 from .._text import counted, grouped, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
-from ..arguments import Captures, check_call
+from ..arguments import Batch, Captures, call_of
 from ..state import DEFAULT
 from .ledger import storages
 from .operations import Allocation, Allocations
@@ -44,11 +44,11 @@ _LINES = 40
 
 
 def saved_activations(
-    model: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    model: Callable[..., Any], args: Batch = (), kwargs: Mapping[str, Any] | None = None
 ) -> SavedActivations:
     """Lists what a forward keeps for backward: by module, by line, by storage.
 
-        kept = saved_activations(model, (batch,))
+        kept = saved_activations(model, batch)
         print(kept)
         kept.total_bytes, kept.by_module(), kept.by_line(), kept.by_kind()
 
@@ -58,22 +58,22 @@ def saved_activations(
 
     Args:
         model: A module or another callable.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
 
     Returns:
         The rows, one per storage, and their sums.
 
     Raises:
-        ArgumentError: `model` cannot be called, `args` is no tuple or `kwargs` no dict.
+        ArgumentError: `model` cannot be called, or not with this batch.
     """
-    check_call("saved_activations", model, args, kwargs)
-    values = [*args, *(kwargs or {}).values()]
+    call = call_of("saved_activations", model, args, kwargs, loss=False)
+    values = [*call[0], *call[1].values()]
     reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
     attributes = [vars(module) for module in reach.modules]
     inside = [value for held in attributes for value in held.values() if type(value) in (list, dict, set)]
     with _contents_as_before([*attributes, *inside]):
-        return _look(model, args, kwargs or {}, reach)
+        return _look(model, *call, reach)
 
 
 def _look(

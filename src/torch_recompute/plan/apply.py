@@ -22,8 +22,10 @@ from torch import nn
 
 from .. import errors
 from .._text import at_work
+from ..arguments import Batch, call_of
 from ..memory.loop import Loop
 from ..simulation import Simulation, simulate_step
+from ..simulation.step import MakeOptimizer, optimizer_of
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined
 from .exhausted import planned_models
@@ -250,12 +252,12 @@ def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
 
 def simulate(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
     hold_output: bool = True,
     accumulate: int = 1,
@@ -264,7 +266,7 @@ def simulate(
 ) -> Simulation:
     """Simulates a training step on fake tensors: its memory and its FLOPs, without running anything.
 
-        result = simulate(model, (batch,), plan=plan, optimizer=torch.optim.AdamW)
+        result = simulate(model, batch, plan=plan, optimizer="adamw")
         print(result)
         result.peak_bytes, result.by_category, result.saved_by_module, result.flops["replay"]
 
@@ -289,14 +291,14 @@ def simulate(
     Args:
         model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded
             parameters (`fully_shard`) are refused.
-        args: The positional arguments of one call. Nothing in them is changed; they may be on the meta device, where
-            integers are taken to be ones.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`. Nothing in it is changed; it may be on the meta device, where integers are
+            taken to be ones.
+        kwargs: More keyword arguments of the call.
         plan: A plan to apply to the copy.
         loss: From the model's output to a scalar. It may be left out where the output has a `.loss` or `["loss"]`, or
             where one scalar in it requires grad.
-        optimizer: From a list of parameters to an optimizer (`torch.optim.AdamW`), or an optimizer of the model's
-            parameters; without one the step ends after backward.
+        optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
+            optimizer of the model's parameters; without one the step ends after backward.
         device: Where the step is to run: "cpu", or the accelerator of this machine; by default where the model is, and
             for one on meta the accelerator if there is one, else the CPU.
         hold_output: Whether the output is alive until the next forward returns; else it is gone in backward.
@@ -318,7 +320,9 @@ def simulate(
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     prepare = None if plan is None else partial(apply, plan=plan)
+    call = call_of("simulate", model, args, kwargs, a_module=True)
+    make = optimizer_of("simulate", optimizer, model)
     loop = Loop(hold_output, accumulate, set_to_none)
-    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "loop": loop, "rounding": rounding}
+    how: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "loop": loop, "rounding": rounding}
     with at_work(f"simulating {type(model).__name__}"):
-        return simulate_step(model, args, kwargs, prepare=prepare, **how)
+        return simulate_step(model, *call, prepare=prepare, **how)

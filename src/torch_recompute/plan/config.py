@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .. import errors
+from ..arguments import Batch, call_of
 from ..memory import saved_activations
 from ..memory.operations import ModuleStack
 from ..values import thread
@@ -154,14 +155,14 @@ class RecomputeConfig:
         said = ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items())
         return f"RecomputeConfig({said})"
 
-    def plan(self, model: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> Plan:
+    def plan(self, model: Any, args: Batch | None = None, kwargs: Mapping[str, Any] | None = None) -> Plan:
         """Finds the regions that these settings mean in a model.
 
         Args:
             model: The whole model, or one stage or chunk of a pipeline.
-            args: Positional arguments of an example call. With one, labels may be names of calls, and each label is
-                tried by a forward of its own; without, nothing is run.
-            kwargs: Keyword arguments of the example call.
+            args: A batch, see `make_plan`. With one, labels may be names of calls, and each label is tried by a forward
+                of its own; without, nothing is run.
+            kwargs: More keyword arguments of the call.
 
         Returns:
             A plan for `apply`; an empty one where the settings ask for nothing.
@@ -178,7 +179,9 @@ class RecomputeConfig:
             raise errors.ArgumentError(
                 f"RecomputeConfig.plan(model) needs a torch.nn.Module, but got {errors.kind(model)}.{each}"
             )
-        example = None if args is None and kwargs is None else (args or (), dict(kwargs or {}))
+        example = None
+        if args is not None or kwargs is not None:
+            example = call_of("RecomputeConfig.plan", model, () if args is None else args, kwargs, loss=False)
         labels = tuple(dict.fromkeys(self.recompute_modules or ()))
         if self.recompute_granularity == FULL:
             found = _whole_layers(self, model)

@@ -6,7 +6,7 @@ pipeline is one planner of the whole model, cut into stages (`stages.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -14,12 +14,14 @@ from torch import nn
 
 from .. import errors
 from .._text import at_work
+from ..arguments import Batch, call_of
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.stages import StagePlans, Stages
 from ..simulation import simulate_step
+from ..simulation.step import optimizer_of
 from .pipeline import plan_stages
 from .planner import Loss, MakeOptimizer, Planner
 from .prices import Roofline, where
@@ -29,8 +31,8 @@ from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
 
 def profile(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
@@ -49,10 +51,10 @@ def profile(
 
     Args:
         model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
+        args: A batch, see `make_plan`.
+        kwargs: More keyword arguments of the call.
         loss: From the model's output to a scalar; see `simulate`.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        optimizer: See `simulate`.
         device: Where the step is to run: a device of this machine, or by its data sheet "a100", "h100", "h200", "b200"
             or "rtx4090". By default where the model is.
         offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
@@ -64,10 +66,12 @@ def profile(
     Raises:
         ArgumentError: See `simulate`, also on `loss`; or the model has no part that could be recomputed.
     """
+    call = call_of("profile", model, args, kwargs, a_module=True)
+    make = optimizer_of("profile", optimizer, model)
     loop = Loop(hold_output, accumulate, set_to_none)
-    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload}
+    how: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "offload": offload}
     with at_work(f"profiling {type(model).__name__}"):
-        return Planner(model, args, kwargs, loop=loop, **how).profile
+        return Planner(model, *call, loop=loop, **how).profile
 
 
 if TYPE_CHECKING:
@@ -80,7 +84,7 @@ if TYPE_CHECKING:
         optimizer: MakeOptimizer
         device: torch.device | str | Roofline | None
         solver: str
-        sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str
+        sizes: Sequence[Batch | int] | str
         offload: bool | int | str
         hold_output: bool
         accumulate: int
@@ -93,8 +97,8 @@ _Budget = int | float | str
 @overload
 def make_plan(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     budget: _Budget,
     stages: None = None,
@@ -105,8 +109,8 @@ def make_plan(
 @overload
 def make_plan(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     budget: _Budget | Sequence[_Budget],
     stages: Stages | Schedule,
@@ -116,15 +120,15 @@ def make_plan(
 
 def make_plan(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     budget: int | float | str | Sequence[int | float | str],
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
     solver: str = "auto",
-    sizes: Sequence[tuple[Any, ...] | dict[str, Any] | int] | str = (),
+    sizes: Sequence[Batch | int] | str = (),
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
     hold_output: bool = True,
@@ -133,9 +137,9 @@ def make_plan(
 ) -> Plan | StagePlans:
     """Returns a plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
-        plan = make_plan(model, (batch,), budget="24GiB", optimizer=torch.optim.AdamW)
-        plan = make_plan(model, (batch,), budget="24GiB", sizes=[512, 2048, 8192])  # batches of these lengths
-        plan = make_plan(model, (batch,), budget="24GiB", sizes="all")  # of any length, up to that of the batch
+        plan = make_plan(model, batch, budget="24GiB", optimizer="adamw")
+        plan = make_plan(model, batch, budget="24GiB", sizes=[512, 2048, 8192])  # batches of these lengths
+        plan = make_plan(model, batch, budget="24GiB", sizes="all")  # of any length, up to that of the batch
         apply(model, plan)
 
     The plan that is returned has been simulated: its step fits into the budget. Where the model's weights are on the
@@ -145,22 +149,23 @@ def make_plan(
 
     Args:
         model: The model; on the meta device if it is too large for this machine.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments; with `sizes`, those of every call.
+        args: A batch, as the model is called with it: a tensor for `model(x)`, a tuple or a list for `model(x, y)`, a
+            mapping (a dict, a `BatchEncoding`) for `model(**batch)`.
+        kwargs: More keyword arguments of the call; with `sizes`, of every call.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction above 0 and below 1 of the way from the least feasible peak to that of
             the step without recomputation; or "fit": what is free on the device now.
         loss: See `profile`, as the next two.
-        optimizer: From a list of parameters to an optimizer, or an optimizer of the model's parameters.
+        optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
+            optimizer of the model's parameters.
         device: Where the step is to run.
         solver: "auto".
         sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
             Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
-            of the call pays for no more replays than its own bytes ask for, or nearly. Or examples of calls, instead of
-            `args`: tuples of positional arguments or dictionaries of keyword arguments. The size of a call is the shape
-            of its first tensor. Each is planned for the same budget, and a call of the model goes by the choices of the
-            first that it exceeds in no dimension.
+            of the call pays for no more replays than its own bytes ask for, or nearly. Or batches, instead of `args`.
+            The size of a call is the shape of its first tensor. Each is planned for the same budget, and a call of the
+            model goes by the choices of the first that it exceeds in no dimension.
         stages: The pipeline that the model is split into: a `Stages`, or a schedule of
             `torch.distributed.pipelining`. Then the call is of one microbatch, each stage is planned for as many as
             the schedule holds there, `budget` is that of each rank, or a list with one per rank, and `optimizer` makes
@@ -180,6 +185,10 @@ def make_plan(
         ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
             examples, or it cannot be told where the sequence of a call is.
     """
+    call: Any = args, dict(kwargs or {})
+    if isinstance(sizes, str) or all(type(size) is int for size in sizes) or not isinstance(model, nn.Module):
+        call = call_of("make_plan", model, args, kwargs, a_module=True)
+    optimizer = optimizer_of("make_plan", optimizer, model)
     loop = Loop(hold_output, accumulate, set_to_none)
     how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload, "loop": loop}
 
@@ -206,7 +215,7 @@ def make_plan(
                 "  Leave them out with stages=; microbatches are those of the schedule."
             )
         with at_work(f"planning {type(model).__name__}"):
-            return plan_stages(planner(args, kwargs), stages, budget, solver, optimizer)
+            return plan_stages(planner(*call), stages, budget, solver, optimizer)
     if not isinstance(budget, (int, float, str)):
         raise errors.ArgumentError(errors.bad_budget(budget))
 
@@ -222,7 +231,7 @@ def make_plan(
         )
     with at_work(f"planning {type(model).__name__}"):
         if isinstance(sizes, str):
-            return plan_all_sizes(model, (args, kwargs or {}), planner, peak, budget, solver)
+            return plan_all_sizes(model, call, planner, peak, budget, solver)
         if not sizes:
-            return planner(args, kwargs).plan(budget, solver)
-        return plan_sizes(model, calls_of(sizes, args, kwargs or {}, model), planner, budget, solver)
+            return planner(*call).plan(budget, solver)
+        return plan_sizes(model, calls_of(sizes, call[0], call[1], model), planner, budget, solver)

@@ -54,6 +54,7 @@ from ..plan.roles import inside
 from ..plan.solve import bytes_of, choices_of, choose, decides, frontier, planned, smallest, untied
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
+from ..simulation.step import MakeOptimizer as MakeOptimizer
 from ..simulation.step import loss_of
 from .candidates import Guess, SegmentTrace, guesses, trace
 from .clock import Clocked, Scale, clock, obstacle
@@ -69,7 +70,6 @@ TRIED = 20  # choices per kind of segment
 
 Loss = Callable[[Any], torch.Tensor] | None
 Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and costs that reproduce that step
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None
 
 
 class Planner:

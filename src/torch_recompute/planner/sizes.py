@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from ..arguments import Batch, call_of
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from .planner import Planner
@@ -35,8 +36,8 @@ MOST = 5  # sizes shorter than the longest that are found
 
 
 def calls_of(
-    examples: Sequence[tuple[Any, ...] | dict[str, Any] | int],
-    args: tuple[Any, ...],
+    examples: Sequence[Batch | int],
+    args: Any,
     kwargs: dict[str, Any],
     model: nn.Module,
 ) -> list[Call]:
@@ -47,31 +48,17 @@ def calls_of(
             raise errors.ArgumentError(
                 f"sizes holds lengths of sequences and {errors.say(wrong)}; lengths are whole numbers above 0, and are "
                 "not mixed with examples of calls.\n"
-                "  Write one or the other:  make_plan(model, (batch,), budget=..., sizes=[512, 2048])\n"
-                "                           make_plan(model, budget=..., sizes=[(short,), (long,)])"
+                "  Write one or the other:  make_plan(model, batch, budget=..., sizes=[512, 2048])\n"
+                "                           make_plan(model, budget=..., sizes=[short, long])"
             )
         lengths = Lengths(parameters(model), args, kwargs)
         return [lengths(length) for length in examples if isinstance(length, int)]
-    if args:
+    if type(args) is not tuple or args:
         raise errors.ArgumentError(
-            f"make_plan was given {len(args)} positional arguments of the model and sizes, which are examples of whole "
-            "calls.\n"
-            "  Write one or the other:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+            f"make_plan was given a batch ({errors.say(args)}) and sizes that are batches, too.\n"
+            "  Write one or the other:  make_plan(model, budget=..., sizes=[short, long])"
         )
-    calls: list[Call] = []
-    for example in examples:
-        if isinstance(example, tuple):
-            calls.append((example, kwargs))
-        elif isinstance(example, dict):
-            calls.append(((), kwargs | example))
-        else:
-            raise errors.ArgumentError(
-                f"sizes holds {errors.say(example)}, where an example of a call is expected.\n"
-                "  Write a tuple of positional arguments or a dictionary of keyword arguments for each size, with "
-                "tensors of that size:\n"
-                "      sizes=[(batch[:, :length],) for length in (512, 2048, 8192)]"
-            )
-    return calls
+    return [call_of("make_plan", model, example, kwargs) for example in examples]
 
 
 def plan_sizes(
@@ -135,7 +122,7 @@ def _no_sequence(given: str) -> str:
         f"sizes are lengths, but the call has {given}, so it cannot be told where its sequence is: the first tensor is "
         "expected to be tokens [batch, sequence] or embeddings [batch, sequence, width], and no other dimension of it "
         "to be as long as the sequence.\n"
-        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[(short,), (long,)])"
+        "  Give an example of each size instead:  make_plan(model, budget=..., sizes=[short, long])"
     )
 
 

@@ -14,8 +14,9 @@ The step that is recorded is the last of those that are accumulated.
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,6 @@ from torch import nn
 from .. import _torch, errors
 from .._torch.fakes import FakeTensorMode
 from .._torch.flops import flops
-from ..arguments import check_call
 from ..memory.ledger import (
     ACTIVATIONS,
     OTHER,
@@ -51,6 +51,64 @@ from .result import Moment, Simulation
 
 Watch = Callable[[str, Operation], object]
 _WORTH_ADVICE = 0.1
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | str | None
+
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "none": None,
+}
+"""The optimizers that have a name, in Python and on the command line."""
+
+
+def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -> Any:
+    """The optimizer that is meant: one of the model's parameters, a function from these to one, or None.
+
+    Args:
+        what: The public function that was called, or the option; the error's text names it.
+        optimizer: An optimizer, a class or a function that makes one, a name of `OPTIMIZERS`, or None.
+        model: The model whose parameters an optimizer holds.
+
+    Raises:
+        ArgumentError: It is none of these, or an optimizer of other parameters.
+    """
+    said = what if what.startswith("-") else f"{what}(optimizer=...)"
+    if isinstance(optimizer, str):
+        name = optimizer.lower()
+        if name in OPTIMIZERS:
+            return OPTIMIZERS[name]
+        near = "".join(f"; close to it: {one}" for one in difflib.get_close_matches(name, OPTIMIZERS, n=1))
+        raise errors.ArgumentError(
+            f"{said} is {optimizer!r}, which is not the name of an optimizer{near}. "
+            f"Known are {', '.join(OPTIMIZERS)}.\n"
+            f"  Write one of these{'' if what.startswith('-') else f', or a class: {_CLASS}'}."
+        )
+    if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise errors.ArgumentError(
+            f"{said} is {errors.say(optimizer)}; expected a name, a class, a function from a list of parameters to an "
+            f"optimizer, or an optimizer of the model's parameters.\n  Write {_CLASS}."
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
+        own = {id(parameter) for parameter in model.parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = [tuple(parameter.shape) for parameter in held if id(parameter) not in own]
+        if others:
+            raise errors.ArgumentError(
+                f"{said} is an optimizer of other parameters than the model's: {len(others)} of the {len(held)} that "
+                f"it holds are not in {type(model).__name__}, the first of shape {others[0]}. Their state would be "
+                "counted, and the model's would not.\n"
+                f"  Make it of the model that is passed, or pass its class: {_CLASS}."
+            )
+    return optimizer
+
+
+_CLASS = "optimizer=torch.optim.AdamW"
 
 
 def simulate_step(
@@ -61,7 +119,7 @@ def simulate_step(
     prepare: Callable[[nn.Module], object] | None = None,
     watch: Watch | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    optimizer: MakeOptimizer = None,
     device: torch.device | str | None = None,
     loop: Loop = COMMON,
     rounding: int | None = None,
@@ -77,7 +135,6 @@ def simulate_step(
         ArgumentError: An argument is not of its kind, or the model cannot be copied.
         RecomputeError: The model reads more from its tensors than can be known.
     """
-    check_call("simulate", model, args, kwargs, a_module=True)
     where = _device(model, device)
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -91,7 +148,7 @@ def simulate_step(
             parameter.grad = grad
         if touched:
             raise errors.RecomputeError(
-                f"simulate: the copy of {type(model).__name__} used parameters of the original, through a closure or a "
+                f"the copy of {type(model).__name__} used parameters of the original, through a closure or a "
                 "bound method that copy.deepcopy does not follow, so its figures mean nothing. The gradients of the "
                 "original have been put back.\n"
                 "  Let the modules reach their parameters through attributes, so that copy.deepcopy(model) is "
@@ -179,7 +236,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     device = torch.device(device)
     if device.type not in ("cpu", _torch.accelerator()):
         raise errors.ArgumentError(
-            f"simulate(device={str(device)!r}): this build of PyTorch, on this machine, has no such device, and which "
+            f"device={str(device)!r}: this build of PyTorch, on this machine, has no such device, and which "
             "kernels would run there cannot be asked.\n"
             "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one."
         )
@@ -211,7 +268,7 @@ class _Step:
                 self._optimizer = optimizer(list(self._model.parameters()))
             if not isinstance(self._optimizer, torch.optim.Optimizer):
                 raise errors.ArgumentError(
-                    "simulate(optimizer=...) takes an optimizer of the model's parameters, or a function from a list "
+                    "optimizer= takes an optimizer of the model's parameters, or a function from a list "
                     f"of parameters to one, but {errors.say(optimizer)} returned {errors.say(self._optimizer)}\n"
                     "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
                 )
