@@ -3,7 +3,7 @@
 import pytest
 
 from torch_recompute.errors import ArgumentError
-from torch_recompute.plan.budget import Budget, read_budget
+from torch_recompute.plan.budget import Budget, Limit, read_budget
 
 WRITTEN = [
     (25769803776, Budget(bytes=24 * 2**30)),
@@ -36,6 +36,24 @@ def test_a_budget_may_be_an_integer_of_numpy() -> None:
     """What counts as an index counts as bytes."""
     numpy = pytest.importorskip("numpy", reason="an integer of another library")
     assert read_budget(numpy.int64(7)) == Budget(bytes=7)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("24GiB", "24GiB"),
+        (" 800 MB ", "800 MB"),
+        (2**20, "1,048,576 bytes (1.00 MiB)"),
+        ("100", "100 bytes"),
+        ("40%", "40%"),
+        (0.4, "0.4"),
+        ("fit", "fit"),
+        (Limit(5, "as before"), "as before"),
+    ],
+)
+def test_a_budget_knows_how_it_was_written(written: object, said: str) -> None:
+    """The words are those that were written; bare numbers are said with their unit."""
+    assert read_budget(written).said == said
 
 
 @pytest.mark.parametrize("written", WRONG)

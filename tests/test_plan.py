@@ -38,6 +38,13 @@ def test_prints_one_line_per_region() -> None:
     ]
 
 
+def test_its_words_are_explained() -> None:
+    """Each kind of call, and what is said of regions, has a line."""
+    said = PLAN.explain()
+    assert [word for word in ("@attention", "but not", "decisions carried", "inputs", "(") if word not in said] == []
+    assert "@product" not in said
+
+
 def test_nested_members_are_several() -> None:
     """Members that are regions of their own in the replay of them all are said and kept in JSON; one cannot be so."""
     plan = Plan((Choice(("layers.0", "layers.1"), nested=True),))

@@ -207,7 +207,7 @@ def test_a_budget_that_no_plan_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*argv, "--budget", "1KiB"]) == cli.TOO_SMALL == 3
     output = capsys.readouterr()
     assert output.out == ""
-    assert "budget=1.00 KiB is too small for a step of this model" in output.err
+    assert "budget=1KiB is too small for a step of this model" in output.err
     assert "Write --budget " in output.err
     assert ".solution" not in output.err
     least = output.err.split(" bytes)")[0].split("(")[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from torch_recompute import (
     simulate,
     solve,
 )
+from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
 from torch_recompute.plan.solve import smallest
 from torch_recompute.planner.candidates import all_guesses, trace
@@ -427,10 +429,41 @@ def test_the_turn_is_what_lives_before_backward(gpt: Planner) -> None:
 
 
 def test_the_table_says_what_and_why(gpt: Planner) -> None:
-    """A printed plan has its promise, and a line per sort of treatment with an exchange rate."""
-    text = str(gpt.plan(0.4))
-    assert "from a budget of" in text
-    assert "allowed" in text
-    assert "no schedule saves more than" in text
-    assert "blocks." in text
-    assert "MiB per ms" in text
+    """A printed plan begins with a sentence, says what is counted and what not, and has a row per sort of treatment."""
+    plan = gpt.plan(0.4)
+    sentence, budget, counted, uncounted, step, titles, *rows = str(plan).split("\n")
+    assert plan.prediction is not None
+    assert sentence == plan.summary
+    peaks = brief(plan.prediction.peak_bytes, plan.prediction.plain_peak_bytes)
+    said = r"at the peak, \d+\.\d % slower, parts of 3 of 3 layers recomputed \(attention kept\)"
+    assert re.fullmatch(f"{re.escape(peaks)} {said}", sentence)
+    assert budget == f"budget {plan.prediction.budget}"
+    assert counted == f"counted: {plan.prediction.loop}"
+    assert uncounted.startswith("not counted: memory that the allocator holds")
+    assert "no schedule is faster by more than" in step
+    assert titles.split("  ")[-1] == "layers"
+    assert all("blocks." in row for row in rows)
+    assert sum(line.count * line.layers for line in plan.prediction.lines) == 3
+    assert gpt.plan(10**9).summary.endswith("at the peak, and nothing is recomputed")
+
+
+@pytest.mark.parametrize("written", [0.4, "0.4", "40%"])
+def test_a_share_is_said_as_it_is_written(gpt: Planner, written: float | str) -> None:
+    """The same share in other words makes the same plan, which repeats the words and says the bytes."""
+    plan, least, most = gpt.plan(written), gpt.least[1].peak_bytes, gpt.plain.peak_bytes
+    assert plan == replace(gpt.plan(0.4), source=plan.source, prediction=plan.prediction)
+    assert plan.prediction is not None
+    share, allowed = brief(most - least), brief(plan.prediction.budget_bytes)
+    assert plan.prediction.budget == f"{written} of {share} of activations: {allowed}"
+    assert plan.source == f"a budget of {plan.prediction.budget}"
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.4, 0.9])
+def test_every_word_is_explained(gpt: Planner, budget: float) -> None:
+    """What is said of a plan's words has each column, each kind of call and each word of its sentence."""
+    plan = gpt.plan(budget)
+    words = [line.split("  ")[0] for line in plan.explain().split("\n")]
+    _, _, *lines = str(plan).split("\n")
+    titles = [title.strip() for title in lines[3].split("  ") if title.strip()]
+    for said in [*titles, *re.findall(r"@\w+", str(plan)), "at the peak", "slower", "budget", "counted", "not counted"]:
+        assert any(word and word in said for word in words), said

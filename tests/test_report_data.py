@@ -163,7 +163,7 @@ def test_rows_of_a_plan_by_hand(by_hand: Reported) -> None:
     """A row's bytes are those of the modules in its regions, less than without, and its seconds are its replays'."""
     alike, single = named(by_hand, "the plan")["placements"]
     assert (alike["where"], alike["count"], alike["what"]) == ("*", 2, "recomputed (block)")
-    assert (single["where"], single["count"], single["what"]) == ("2", 1, "recomputed but not up")
+    assert (single["where"], single["count"], single["what"]) == ("2", 1, "recomputed, up kept")
     plain = simulate(*pair(), optimizer=torch.optim.AdamW, loss=mean_loss).saved_by_module
     saved = by_hand.chosen.saved_by_module
     inside = [sum(n for path, n in by.items() if path.split(".")[0] == "2") for by in (saved, plain)]

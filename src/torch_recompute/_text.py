@@ -41,6 +41,13 @@ def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
     ]
 
 
+def explained(words: Mapping[str, str]) -> str:
+    """Words and what they mean, in two columns."""
+    wide = max(map(len, words), default=0)
+    rows = (paragraph(f"{word:{wide}}  {meaning}", hanging=wide + 2) for word, meaning in words.items())
+    return "\n".join(line for row in rows for line in row)
+
+
 def paragraph(text: str, indent: int = 0, hanging: int = 0, width: int = 112) -> list[str]:
     """A text as lines that are not too long, with so many spaces before each; later ones may hang."""
     spaces = " " * indent
@@ -71,6 +78,11 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def counted(number: int, thing: str) -> str:
     """A number of things, as `1 region` or `3 regions`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words, as `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def times(number: int) -> str:

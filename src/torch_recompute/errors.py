@@ -126,6 +126,20 @@ def size(count: int, up: bool = False) -> str:
     return f"{count} bytes"
 
 
+def unit_of(most: int) -> tuple[int, str]:
+    """The unit in which a number of bytes is read, and smaller ones beside it: its bytes and its name."""
+    return next((unit for unit in _UNITS if most >= unit[0]), (1, "bytes"))
+
+
+def brief(count: int, of: int | None = None) -> str:
+    """Bytes in short, as "46.4 MiB"; or a part of others in the unit of the whole, as "46.0 of 64.6 MiB"."""
+    whole = count if of is None else of
+    unit, name = unit_of(whole)
+    places = 0 if unit == 1 else 1 if whole >= 10 * unit else 2
+    part = f"{count / unit:,.{places}f}"
+    return f"{part} {name}" if of is None else f"{part} of {of / unit:,.{places}f} {name}"
+
+
 def as_budget(count: int) -> str:
     """A budget as it is written: rounded down, so that it is not more than was meant."""
     for unit, name in _UNITS:
@@ -225,7 +239,7 @@ def no_pipeline(model: str, cls: str) -> str:
     )
 
 
-def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
+def no_plan_fits(budget: str, smallest: int, plain: int, advice: str) -> str:
     """Text for a budget that no plan fits into."""
     return (
         f"{too_small(budget, smallest, plain)}\n"
@@ -234,10 +248,10 @@ def no_plan_fits(budget: int, smallest: int, plain: int, advice: str) -> str:
     )
 
 
-def too_small(budget: int, smallest: int, plain: int) -> str:
-    """The sentence that every budget that is too small begins with."""
+def too_small(budget: str, smallest: int, plain: int) -> str:
+    """The sentence that every budget that is too small, here as it was written, begins with."""
     return (
-        f"budget={size(budget)} is too small for a step of this model: with the plan that needs the least its peak is "
+        f"budget={budget} is too small for a step of this model: with the plan that needs the least its peak is "
         f"{size(smallest, up=True)} ({smallest} bytes), without recomputation {size(plain)}."
     )
 

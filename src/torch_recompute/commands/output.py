@@ -69,6 +69,11 @@ def add_options(
     parser.set_defaults(command=run)
 
 
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """Gives a command `--explain`."""
+    parser.add_argument("--explain", action="store_true", help="say after the result what its words mean")
+
+
 @dataclass(frozen=True)
 class Output:
     """The output options of a command line: as a document instead of a table, without progress, and where to draw."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import errors
-from .._text import table
+from .._text import explained, table
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
@@ -39,12 +39,33 @@ from .models import (
     loop_of,
     words_of,
 )
-from .output import GIB, MIB, OK, Output, add_options, check_folder, document, new_command, new_table, write_plan
+from .output import (
+    GIB,
+    MIB,
+    OK,
+    Output,
+    add_explain,
+    add_options,
+    check_folder,
+    document,
+    new_command,
+    new_table,
+    write_plan,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
+CURVE_WORDS = {
+    "budget": "the most that the peak of the step may be",
+    "step ms": "the predicted time of a step with the plan for this budget",
+    "slower": "what recomputation adds to the time of the step",
+    "replayed GFLOP": "work of matrix products and convolutions that is done again",
+    "regions": "how many modules, or groups of them, are recomputed",
+    "from the best": "no schedule within the budget saves more than this of the step",
+}
+"""The columns of the curve."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
 SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
@@ -78,6 +99,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write the plan, for Plan.from_json and torch-recompute report"
     )
+    add_explain(parser)
     _add_rank_options(parser)
     add_options(parser, command, plot="the curve of --frontier")
 
@@ -110,7 +132,7 @@ def command(args: argparse.Namespace) -> int:
         _draw(output.plot, profile, plans, str(step))
     output.give(
         lambda: _to_json(step, profile, plans, frontier=args.frontier),
-        lambda console: _print(console, step, profile, plans, frontier=args.frontier),
+        lambda console: _print(console, step, profile, plans, frontier=args.frontier, explain=args.explain),
     )
     return OK
 
@@ -124,7 +146,7 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
         smallest, promise = error.smallest, least.prediction
         unwritten = f" {args.out} has not been written; with --budget {smallest} it is that plan." if args.out else ""
         text = (
-            f"{errors.too_small(promise.budget_bytes, smallest, planner.profile.plain_peak_bytes)}\n"
+            f"{errors.too_small(promise.budget, smallest, planner.profile.plain_peak_bytes)}\n"
             f"  Write --budget {errors.enough(smallest)} or more, or a smaller batch.{unwritten}"
             f"{errors.more_advice(promise.advice)}"
         )
@@ -144,12 +166,17 @@ def _to_json(step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: b
     return document("plan", SCHEMA_VERSION, found)
 
 
-def _print(console: Console, step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> None:
+def _print(
+    console: Console, step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: bool, explain: bool
+) -> None:
     console.print(str(step), style="bold")
     if frontier:
         _print_curve(console, profile, plans)
     else:
         console.print(str(plans[0]), markup=False)
+    if explain:
+        words = explained(CURVE_WORDS) if frontier else plans[0].explain()
+        console.print(words, style="dim", markup=False)
     for path, why in profile.left_out:
         console.print(f"not planned: {path} {why}", style="dim", markup=False)
     if frontier and profile.advice:
@@ -158,18 +185,19 @@ def _print(console: Console, step: Step, profile: Profile, plans: Sequence[Plan]
 
 def _print_curve(console: Console, profile: Profile, plans: Sequence[Plan]) -> None:
     plain = profile.costs.step_seconds
+    unit, name = errors.unit_of(profile.plain_peak_bytes)
     console.print(
-        f"without recomputation: peak {profile.plain_peak_bytes / GIB:,.2f} GiB, step {1000 * plain:,.1f} ms on "
+        f"without recomputation: peak {errors.size(profile.plain_peak_bytes)}, step {1000 * plain:,.1f} ms on "
         f"{profile.device}"
     )
     if profile.loop is not None:
         console.print(f"counted: {profile.loop}")
-    rows = new_table("budget GiB", "step ms", "more", "replayed GFLOP", "regions", "from the best")
+    rows = new_table(f"budget {name}", *[*CURVE_WORDS][1:])
     for plan in plans:
         promise = plan.prediction
         assert promise is not None
         rows.add_row(
-            f"{promise.budget_bytes / GIB:,.2f}",
+            f"{promise.budget_bytes / unit:,.2f}",
             f"{1000 * promise.step_seconds:,.1f}",
             f"{promise.step_seconds / plain - 1:+.1%}",
             f"{promise.replay_flops / 1e9:,.1f}",

@@ -212,7 +212,7 @@ def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, A
     """The placements of a plan, and its promise."""
     choices, prediction = in_force(plan, clock.model, clock.args, clock.kwargs)
     lines = placements(choices, prediction, step, plain)
-    said = ("budget_bytes", "peak_bytes", "step_seconds", "device")
+    said = ("budget", "budget_bytes", "peak_bytes", "step_seconds", "device")
     return {
         "regions": len(choices),
         "promised": None if prediction is None else {name: getattr(prediction, name) for name in said},
@@ -323,7 +323,7 @@ def _sum(by_module: dict[str, Any], paths: list[str]) -> Any:
 
 def _what(choice: Choice) -> str:
     together = f"{len(choice.paths)} together " if len(choice.paths) > 1 else ""
-    kept = f" but not {', '.join(choice.keep)}" if choice.keep else ""
+    kept = f", {', '.join(choice.keep)} kept" if choice.keep else ""
     stored = f"; inputs {stored_in(choice.store)}" if choice.store else ""
     asked = f" ({' '.join(choice.labels)})" if choice.labels else ""
     return f"{together}recomputed{kept}{stored}{asked}"

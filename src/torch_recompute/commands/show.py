@@ -11,11 +11,12 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ..plan.labels import LABELS, choices, matching
-from ..plan.roles import Units
+from .._text import explained
+from ..plan.labels import LABELS, MEANS, choices, matching
+from ..plan.roles import ROLES, Units
 from ..plan.units import find_units
 from .models import PRESETS, load
-from .output import OK, Output, add_options, document, new_command
+from .output import OK, Output, add_explain, add_options, document, new_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,7 @@ def add_command(commands: Any) -> None:
         help="pkg.module:name of a module or of a function that makes one, or the config.json (or its folder) of a "
         f"Hugging Face model, which is built without weights, or one of {', '.join(PRESETS)}",
     )
+    add_explain(parser)
     add_options(parser, command)
 
 
@@ -40,7 +42,7 @@ def command(args: argparse.Namespace) -> int:
     output = Output.of(args)
     with output.at_work(f"building {args.model}"):
         units = find_units(load(args.model).model)
-    output.give(lambda: _to_json(units), lambda console: _print(console, units))
+    output.give(lambda: _to_json(units), lambda console: _print(console, units, explain=args.explain))
     return OK
 
 
@@ -68,8 +70,8 @@ def _to_json(units: Units) -> str:
     return document("show", SCHEMA_VERSION, data)
 
 
-def _print(console: Console, units: Units) -> None:
-    """The tree, and how many regions each label makes."""
+def _print(console: Console, units: Units, *, explain: bool) -> None:
+    """The tree, how many regions each label makes, and what roles and labels there are."""
     from rich.text import Text
 
     stacks = ", ".join(
@@ -86,3 +88,7 @@ def _print(console: Console, units: Units) -> None:
         console.print(text)
     matches = ", ".join(f"{label} {count}" for label, count in matching(units).items())
     console.print(f"labels that match, with their number of regions: {matches or 'none'}")
+    if explain:
+        roles = {role: meaning for role, meaning in ROLES.items() if units.by_role(role)}
+        labels = {f"[{label}]": meaning for label, meaning in MEANS.items() if label in matching(units)}
+        console.print(explained({**roles, **labels}), markup=False)

@@ -17,7 +17,7 @@ from .. import errors
 from .._text import table
 from .._torch.partitioning import CustomPartitionerFn, split, tag
 from ..plan.budget import Budget, read_budget
-from ..plan.solve import bytes_of
+from ..plan.solve import bytes_meant
 from .choosing import Chooser
 from .joint import Joint
 
@@ -116,11 +116,11 @@ class Partition(CustomPartitionerFn):
                 "  Compile without options=partition.options, or leave what is unusual out of what is compiled."
             ) from error
         plain = max(chooser.plain.peak, least)
-        allowed = bytes_of(self._budget, lambda: least, plain, None)
+        allowed = bytes_meant(self._budget, lambda: least, plain, None)
         if allowed < least:
             raise errors.BudgetError(
-                f"a graph of {count} operations needs at least {errors.size(least)}, but budget= allows "
-                f"{errors.size(allowed)}. Without a budget it takes {errors.size(plain)}.\n"
+                f"a graph of {count} operations needs at least {errors.size(least)}, but budget={allowed.said} "
+                f"allows less. Without a budget it takes {errors.size(plain)}.\n"
                 f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
                 least,
                 None,

@@ -127,7 +127,7 @@ def examine(
         else:
             missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
             missing["audited"] = missing["observed"]
-        limit = None if budget is None else steps.bytes_of(budget, simulated=simulated is not None)
+        limit = None if budget is None else steps.bytes_meant(budget, simulated=simulated is not None)
         return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
 
 

@@ -32,8 +32,9 @@ from ..memory.operations import Operation
 from ..memory.retainers import Retainers
 from ..observer import Observer, observing, running
 from ..plan.apply import apply
+from ..plan.budget import Limit
 from ..plan.plan import Plan
-from ..plan.solve import bytes_of
+from ..plan.solve import bytes_meant
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Loss, MakeOptimizer, Planner
@@ -251,10 +252,10 @@ class SimulatedSteps:
         """The plan that the planner makes for a number of bytes."""
         return self._planner.plan(budget)
 
-    def bytes_of(self, budget: int | float | str, *, simulated: bool) -> int:
+    def bytes_meant(self, budget: int | float | str, *, simulated: bool) -> Limit:
         """What a budget comes to."""
         plain, free, model = 0, None, self._call[0]
         if simulated:
             plain = self.plain.peak_bytes
             free = partial(free_bytes, model, self.step.device, self._optimizer, self._call[1:])
-        return bytes_of(budget, lambda: self._planner.least[1].peak_bytes, plain, free)
+        return bytes_meant(budget, lambda: self._planner.least[1].peak_bytes, plain, free)

@@ -93,5 +93,7 @@ class Loop:
         return "; ".join(parts)
 
 
+NOT_COUNTED = "memory that the allocator holds and does not use, the device's context, the next batch of a loader"
+"""What no peak of a step counts, in words."""
 COMMON = Loop()
 """The loop that most people write."""

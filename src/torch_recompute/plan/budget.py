@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .. import errors
 
@@ -30,10 +30,33 @@ class Budget:
     Attributes:
         bytes: For the peak of the whole step.
         share: Of the activation memory, between 0 and 1.
+        said: As it was written.
     """
 
     bytes: int | None = None
     share: float | None = None
+    said: str = field(default="", compare=False, repr=False)
+
+
+class Limit(int):
+    """The bytes that a budget means for one model.
+
+    Attributes:
+        said: The budget as it was written, with what it means: "0.4 of 18.6 MiB of activations: 46.4 MiB".
+    """
+
+    said: str
+
+    def __new__(cls, count: int, said: str = "") -> Limit:
+        """A number of bytes, which is written as such unless something else was said."""
+        made = super().__new__(cls, count)
+        made.said = said or (f"{count:,} bytes" + (f" ({errors.brief(count)})" if count >= 2**10 else ""))
+        return made
+
+
+def said_of(budget: int) -> str:
+    """A number of bytes as it was written, if that is known."""
+    return (budget if isinstance(budget, Limit) else Limit(budget)).said
 
 
 def read_budget(budget: object) -> Budget:
@@ -47,6 +70,8 @@ def read_budget(budget: object) -> Budget:
     """
     if isinstance(budget, Budget):
         return budget
+    if isinstance(budget, Limit):
+        return Budget(bytes=int(budget), said=budget.said)
     if isinstance(budget, str):
         return _of_text(budget)
     if isinstance(budget, float):
@@ -57,12 +82,12 @@ def read_budget(budget: object) -> Budget:
         count = 0
     if isinstance(budget, bool) or count <= 0:
         raise errors.ArgumentError(errors.bad_budget(budget))
-    return Budget(bytes=count)
+    return Budget(bytes=count, said=Limit(count).said)
 
 
 def _of_text(text: str) -> Budget:
     if text.strip().lower() == "fit":
-        return Budget()
+        return Budget(said="fit")
     match = _TEXT.fullmatch(text.strip().lower())
     if match is None:
         raise errors.ArgumentError(errors.bad_budget(text))
@@ -81,10 +106,10 @@ def _of_text(text: str) -> Budget:
     count = math.floor(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS.get(unit, 1)
     if count <= 0:
         raise errors.ArgumentError(errors.bad_budget(text))
-    return Budget(bytes=count)
+    return Budget(bytes=count, said=text.strip() if unit else Limit(count).said)
 
 
 def _share(share: float, budget: object) -> Budget:
     if not 0 < share < 1:
         raise errors.ArgumentError(errors.bad_budget(budget))
-    return Budget(share=share)
+    return Budget(share=share, said=str(budget).strip())

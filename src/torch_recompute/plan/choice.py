@@ -3,17 +3,7 @@
 A choice names modules by their paths, as `named_modules()` does; `layers.0.attn@scores` are the calls that the model's
 author named "scores", made while that module runs. Inside a region, `keep` names what is not repeated: modules by their
 paths relative to the region, or all calls of a kind, in the whole region (`@product`) or in one module of it
-(`mlp.up_proj@product`):
-
-    @product             products with a parameter: linear layers, convolutions, stacked experts
-    @down                those of them with a matrix that make less than they read, as the last one of an MLP does
-    @matmul              products without one: attention scores written by hand
-    @attention           scaled dot product attention, and flex attention
-    @values_unused       products of any kind whose values nothing that is rebuilt needs, such as the last one in front
-                         of a dropout that ends a region: neither kept nor repeated (shape-only tensors)
-    @reduction           functional collectives, DTensor's among them, whose result is no larger than what goes in:
-                         all-reduce, reduce-scatter, all-to-all, broadcast
-    @collective          these, and all-gather
+(`mlp.up_proj@product`). `KINDS` lists the kinds.
 
 Where a region's inputs are kept until the replay is a word, too: "host" is host memory, "sharded" one part on each rank
 of a group, and any other word is a key of the stores given to `apply`. A `Target` is the string that a person writes;
@@ -23,10 +13,29 @@ nothing else in the package takes it apart.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED = "product", "down", "matmul", "attention", "values_unused"
-KINDS = (PRODUCT, DOWN, MATMUL, ATTENTION, VALUES_UNUSED, "reduction", "collective")
+REDUCTION, COLLECTIVE = "reduction", "collective"
+KINDS: Mapping[str, tuple[str, str]] = {
+    ATTENTION: ("attention", "scaled dot product attention, and flex attention"),
+    PRODUCT: ("products", "products with a parameter: linear layers, convolutions, stacked experts"),
+    DOWN: ("products that shrink", "those with a matrix that make less than they read, as the last one of an MLP does"),
+    MATMUL: ("products without parameters", "such as attention scores written by hand"),
+    VALUES_UNUSED: (
+        "",
+        "products whose values nothing that is rebuilt needs, such as the last one in front of a dropout that ends a "
+        "region: neither kept nor repeated (shape-only tensors)",
+    ),
+    REDUCTION: (
+        "reductions",
+        "collectives, DTensor's among them, whose result is no larger than what goes in: all-reduce, reduce-scatter, "
+        "all-to-all, broadcast",
+    ),
+    COLLECTIVE: ("collectives", "reductions, and all-gather"),
+}
+"""The kinds of calls that a region may keep: what is kept, in a word, and what they are."""
 _WHERE = {"host": "in host memory", "sharded": "sharded over ranks"}
 
 

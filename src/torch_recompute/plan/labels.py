@@ -2,15 +2,8 @@
 
 Each label is a function from the units of a model to choices. Two shapes are enough: a region around each unit of a
 role, with the calls in it that are saved; and, for what has no module of its own (the norms and residual adds of a
-layer), a region around the layer in which everything else is a saved call.
-
-    core_attn        region around each attention, products saved: what is between the projections is recomputed
-    mlp              region around each dense MLP
-    moe              region around each mixture of experts, router included, its decisions carried
-    moe_act          region around the experts, products saved
-    shared_experts   region around each MLP that all tokens go through beside the experts
-    layernorm        region around each layer, everything with products saved: norms, residual adds and dropout remain
-    mla_up_proj      region around each MLA attention, down-projections, output projection and attention call saved
+layer), a region around the layer in which everything else is a saved call.;
+`MEANS` says what each does.
 
 Anything else is a path of a module, or a glob over paths: a region around each match, the outermost where they nest;
 or a name that the model's author gave to calls (`wrappers.py`): a region around each call.
@@ -24,7 +17,7 @@ the decisions, so that tokens are never routed twice.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from .choice import ATTENTION, PRODUCT, Choice, Target, joined
 from .roles import Unit, Units, inside, relative
@@ -101,6 +94,16 @@ def _mla_up_proj(units: Units) -> list[Choice]:
     return found
 
 
+MEANS: Mapping[str, str] = {
+    "core_attn": "a region around each attention, products kept: what is between the projections is recomputed",
+    "mlp": "a region around each dense MLP",
+    "moe": "a region around each mixture of experts, router included, its decisions carried",
+    "moe_act": "a region around the experts, products kept",
+    "shared_experts": "a region around each MLP that all tokens go through beside the experts",
+    "layernorm": "a region around each layer, all that holds products kept: norms, residual adds and dropout remain",
+    "mla_up_proj": "a region around each MLA attention; down-projections, output projection and attention call kept",
+}
+"""What each label asks for."""
 LABELS: dict[str, Callable[[Units], list[Choice]]] = {
     "core_attn": _core_attn,
     "mlp": _whole("mlp"),

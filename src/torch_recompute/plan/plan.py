@@ -13,15 +13,63 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .. import errors
-from .._text import table
-from ..memory.loop import COMMON, Loop
+from .._text import counted, explained, listed, table
+from ..memory.loop import COMMON, NOT_COUNTED, Loop
 from .choice import KINDS, Choice, Target
 from .profile import MIB, VERSION, Profile, made, read
+
+NOT_RECOMPUTED = "not recomputed"
+WORDS: Mapping[str, str] = {
+    "at the peak": "the most bytes alive at one moment of the step, with the plan and without recomputation: "
+    "parameters, gradients, optimizer state, batch, output and activations",
+    "slower": "what recomputation adds to the time of the step",
+    "recomputed": "a region: its activations are dropped in forward and computed again in backward, when one is first "
+    "needed. `mlp recomputed`: that part of each layer; `norm with mlp recomputed`: both parts as one region",
+    "in host memory": "what leaves the device until backward needs it",
+    "calls up to": "choices for calls whose first tensor is no larger than this in any dimension",
+    "calls larger than": "choices for those that are larger than all before",
+    "budget": "the most that the peak may be, as it was asked for. A share is of the activation memory: 0 is the least "
+    "peak of any plan, 1 the peak without recomputation",
+    "counted:": "what of a training loop is in the peak; another loop has another peak (hold_output=, accumulate=, "
+    "set_to_none=, loss=)",
+    "not counted:": "what takes memory beside the tensors of the step; leave room for it in a budget of your own",
+    "step": "the predicted time of a training step: forward, backward and optimizer",
+    "GFLOP replayed": "work of matrix products and convolutions that is done again",
+    "no schedule is faster": "a bound: whatever is kept and recomputed within the budget, no step is faster than that",
+    "seconds:": "where the times are from",
+    "count": "how many layers, or groups of layers, are treated alike and share a row",
+    "kept": "what each keeps from its forward to its backward; `(products kept)`, `up@product kept`: results inside "
+    "of a region that stay, so that these calls do not run again",
+    "freed": "how much less that is than without recomputation",
+    "replay ms": "what each adds to the time of the step; a replay is the second run, in backward",
+    "per ms": "the rate by which layers are chosen: bytes freed for each millisecond",
+    "no cost": "nothing runs again",
+    "layers": "which modules, and what becomes of each",
+    "*": "numbers in which the paths of a row differ",
+    NOT_RECOMPUTED: "as without a plan: the budget does not ask for its bytes",
+    "recomputed together": "so many layers in a row are one region: only the input of the first is kept",
+    "then each again": "in the replay of these layers each is a region again, so that one at a time is whole",
+    "inputs in host memory": "what the regions keep waits in the host's memory",
+    "inputs sharded": "what the regions keep waits in parts on the ranks of a group",
+}
+"""The words of a plan that was made for a budget, as it is printed."""
+CHOICE_WORDS: Mapping[str, str] = {
+    "plan of": "no budget was given, so nothing is predicted; `report` and `simulate` say what it frees and costs",
+    "regions": "a region: the activations of a module are dropped in forward and computed again in backward, when one "
+    "is first needed",
+    "recompute": "the module that is a region; `a to b`: several that are recomputed together as one",
+    "then each again": WORDS["then each again"],
+    "but not": "calls inside that do not run again: their results are kept",
+    "decisions carried": "which experts tokens go to is taken from the forward, not decided again",
+    "inputs": "where the inputs of the region wait until backward",
+    "(": "the label or setting that asked for the region",
+}
+"""The words of any other plan."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +84,8 @@ class Line:
         freed_bytes: What each keeps less than without a region.
         seconds: What each adds to the step.
         host_bytes: What each keeps in host memory meanwhile.
+        layers: How many layers each is: more than one where several are recomputed together.
+        whole: Whether all of each is recomputed, or parts of it.
     """
 
     where: str
@@ -45,6 +95,8 @@ class Line:
     freed_bytes: int
     seconds: float
     host_bytes: int = 0
+    layers: int = 1
+    whole: bool = False
 
     @property
     def why(self) -> str:
@@ -75,6 +127,7 @@ class Prediction:
         host_bytes: The most that is kept in host memory.
         loop: The training loop that the peak is of; None if the plan does not say.
         advice: What else would lower this peak, in words.
+        budget: What was asked for, as it was written and what it means.
     """
 
     budget_bytes: int
@@ -91,34 +144,53 @@ class Prediction:
     host_bytes: int = 0
     loop: Loop | None = None
     advice: str = ""
+    budget: str = ""
 
     @property
     def gap(self) -> float:
         """The most that the step can be above the bound, as a share of the step."""
         return max(0.0, self.step_seconds - self.bound_seconds) / self.step_seconds if self.step_seconds else 0.0
 
-    def __str__(self) -> str:
+    def summary(self, choices: Sequence[Choice]) -> str:
+        """One sentence on the step under some choices: its peak, its time, and what is recomputed."""
+        peak = f"{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
+        if not choices:
+            return f"{peak}, and nothing is recomputed"
+        hosted = f", {errors.brief(self.host_bytes)} in host memory" if self.host_bytes else ""
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
+        slower = f"{100 * abs(more):.1f} % {'faster' if more < 0 else 'slower'}"
+        recomputed = [line for line in self.lines if line.what != NOT_RECOMPUTED]
+        of, all_of = (sum(line.count * line.layers for line in lines) for lines in (recomputed, self.lines))
+        parts = "" if any(line.whole for line in recomputed) else "parts of "
+        kinds = {target.calls for choice in choices for target in choice.kept}
+        words = [word for kind, (word, _) in KINDS.items() if kind in kinds and word]
+        kept = listed(words + ["modules"] * ("" in kinds))
+        layers = f"{parts}{of} of {all_of} layers recomputed" if all_of else f"{counted(len(choices), 'region')}"
+        return f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
+
+    def __str__(self) -> str:
         head = [
-            f"peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)} allowed ({_mib(self.plain_peak_bytes)} without "
-            "recomputation)" + (f", and {_mib(self.host_bytes)} of host memory" if self.host_bytes else ""),
-            f"step {1000 * self.step_seconds:,.1f} ms on {self.device}: {more:+.1%} for {self.replay_flops / 1e9:,.1f} "
-            f"GFLOP replayed; no schedule saves more than {self.gap:.1%} of it",
+            f"budget {self.budget or errors.brief(self.budget_bytes)}",
+            *([] if self.loop is None else [f"counted: {self.loop}", f"not counted: {NOT_COUNTED}"]),
+            f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
+            f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; no schedule is faster by more than {100 * self.gap:.1f} %",
         ]
-        if self.loop is not None:
-            head.append(f"counted: {self.loop}")
         if self.timing:
             head.append(f"seconds: {self.timing}")
-        rows = [("", "keeps MiB", "frees MiB", "costs ms", "why", "")]
+        unit, name = errors.unit_of(max((max(line.saved_bytes, line.freed_bytes) for line in self.lines), default=0))
+        rows = [("count", f"kept {name}", f"freed {name}", "replay ms", f"freed {name} per ms", "layers")]
         for line in self.lines:
-            keeps, frees = (f"{count / MIB:,.2f}" for count in (line.saved_bytes, line.freed_bytes))
-            costs, which = f"{1000 * line.seconds:,.3f}", f"{line.where}: {line.what}"
-            rows.append((f"{line.count} x", keeps, frees, costs, line.why, which))
-        return "\n".join([*head, *table(rows, right=5), *filter(None, [self.advice])])
+            freed = costs = rate = ""
+            if line.what != NOT_RECOMPUTED:
+                freed, costs = f"{line.freed_bytes / unit:,.2f}", f"{1000 * line.seconds:,.3f}"
+                rate = f"{line.freed_bytes / unit / (1000 * line.seconds):,.1f}" if line.seconds else "no cost"
+            kept = f"{line.saved_bytes / unit:,.2f}"
+            rows.append((f"{line.count} x", kept, freed, costs, rate, f"{line.where}: {line.what}"))
+        return "\n".join([*head, *(table(rows, right=5) if self.lines else []), *filter(None, [self.advice])])
 
 
-def _mib(count: int) -> str:
-    return f"{count / MIB:,.1f} MiB"
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
 
 
 @dataclass(frozen=True)
@@ -136,9 +208,11 @@ class SizeClass:
     prediction: Prediction | None = None
 
     def __str__(self) -> str:
-        head = f"calls up to {shape_in_words(self.shape)}: {len(self.choices)} regions"
-        lines = str(self.prediction).split("\n") if self.prediction is not None else [*map(str, self.choices)]
-        return "\n".join([head, *(f"  {line}" for line in lines)])
+        head = f"calls up to {shape_in_words(self.shape)}: "
+        if self.prediction is None:
+            return "\n".join([f"{head}{counted(len(self.choices), 'region')}", *(f"  {one}" for one in self.choices)])
+        lines = str(self.prediction).split("\n")
+        return "\n".join([head + self.prediction.summary(self.choices), *(f"  {line}" for line in lines)])
 
 
 @dataclass(frozen=True)
@@ -188,6 +262,23 @@ class Plan:
         return COMMON if known is None else known.asked
 
     @property
+    def summary(self) -> str:
+        """One sentence: the peak, the time and what is recomputed; with `sizes`, of the largest calls.
+
+        Of a plan that was not made for a budget it says how many regions there are.
+        """
+        if self.prediction is not None:
+            return self.prediction.summary(self.choices)
+        return f"plan of {counted(len(self.choices), 'region')}" + (f", from {self.source}" if self.source else "")
+
+    def explain(self) -> str:
+        """Says what each word and each column of the printed plan means."""
+        printed = str(self)
+        words = WORDS if self.prediction is not None or self.sizes else CHOICE_WORDS
+        kinds = {f"@{kind}": meaning for kind, (_, meaning) in KINDS.items()}
+        return explained({word.strip(":"): said for word, said in {**words, **kinds}.items() if word in printed})
+
+    @property
     def predicted_peak_bytes(self) -> int | None:
         """The most bytes alive at any time of the step; None without a prediction, as with the others."""
         return None if self.prediction is None else self.prediction.peak_bytes
@@ -225,10 +316,9 @@ class Plan:
             beyond = str(larger).replace("up to", "larger than", 1)
             last = [beyond] if self.choices != self.sizes[-1].choices else []
             return "\n".join([f"plan of {len(self.sizes)} sizes{made}", *map(str, self.sizes), *last])
-        head = f"plan of {len(self.choices)} regions{made}"
         if self.prediction is not None:
-            return f"{head}\n{self.prediction}"
-        return "\n".join([head, *(f"  {choice}" for choice in self.choices)])
+            return f"{self.summary}\n{self.prediction}"
+        return "\n".join([self.summary, *(f"  {choice}" for choice in self.choices)])
 
     def digest(self) -> str:
         """A SHA-256 hash of the choices, as 64 hexadecimal digits: equal in every process for plans that choose alike.

@@ -1,26 +1,7 @@
 """The roles of a model's parts, as plain data: units with a path and a role.
 
 `units.py` looks at a model and writes this; labels, plans and reports read it and never see the model. A role says what
-a part does in a transformer, whatever its class is called:
-
-    layer             one step of the residual stream, repeated; its container is a stack
-    attention         the projections and what is between them, self or cross
-    core_attention    what is between them: a module of its own, or a call inside `path`
-    down_projection   into, and
-    up_projection     out of the latents of multi-head latent attention (MLA); without a latent for the queries, their
-                      projection is an up-projection too
-    mlp               the dense feed-forward part
-    moe               router and experts together
-    router            what chooses, experts for tokens or tokens for queries
-    experts, shared_experts
-    mixer             several products that are neither attention nor MLP, such as a state space model
-    norm              a norm of the residual stream
-    inner_norm        any other norm in a layer: of heads, of latents, inside an MLP
-    product           a linear layer or convolution in a layer; with an adapter (LoRA) around it, both together
-    activation        an activation that is a module
-    embedding, head   before the first and after the last stack
-
-One path may have several roles.
+a part does in a transformer, whatever its class is called; `ROLES` says which there are. One path may have several.
 """
 
 from __future__ import annotations
@@ -31,10 +12,26 @@ from functools import cached_property
 
 from .choice import Target
 
-ROLES = (
-    *("layer", "attention", "core_attention", "down_projection", "up_projection", "mlp", "moe", "router", "experts"),
-    *("shared_experts", "mixer", "norm", "inner_norm", "product", "activation", "embedding", "head"),
-)
+ROLES: Mapping[str, str] = {
+    "layer": "one step of the residual stream, repeated; its container is a stack",
+    "attention": "the projections and what is between them, self or cross",
+    "core_attention": "what is between the projections: a module of its own, or a call inside the attention",
+    "down_projection": "into the latents of multi-head latent attention (MLA)",
+    "up_projection": "out of these latents; without a latent for the queries, their projection too",
+    "mlp": "the dense feed-forward part",
+    "moe": "a mixture of experts: router and experts together",
+    "router": "what chooses, experts for tokens or tokens for queries",
+    "experts": "the experts of a mixture",
+    "shared_experts": "those that all tokens go through",
+    "mixer": "several products that are neither attention nor MLP, such as a state space model",
+    "norm": "a norm of the residual stream",
+    "inner_norm": "any other norm in a layer: of heads, of latents, inside an MLP",
+    "product": "a linear layer or convolution in a layer; with an adapter (LoRA) around it, both together",
+    "activation": "an activation that is a module",
+    "embedding": "before the first stack",
+    "head": "after the last stack",
+}
+"""What a part of a model does, and what that means."""
 
 
 def inside(path: str, around: str) -> bool:

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 from .. import errors
 from .._text import starred
 from .bound import bound
-from .budget import read_budget
+from .budget import Limit, read_budget, said_of
 from .choice import Choice, joined, stored_in
 from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
-from .plan import Line, Plan, Prediction
+from .plan import NOT_RECOMPUTED, Line, Plan, Prediction
 from .profile import Profile
 from .roles import inside
 
@@ -69,7 +69,7 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
         ArgumentError: The budget is invalid.
     """
     least = smallest(profile.costs)
-    wanted = bytes_of(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
+    wanted = bytes_meant(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
     try:
         solution = choose(profile.costs, wanted, solver)
     except errors.BudgetError as error:
@@ -77,8 +77,8 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
     return planned(profile, profile.costs, solution, wanted)
 
 
-def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> int:
-    """The bytes that a budget means for one model.
+def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> Limit:
+    """The bytes that a budget means for one model, and the words for it.
 
     Args:
         budget: See `read_budget`.
@@ -91,17 +91,20 @@ def bytes_of(budget: object, least: Callable[[], int], most: int, free: Callable
     """
     meant = read_budget(budget)
     if meant.bytes is not None:
-        return meant.bytes
+        return Limit(meant.bytes, meant.said)
     if meant.share is not None:
         bottom = least()
-        return bottom + math.floor(meant.share * (most - bottom))
+        count = bottom + math.floor(meant.share * (most - bottom))
+        said = f"{meant.said} of {errors.brief(most - bottom)} of activations: {errors.brief(count)}"
+        return Limit(count, said)
     if free is None:
         raise errors.ArgumentError(
             'budget="fit" means what the device has free, and a profile knows no device.\n'
             '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as '
             'budget="24GiB".'
         )
-    return free()
+    count = free()
+    return Limit(count, f"{meant.said} ({errors.brief(count)} are free)")
 
 
 def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
@@ -131,13 +134,13 @@ def planned(
         profile: What the plan is for.
         costs: What the solution was chosen from.
         solution: What was chosen.
-        budget: In bytes.
+        budget: In bytes; a `Limit` says how it was written.
         peak: Of the simulated step with this plan; None if it was not simulated.
         advice: What else would lower that peak.
     """
-    starts = begins(solution.options)
+    starts, said = begins(solution.options), said_of(budget)
     prediction = Prediction(
-        budget_bytes=budget,
+        budget_bytes=int(budget),
         peak_bytes=solution.peak_bytes if peak is None else peak,
         plain_peak_bytes=profile.plain_peak_bytes,
         step_seconds=costs.step_seconds + solution.seconds,
@@ -151,33 +154,35 @@ def planned(
         host_bytes=sum(solution.options[i].host_bytes for i in starts),
         loop=profile.loop,
         advice=advice,
+        budget=said,
     )
-    source, asked_of = f"a budget of {budget:,} bytes", replace(profile, costs=costs)
+    source, asked_of = f"a budget of {said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
 
 
 def _lines(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Line, ...]:
     """Describes the segments, those treated alike together; `starts` is where an option begins."""
-    groups: dict[tuple[str, str, Option], list[str]] = {}
+    groups: dict[Line, list[str]] = {}
     for start in starts:
-        segment = costs.segments[start]
-        groups.setdefault((starred(segment.path), segment.kind, solution.options[start]), []).append(segment.path)
-    lines: list[Line] = []
-    for (pattern, kind, option), paths in groups.items():
-        where = pattern if len(set(paths)) > 1 else paths[0]
-        freed = max(0, costs.kinds[kind].options[0].saved_bytes * option.span - option.saved_bytes)
-        what, saved = _what(option), option.saved_bytes
-        lines.append(Line(where, len(paths), what, saved, freed, option.seconds, option.host_bytes))
-    return tuple(lines)
+        segment, option = costs.segments[start], solution.options[start]
+        freed = max(0, costs.kinds[segment.kind].options[0].saved_bytes * option.span - option.saved_bytes)
+        whole = any(path == "" for choice in option.regions for path in choice.paths)
+        figures = option.saved_bytes, freed, option.seconds, option.host_bytes
+        line = Line(starred(segment.path), 1, _what(option), *figures, option.span, whole)
+        groups.setdefault(line, []).append(segment.path)
+    return tuple(
+        replace(line, where=line.where if len(set(paths)) > 1 else paths[0], count=len(paths))
+        for line, paths in groups.items()
+    )
 
 
 def _what(option: Option) -> str:
     if not option.regions:
-        return "not recomputed"
+        return NOT_RECOMPUTED
     whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
         (f"{' with '.join(c.paths)} recomputed" if any(c.paths) else whole + ", then each again" * c.nested)
-        + (f" but not {', '.join(c.keep)}" if c.keep else "")
+        + (f", {', '.join(c.keep)} kept" if c.keep else "")
         for c in option.regions
     ]
     return "; ".join(parts) + (f"; inputs {stored_in(option.store)}" if option.store else "")
@@ -206,7 +211,7 @@ def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
         exact = "" if moment.bytes < 2**10 else f" ({moment.bytes} bytes)"
         least = errors.size(moment.bytes, up=True)
         text = (
-            f"budget={errors.size(budget)} is too small: no choice of what to recompute needs less than "
+            f"budget={said_of(budget)} is too small: no choice of what to recompute needs less than "
             f"{least}{exact}.\n"
             f"  With that choice the peak is {moment.where}, where {errors.size(moment.fixed)} are not for a plan to "
             "change: parameters, gradients, optimizer state and what is between the planned modules.\n"

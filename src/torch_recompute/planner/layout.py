@@ -201,8 +201,9 @@ class LayoutPlanner:
         assert allowed is not None
         if worst.peak_bytes > allowed.budget_bytes:
             least, up = errors.size(worst.peak_bytes, up=True), worst.peak_bytes - worst.activation_bytes
+            said = allowed.budget or errors.size(allowed.budget_bytes)
             raise errors.BudgetError(
-                f"budget={errors.size(allowed.budget_bytes)} is too small for rank {worst.rank} of the pipeline, which "
+                f"budget={said} is too small for rank {worst.rank} of the pipeline, which "
                 f"needs the most: with the plan that needs the least its peak is {least} ({worst.peak_bytes} bytes), "
                 f"without recomputation {errors.size(worst.plain_peak_bytes)}; {errors.size(up)} of either are "
                 "weights, gradients and optimizer state.\n"
@@ -227,7 +228,7 @@ class LayoutPlanner:
         seconds = ("step_seconds", "plain_step_seconds", "bound_seconds")
         promise = dataclasses.replace(promise, **{name: getattr(promise, name) + updating for name in seconds})
         step = tried.peak.step
-        words = f"rank {rank.number} of a pipeline of {layout.pp}, tensor parallel {layout.tp}, {wanted:,} bytes"
+        words = f"rank {rank.number} of a pipeline of {layout.pp}, tensor parallel {layout.tp}, {wanted.said}"
         return RankPlan(
             rank=rank.number,
             layers=tuple(tuple(range(*self.pipeline.pipeline.bounds[stage])) for stage in rank.stages),

@@ -29,12 +29,12 @@ import torch
 
 from .. import errors
 from ..plan.bound import bound
-from ..plan.budget import read_budget
+from ..plan.budget import Limit, read_budget
 from ..plan.choice import joined
 from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative
-from ..plan.solve import bytes_of, choices_of, choose, planned, smallest
+from ..plan.solve import bytes_meant, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
 from .ops import Op
 from .planner import Planner, calibrate
@@ -172,9 +172,9 @@ class RankPlanner:
         runs = {stage: self._of.run(stage, options, self._kinds) for stage, options in chosen.items()}
         return TriedPlan(chosen, runs, self.memory.peak({stage: run.bytes for stage, run in runs.items()}))
 
-    def fitted(self, budget: Budget) -> tuple[TriedPlan, int]:
+    def fitted(self, budget: Budget) -> tuple[TriedPlan, Limit]:
         """The cheapest choice for a budget, or that of the least need where none fits; the budget in bytes."""
-        wanted = bytes_of(budget, lambda: self.least.peak.bytes, self.plain.peak.bytes, None)
+        wanted = bytes_meant(budget, lambda: self.least.peak.bytes, self.plain.peak.bytes, None)
         if self.plain.peak.bytes <= wanted:
             return self.plain, wanted
         return self._within(wanted) or self.least, wanted
@@ -328,7 +328,7 @@ class RankPlanner:
             self.seconds,
         )
 
-    def planned(self, groups: Sequence[Sequence[int]], tried: TriedPlan, wanted: int, times: int) -> list[Plan]:
+    def planned(self, groups: Sequence[Sequence[int]], tried: TriedPlan, wanted: Limit, times: int) -> list[Plan]:
         """A plan for each of some groups of stages, with what is promised of the whole rank.
 
         The lines of the predictions are of so many `times` a microbatch.
@@ -348,7 +348,7 @@ class RankPlanner:
             profile = replace(of.profile, costs=costs, plain_peak_bytes=self.plain.peak.bytes, modules=modules)
             options = tuple(for_all(option, times) for stage in stages for option in tried.chosen[stage])
             plan = planned(profile, costs, Solution(options, 0, 0.0, of.solver), wanted, tried.peak.bytes)
-            found.append(replace(plan, source=f"a budget of {wanted:,} bytes on rank {self.number}"))
+            found.append(replace(plan, source=f"a budget of {wanted.said} on rank {self.number}"))
         promises = [plan.prediction for plan in found if plan.prediction is not None]
         whole: dict[str, Any] = {
             "plain_step_seconds": microbatches * self.seconds,
@@ -415,7 +415,7 @@ def plan_stages(
         alone = [[stage] for stage in rank.stages]
         plans = dict(zip(rank.stages, rank.planned(alone, tried, wanted, pipeline.microbatches), strict=True))
         if tried.peak.bytes > wanted:
-            text = errors.no_plan_fits(wanted, tried.peak.bytes, rank.plain.peak.bytes, "")
+            text = errors.no_plan_fits(wanted.said, tried.peak.bytes, rank.plain.peak.bytes, "")
             raise errors.BudgetError(f"rank {rank.number} of the pipeline: {text}", tried.peak.bytes, plans)
         for stage, plan in plans.items():
             start, stop = pipeline.bounds[stage]

@@ -51,7 +51,7 @@ from ..plan.cost import (
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.roles import inside
-from ..plan.solve import bytes_of, choices_of, choose, decides, frontier, planned, smallest, untied
+from ..plan.solve import bytes_meant, choices_of, choose, decides, frontier, planned, smallest, untied
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
 from ..simulation.step import MakeOptimizer as MakeOptimizer
@@ -159,12 +159,13 @@ class Planner:
             self._loop,
         )
 
-    def plan(self, budget: int | float | str, solver: str = "auto") -> Plan:
+    def plan(self, budget: object, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
         free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
-        wanted = bytes_of(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
-        if wanted in self.known.plans:
-            return self.known.plans[wanted]
+        wanted = bytes_meant(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
+        key = wanted, wanted.said
+        if key in self.known.plans:
+            return self.known.plans[key]
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
         for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
             if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
@@ -176,9 +177,9 @@ class Planner:
             costs, solution = scale(costs), scale.solution(solution)
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
         if not fits:
-            text = errors.no_plan_fits(wanted, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
+            text = errors.no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
-        self.known.plans[wanted] = plan
+        self.known.plans[key] = plan
         return plan
 
     def curve(self, budget: int, most: int) -> list[Plan]:

@@ -25,6 +25,7 @@ from torch import nn
 
 from .. import _torch, errors
 from ..arguments import Batch, call_of
+from ..plan.budget import Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from .planner import Planner
@@ -81,7 +82,7 @@ def plan_sizes(
             text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
         assert plan.prediction is not None
-        budget = plan.prediction.budget_bytes
+        budget = Limit(plan.prediction.budget_bytes, plan.prediction.budget)
         largest = largest or plan
         sizes.insert(0, SizeClass(shape, plan.choices, plan.prediction))
     assert largest is not None
@@ -102,7 +103,7 @@ def plan_all_sizes(
     top = planner(*call)
     largest = top.plan(budget, solver)
     assert largest.prediction is not None
-    allowed = largest.prediction.budget_bytes
+    allowed = Limit(largest.prediction.budget_bytes, largest.prediction.budget)
     curve = top.curve(allowed, MOST) if largest.choices else []
     found = {
         longest(lambda length, plan=plan: peak(plan, lengths(length)) <= allowed, lengths.length) for plan in curve
