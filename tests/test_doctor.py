@@ -249,7 +249,7 @@ def test_provoked(case: Case) -> None:
 
 def test_every_kind_is_provoked() -> None:
     """Each kind of finding has a model that provokes it, here or, for those that need a device or real steps, below."""
-    elsewhere = {"fragmentation", "fallbacks", "masks_drawn_again"}
+    elsewhere = {"fragmentation", "fallbacks", "masks_drawn_again", "kept_alive"}
     assert {case.kind for case in CASES} | elsewhere == set(doctor.KINDS)
     assert len(doctor.KINDS) == len(doctor.CHECKS)
 
@@ -289,12 +289,66 @@ def test_what_regions_free_is_what_the_step_keeps_less(plan: Plan) -> None:
     assert freed == steps.plain.saved_bytes - steps.step.saved_bytes
 
 
-def test_everything_is_as_before() -> None:
+LENGTHS = itertools.cycle([3, 5])
+
+
+class Flips(nn.Linear):
+    """A replay of it saves other shapes than its forward did."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, : next(LENGTHS)].sin().sum(1)
+
+
+def popped(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch_checkpoint(lambda xs: fn(xs.pop()), [x], use_reentrant=False)
+
+
+AS_BEFORE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "a plan": (
+        lambda: stack(lambda: around(nn.Sequential(Counts(), nn.Dropout()), theirs)),
+        {"plan": Plan((Choice(("0.inner.0",)),))},
+    ),
+    "torch's checkpoint raises": (wrapped(popped, lambda: nn.Sequential(Counts(), nn.Dropout())), {}),
+    "a replay raises": (lambda: stack(lambda: around(Flips(SIZE, SIZE), region), 1), {}),
+}
+
+
+@pytest.mark.parametrize("name", AS_BEFORE)
+def test_everything_is_as_before(name: str) -> None:
     """An examination changes no weight, gradient, buffer, random state or forward, and leaves no hook."""
-    model = stack(lambda: around(nn.Sequential(Counts(), nn.Dropout()), theirs))
-    model(batch()).sum().backward()
+    made, options = AS_BEFORE[name]
+    model = made()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     with unchanged(model):
-        doctor.examine(model, (batch(),), plan=Plan((Choice(("0.inner.0",)),)), device="h100", loss=mean_loss)
+        report = doctor.examine(model, (batch(),), device="h100", loss=mean_loss, **options)
+    assert ("not_deterministic" in {finding.kind for finding in report.findings}) == ("raises" in name)
+
+
+def test_what_a_model_raises_by_itself_is_raised() -> None:
+    """An error that does not come from recomputation is the caller's, under a checkpoint too."""
+
+    def broken(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return theirs(fn, x) + x[:, :3]
+
+    with pytest.raises(RuntimeError, match="must match the size"):
+        doctor.examine(wrapped(broken)(), (batch(),), loss=mean_loss)
+
+
+def test_a_step_that_does_not_fit_is_simulated() -> None:
+    """Where memory runs out in the real step, the findings of the simulation come out."""
+
+    class Large(nn.Softmax):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if type(input) is torch.Tensor:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(input)
+
+    model = stack()
+    model[0].soft = Large(-1)
+    report = doctor.examine(model, (batch(),), plan=each("soft"), device="h100", loss=mean_loss)
+    assert [finding.kind for finding in report.findings] == ["made_worse"]
+    assert "memory ran out in the step (CUDA out of memory." in dict(report.not_looked_for)["frozen_input"]
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -601,7 +655,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 and no finding; 1 and the plan's findings, as text, as JSON or as nothing; only the result is on stdout."""
     arguments = ["--optimizer", "none", "--device", "h100", "--no-hold-output"]
     assert cli.main(["doctor", "this_test:good_pair", *arguments]) == cli.OK
-    assert "nothing found; 12 kinds looked for" in capsys.readouterr().out
+    assert "nothing found; 14 kinds looked for" in capsys.readouterr().out
     path = tmp_path / "plan.json"
     path.write_text(each("soft").to_json())
     arguments += ["--plan", str(path), "--no-run"]

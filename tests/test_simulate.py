@@ -247,3 +247,19 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     """Finding 18: ranks that simulate for "cuda" do not all open a context on the first device."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     assert _Step(torch.device("cuda"), None, None, "")._device == torch.device("cuda", 3)
+
+
+def test_a_compiled_model_is_compiled_after_it_was_simulated() -> None:
+    """The compiler does not see the simulated step: what it sees under a dispatch mode, it never compiles."""
+    torch._dynamo.reset()
+    frames: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        frames.append(1)
+        return graph.forward
+
+    model, x = torch.compile(stack(8, 8), backend=backend), torch.randn(4, 8)
+    simulate(model, (x,), loss=mean_loss)
+    assert not frames
+    model(x)
+    assert frames

@@ -5,6 +5,7 @@ build or a later release may lack.
 """
 
 import ast
+import contextlib
 import importlib
 import inspect
 import sys
@@ -1078,3 +1079,25 @@ def test_what_torch_traces_is_told_apart() -> None:
 def test_what_an_operator_takes() -> None:
     """The names of its arguments, in their order, by its schema."""
     assert fakes.taken_by(torch.ops.aten.addmm.default)[:3] == ["self", "mat1", "mat2"]
+
+
+@pytest.mark.parametrize("looks_up", [True, False], ids=["as it is", "a release without the place"])
+def test_checkpoints_run_by(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's checkpoint is what runs in its place, by whatever name it is called, and itself again after an error."""
+    if not looks_up:
+        monkeypatch.setattr(_torch._checkpoint, "checkpoint", lambda fn, *args, **options: fn(*args))
+    seen: list[Any] = []
+
+    def run(original: Any, function: Any, *args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return original(function, *args, **options)
+
+    here = torch.utils.checkpoint.checkpoint
+    for _ in range(2):
+        with contextlib.suppress(KeyError), _torch.checkpoints_run_by(run):
+            x = vector()
+            here(torch.sin, x, use_reentrant=False).sum().backward()
+            assert torch.equal(x.grad, x.cos())
+            raise KeyError
+    here(torch.sin, vector(), use_reentrant=False)
+    assert seen == [{"use_reentrant": False}] * (2 if looks_up else 0)

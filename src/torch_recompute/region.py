@@ -155,7 +155,7 @@ def recompute(
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(_not_an_ambient(ambient))
-    options = Options(name or name_of(fn), inputs, (*DEFAULT, *state), check, early_stop)
+    options = Options(name or name_of(fn), inputs, (*DEFAULT, *state), check, early_stop, tile=tiles is not None)
 
     @functools.wraps(fn, updated=())
     def region(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -317,6 +317,12 @@ def fallbacks() -> dict[str, int]:
     return found
 
 
+def compilations() -> int:
+    """A number that grows whenever the compiler is given something, by its own counters."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else sum(utils.counters["frames"].values()) + sum(utils.counters["stats"].values())
+
+
 def _first_line(text: str) -> str:
     return next((line.strip() for line in str(text).splitlines() if line.strip()), "")
 
@@ -324,6 +330,20 @@ def _first_line(text: str) -> str:
 def is_compiled(module: Any) -> bool:
     """Returns whether a module is what `torch.compile(model)` returned."""
     return type(module).__name__ == "OptimizedModule"
+
+
+def any_compiled(model: torch.nn.Module) -> bool:
+    """Returns whether a model, or a module in it, is to be compiled."""
+    return any(module.__dict__.get("_compiled_call_impl") or is_compiled(module) for module in model.modules())
+
+
+def uncompiled(model: Any) -> AbstractContextManager[Any]:
+    """A context in which what is to be compiled in a model runs as it is.
+
+    The compiler leaves code that it first sees under a dispatch mode uncompiled for the rest of the process.
+    """
+    compiled = isinstance(model, torch.nn.Module) and any_compiled(model)
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def compilers_share() -> float:

@@ -24,6 +24,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._text import at_work, counted, grouped, paragraph, starred_path, table, times
+from .._torch.modes import uncompiled
 from ..arguments import Batch, Captures, call_of, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
 from ..engine.saved_call import SavedCall
@@ -247,7 +248,7 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return Audit(rows.sorted(regions), regions, perturb)
 
     try:
-        with torch.inference_mode(False), torch.enable_grad(), NamedSyncs(recorder):
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled(model), NamedSyncs(recorder):
             torch.clear_autocast_cache()
             found = recorder.run(run)
             torch.clear_autocast_cache()
@@ -517,7 +518,7 @@ _BUFFER = (
     "training mode are put back"
 )
 _ATTRIBUTE = "the update outside of the region or in no_recompute(fn), or under `if not doing_recompute():`"
-_FAILS = "a function that can be called again with the same arguments, or no_recompute(fn) around the part that cannot"
+FAILS = "a function that can be called again with the same arguments, or no_recompute(fn) around the part that cannot"
 _CHANGED = "the change after backward, or on a clone: a replay needs the tensor as it was in the forward"
 _RANDOM = (
     "recompute(fn, state=[GeneratorRng(generator)]), from torch_recompute.state, for a generator that the region "
@@ -600,7 +601,7 @@ class _Rows:
             self.put(AuditRow("syncs", sync.region, sync.what, module, sync.line, detail, _SYNC, count))
         known = isinstance(error, errors.MismatchError) and len(self._rows) > before
         if error is not None and not known and not second.inputs_differ:
-            whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", _FAILS)
+            whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", FAILS)
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
         trace = first.frame.trace

@@ -19,7 +19,7 @@ from .._text import counted, document, grouped, paragraph, starred, times
 from .._torch.modes import CUT_REGION, NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
-from .audit import Audit
+from .audit import FAILS, Audit
 from .observed import Observations
 from .simulated import Account, SimulatedSteps
 
@@ -35,6 +35,7 @@ PINNED = 0.5  # of what a region drops: what others hold
 FUSED = 0.9  # of a region's FLOPs: fused attention
 WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be worth its third run
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
+SHOWN = 4  # modules of one finding
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
 
 
@@ -236,7 +237,7 @@ def _audited(
                 detail = f"the host waits for the device {figures['waits']} times in the replays of one step"
             place = " at ".join(filter(None, [row.op, row.line.rpartition("/")[2]]))
             seen = ": ".join(filter(None, [place, detail]))
-            yield starred(row.module or row.region), f"{seen}.", confirmed, row.advice, figures
+            yield starred(row.module or row.region), f"{seen.rstrip('.')}.", confirmed, row.advice, figures
 
     return look
 
@@ -252,8 +253,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
     plainly = observed.trained_plainly
     if not observed.backwards and plainly is None:
         return  # no gradient has been due yet
-    untrained = [name for name in observed.untrained if plainly is None or name in plainly]
-    for where, names in grouped(untrained, lambda name: starred(observed.owners[name])).items():
+    for where, names in grouped(observed.cut_off, lambda name: starred(observed.owners[name])).items():
         confirmed = f"{observed.steps} real step{'s' if observed.steps > 1 else ''}, in which gradients were counted"
         if plainly is not None:
             confirmed += "; with plain calls in the place of torch's reentrant checkpoints they are handed one"
@@ -300,7 +300,78 @@ def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         )
 
 
+def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """A step that raises, or whose gradients are others, than that of the step without recomputation."""
+    rows = () if evidence.audited is None else evidence.audited.rows
+    if any(row.kind in ("differs", "flips", "fails", "mutates") for row in rows):
+        return  # the audit names the operation
+    ours = (
+        "torch_recompute.checkpoint in the place of torch.utils.checkpoint.checkpoint (the same arguments, but "
+        "use_reentrant=False)"
+    )
+    raised = observed.raised
+    if raised is not None:
+        line = f" at {raised.line.rpartition('/')[2]}" if raised.line else ""
+        mend = f"{ours}: with it the step was right." if observed.right_with_regions else raised.advice
+        yield _found(
+            starred(raised.module) or evidence.name,
+            f"the step raised {raised.text}{line}; without recomputation it raises nothing.",
+            "one real step as it is, and one in which each checkpoint and region is a plain call.",
+            mend or f"{FAILS}.",
+        )
+    elif observed.differ and not observed.cut_off:
+        worst = max(observed.differ, key=lambda one: one.distance)
+        yield _found(
+            starred(worst.name.removeprefix("the gradient of ").rpartition(".")[0]) or evidence.name,
+            f"{counted(len(observed.differ), 'gradient')} are wrong: {worst.name} {worst.detail}.",
+            "two real steps from the same state, one as it is and one in which torch's checkpoints are plain calls.",
+            f"{ours}: with it the gradients were right."
+            if observed.right_with_regions
+            else "audit(model, args) with torch_recompute.checkpoint: it names the operation that differs.",
+            gradients=len(observed.differ),
+            distance=worst.distance,
+        )
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Memory of a step that is still there when the next one begins."""
+    kinds = () if observed.raised else observed.kept.items()
+    by_holder = grouped(kinds, lambda item: (item[1].backward, item[1].in_graph, starred(item[1].holder)))
+    for (backward, in_graph, holder), of in by_holder.items():
+        nbytes, steps = sum(kept.nbytes for _, kept in of), max(kept.steps for _, kept in of)
+        modules = list(dict.fromkeys(starred(path) for path, _ in of))
+        what = f"{_mib(nbytes)} that {', '.join(modules[:SHOWN])} returned in {counted(steps, 'step')} are alive"
+        refers = holder or "a variable"
+        if not backward:
+            seen = f"{what}: no backward went through them, and their losses are kept."
+            write = "with torch.no_grad(): around forwards that no backward follows; or total += loss.item()."
+        elif in_graph:
+            seen = f"{what} after backward: the graph was not freed, and its loss is kept."
+            write = "loss.backward() without retain_graph=True; or `del loss` before the next forward."
+        else:
+            seen = f"{what} after backward: {refers} refers to them."
+            write = (
+                f"what is needed of it alone, as x.detach().mean().item(), into {refers}; or empty it after each step."
+            )
+        yield _found(
+            "the training loop" if not backward or in_graph else refers,
+            seen,
+            "real steps: what modules returned was looked for when the step was over, and who refers to it.",
+            write,
+            nbytes=nbytes,
+            steps=steps,
+        )
+    if observed.zeroed_bytes:
+        yield _found(
+            "the training loop",
+            f"{_mib(observed.zeroed_bytes)} of gradients are alive in forward, and all of them are zero.",
+            "real steps: the gradients were looked at when a forward began.",
+            "optimizer.zero_grad(), whose set_to_none is True.",
+            nbytes=observed.zeroed_bytes,
+        )
 
 
 def _over_budget(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
@@ -373,8 +444,7 @@ def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found
     step, plain = simulated.step, simulated.plain
     over = evidence.budget is not None and step.peak_bytes > evidence.budget
     little = bool(evidence.plan) and step.peak_bytes > (1 - LOWERED) * plain.peak_bytes
-    loss = step.peak_by_module.get("", 0)  # what no module made
-    if not step.advice or loss < OF_LOSS * step.peak_bytes or not (over or little):
+    if step.logits_bytes < OF_LOSS * step.peak_bytes or not (over or little):
         return
     yield _found(
         evidence.name,
@@ -382,6 +452,7 @@ def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found
         + step.advice.partition(" Compute ")[0],
         "two simulated steps, with the plan and without, and the tensors alive at the peak.",
         "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token.",
+        logits_bytes=step.logits_bytes,
         peak_bytes=step.peak_bytes,
         plain_peak_bytes=plain.peak_bytes,
     )
@@ -434,9 +505,33 @@ def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[
     )
 
 
+def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
+    """Checkpointing that is turned on and does nothing."""
+    for where, paths in grouped(observed.never_again, starred).items():
+        yield _found(
+            where or evidence.name,
+            "its checkpointing is on (gradient_checkpointing=True), but it is in eval mode: backward ran nothing "
+            "again, and all activations were kept.",
+            f"{observed.steps} real steps, in which calls of modules in backward were counted.",
+            "model.train() before the training loop: models that from_pretrained returns are in eval mode.",
+            modules=len(paths),
+        )
+
+
 def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions with nothing to drop, and choices whose modules were not called."""
+    """Regions with nothing to drop or that keep as much as they free, and choices whose modules were not called."""
     for account in simulated.outermost:
+        if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
+            yield _found(
+                account.name,
+                f"{counted(account.calls, 'region')} dropped {_mib(account.dropped_bytes)} and kept "
+                f"{_mib(account.pinned_bytes + account.held_bytes)} that would not be kept without: they free nothing.",
+                f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+                f"a plan without {account.name}, or a region that reaches further back, to where its input is made.",
+                regions=account.calls,
+                dropped_bytes=account.dropped_bytes,
+                freed_bytes=0,
+            )
         if not account.dropped_bytes:
             yield _found(
                 account.name,
@@ -517,6 +612,13 @@ def _is_nested(account: Account) -> bool:
     return bool(account.inside) and account.replay_ops > account.forward_ops
 
 
+def _is_for_attention_alone(account: Account) -> bool:
+    """Whether all that its replays compute is fused attention, and all that they free its results."""
+    return 0 < FUSED * account.replay_flops <= account.attention_replays and (
+        account.freed_bytes <= account.attention_bytes
+    )
+
+
 def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions whose operations are replayed more than once, and attention that is run again for little.
 
@@ -557,12 +659,28 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 replay_flops=account.replay_flops,
                 freed_bytes=account.freed_bytes,
             )
+        elif not account.inside and _is_for_attention_alone(account):
+            yield _found(
+                account.name,
+                f"{counted(account.calls, 'region')} run a fused attention again "
+                f"({_gflop(account.attention_replays)}), and free {_mib(account.freed_bytes)}, no more than its "
+                f"results are ({_mib(account.attention_bytes)}): the scores are not kept without the region either.",
+                "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
+                "what.",
+                f"a plan without {account.name} (recompute_modules without core_attn); or a region around more than "
+                'the attention that keeps it, with "@attention" in keep.',
+                regions=account.calls,
+                replay_flops=account.attention_replays,
+                freed_bytes=account.freed_bytes,
+            )
 
 
 def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """A checkpoint of another library inside a region, or around one, by the calls of the modules in it."""
     if evidence.simulated is not None and any(map(_is_nested, evidence.simulated.accounts)):
         return
+    if observed.raised or observed.differ:
+        return  # another function was called than in forward
     calls, again = observed.calls, observed.calls_in_backward
     third = grouped([path for path, count in again.items() if calls[path] and count >= 2 * calls[path]], starred)
     for name, paths in third.items():
@@ -589,11 +707,12 @@ def _is_near_its_bound(evidence: Evidence) -> bool:
 
 def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Replays that take much of the step's FLOPs, and the unit that is replayed most."""
-    flops = simulated.regions.flops
-    total, replay = sum(flops.values()), flops["replay"]
+    total = sum(simulated.regions.flops.values())
+    accounts = [account for account in simulated.regions.by_name.values() if not account.tiled]
+    replay = sum(account.replay_flops for account in accounts)
     if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence):
         return
-    most = max(simulated.regions.by_name.values(), key=lambda account: account.replay_flops)
+    most = max(accounts, key=lambda account: account.replay_flops)
     name = most.name or "the model"
     yield _found(
         most.name,
@@ -669,7 +788,9 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         yield _found(
             evidence.name,
             f"{reason}: {times(count)}. There {what}, and no choice of what to save reaches across.",
-            "the compiler's own counters, before and after the steps.",
+            "the compiler's own counters, of all that was compiled since the process began: the model was before."
+            if observed.compiled_before
+            else "the compiler's own counters, before and after the steps.",
             write,
             count=count,
         )
@@ -695,7 +816,7 @@ _CHANGED = _audited("mutates", confirmed="each region was run twice, and what wa
 # In the order in which findings are shown: what gives wrong results first, then memory, then time.
 CHECKS = (
     Check("frozen_input", observed=_frozen_input),
-    Check("not_deterministic", audited=_audited("differs", "flips", "fails")),
+    Check("not_deterministic", observed=_replays_otherwise, audited=_audited("differs", "flips", "fails")),
     Check("updated_twice", observed=_buffers_updated_twice, audited=_CHANGED),
     Check("reentrant", observed=_reentrant),
     Check("masks_drawn_again", observed=_masks_drawn_again),
@@ -719,8 +840,9 @@ CHECKS = (
             else ""
         ),
     ),
+    Check("kept_alive", observed=_kept_alive),
     Check("optimizer_state", simulated=_optimizer_state),
-    Check("saves_nothing", simulated=_saves_nothing),
+    Check("saves_nothing", simulated=_saves_nothing, observed=_never_again),
     Check("output_pins", simulated=_output_pins),
     Check("made_worse", simulated=_made_worse),
     Check("double_recompute", simulated=_recomputed_twice, observed=_called_twice),

@@ -13,26 +13,30 @@ reads what a training that runs anyway shows. Everything is counted, compared or
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch, errors
 from .._text import at_work
 from ..arguments import Batch, call_of
+from ..compat.torch_utils import checkpoint
+from ..engine.region_call import RegionCall
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
 from ..planner.planner import Loss, MakeOptimizer
 from ..simulation.step import loss_of, optimizer_of
+from ..values import name_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
-from .evidence import ModelCall
-from .observed import CLOSELY, Observations, StepWatcher
+from .evidence import Difference, ModelCall, Noise, StepResult, differences
+from .observed import CLOSELY, Compiled, Observations, Raised, StepWatcher
 from .simulated import SimulatedSteps
 
 if TYPE_CHECKING:
@@ -101,29 +105,38 @@ def examine(
         )
     running = not on_meta and run is not False
     with at_work(f"examining {type(model).__name__}"):
-        call = model, args, kwargs
+        parallel = plan is None and isinstance(model, DistributedDataParallel)
+        if parallel:  # its steps would wait for other ranks
+            model = cast("nn.Module", model.module)
+        call, since = (model, args, kwargs), Compiled()
         steps = SimulatedSteps(*call, plan=plan, loop=loop, loss=loss, optimizer=optimizer, device=device)
         missing: dict[str, str] = {}
         simulated: SimulatedSteps | None = None
         try:
             steps.run()
             simulated = steps
-        except errors.RecomputeError as error:
+        except Exception as error:  # of a model that the copy is not like: DDP's hooks, weights that come and go
             if not running:
                 raise
-            missing["simulated"] = f"the step cannot be simulated ({str(error).splitlines()[0]})"
+            missing["simulated"] = f"the step cannot be simulated ({_first_line(error)})"
         observed = audited = None
         if running:
+            missing["audited"] = "the model calls no region"
             with contextlib.ExitStack() as stack:
                 if plan is not None:
                     stack.callback(apply(model, plan).remove)
-                observed = _observe(ModelCall(*call), model, loss or loss_of)
-                missing["audited"] = "the model calls no region"
-                if simulated is None or simulated.accounts:
-                    try:
-                        audited = audit(*call)
-                    except errors.ArgumentError as error:
-                        missing["audited"] = f"the audit says: {str(error).splitlines()[0]}"
+                try:
+                    observed = _observe(ModelCall(*call), model, loss or loss_of, since)
+                    observed.parallel |= parallel
+                    if simulated is None or simulated.accounts or observed.checkpoints:
+                        with _torch.checkpoints_run_by(_as_region):
+                            audited = audit(*call)
+                except torch.OutOfMemoryError as error:
+                    missing["observed"] = missing["audited"] = f"memory ran out in the step ({_first_line(error)})"
+                except Exception as error:
+                    if observed is None:
+                        raise
+                    missing["audited"] = f"the audit says: {_first_line(error)}"
         else:
             missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
             missing["audited"] = missing["observed"]
@@ -131,39 +144,93 @@ def examine(
         return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
 
 
-def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor]) -> Observations:
-    """One real step; where parameters got no gradient, a second one with plain calls for torch's checkpoints."""
-    watcher = StepWatcher(model)
+def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor], since: Compiled) -> Observations:
+    """One real step; a second one without recomputation where the first may be wrong, and what differs between them.
+
+    Raises:
+        Exception: The step without recomputation raises as well, so this is the model's own.
+    """
+    watcher = StepWatcher(model, since=since)
+    checkpoints: list[str] = []
+
+    def noting(original: Callable[..., Any], function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        checkpoints.append(name_of(function))
+        return original(function, *args, **kwargs)
+
+    def step() -> StepResult:
+        call.go_back()
+        return call.step(loss, needs_grad=False)  # a loss that needs no gradient trains nothing: a finding
+
+    left = raised = None
     try:
-        call.step(loss, needs_grad=False)  # a loss that needs none trains nothing: a finding and no failure
+        try:
+            with _torch.checkpoints_run_by(noting):
+                left = step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raised = Raised.by(error, model)
         observed = watcher.end()
-        if observed.untrained:
-            call.go_back()
-            with _plain_checkpoints():
-                again = call.step(loss, needs_grad=False).tensors["gradients"]
-            observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in again)
+        observed.checkpoints, observed.raised = len(checkpoints), raised
+        if left is not None and not checkpoints and not observed.untrained:
+            return observed
+        try:
+            with _without_recomputation(regions=left is None):
+                plain = step()
+                noise = Noise(plain, step())
+        except torch.OutOfMemoryError:  # for which there is recomputation
+            return observed
+        given = plain.tensors["gradients"]
+        observed.trained_plainly = frozenset(name.removeprefix("the gradient of ") for name in given)
+        observed.differ = () if left is None else _gradients(plain, left, noise)
+        if checkpoints and (left is None or observed.differ):
+            try:
+                with _torch.checkpoints_run_by(_as_region):
+                    observed.right_with_regions = not _gradients(plain, step(), noise)
+            except Exception as error:
+                observed.raised = Raised.by(error, model)
         return observed
     finally:
         watcher.end()
         call.go_back()
 
 
+def _gradients(plain: StepResult, other: StepResult, noise: Noise) -> tuple[Difference, ...]:
+    return tuple(found for found in differences(plain, other, noise) if found.kind == "gradients")
+
+
 @contextlib.contextmanager
-def _plain_checkpoints() -> Generator[None]:
-    """Torch's reentrant checkpoints are plain calls for the time being."""
+def _without_recomputation(*, regions: bool) -> Generator[None]:
+    """Torch's checkpoints, and regions if asked for, are plain calls for the time being."""
 
-    class Plain:
-        @staticmethod
-        def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-            return function(*args)
+    def plain(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
+        if function is None:  # a decorator, which calls this again
+            return original(*args, **options)
+        return function(*args, **{name: value for name, value in options.items() if name not in _OPTIONS})
 
-    there: Any = torch.utils.checkpoint
-    before = there.CheckpointFunction
-    there.CheckpointFunction = Plain
+    def run(self: RegionCall, fn: Callable[..., Any], args: Any, kwargs: Any, outer: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    before = RegionCall.forward
     try:
-        yield
+        if regions:
+            RegionCall.forward = run
+        with _torch.checkpoints_run_by(plain):
+            yield
     finally:
-        there.CheckpointFunction = before
+        RegionCall.forward = before
+
+
+def _as_region(_: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **options: Any) -> Any:
+    """Torch's checkpoint as a region, which can be audited."""
+    return checkpoint(*args, **options)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
+
+
+_OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
 
 class Watching:

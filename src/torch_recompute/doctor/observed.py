@@ -11,22 +11,30 @@ No hook changes the step, none keeps a tensor of its graph, and `end` leaves non
 
 from __future__ import annotations
 
+import traceback
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch
-from .._torch.modes import compilers_share, fallbacks, is_compiled
+from .._torch.modes import any_compiled, compilations, compilers_share, fallbacks
+from ..errors import RecomputeError
 from ..memory import allocator
+from ..memory.ledger import storages
+from ..memory.operations import kind_of
+from ..memory.retainers import holders_of
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
 from ..plan.wrappers import wrappers_on
+from .evidence import Difference
 
 if TYPE_CHECKING:
     from ..distributed import Reentrant
@@ -35,6 +43,8 @@ CLOSELY = 3
 """How many steps are looked at with all hooks."""
 
 
+LITTLE = 0.02
+"""Of what the modules of a step return: this much may outlive it."""
 DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout")  # attributes of modules that draw masks
 
 
@@ -47,6 +57,65 @@ class AllocatorStats:
     reserved_bytes: int  # the most that the allocator held at once
     retries: int  # how often it had to give everything unused back and ask again, since the process began
     total_bytes: int  # of the device
+
+
+class Raised(NamedTuple):
+    """An exception of a step, without its frames."""
+
+    text: str  # `IndexError: pop from empty list`
+    advice: str  # what the exception says to write, if it is one of this library's
+    module: str  # path of the innermost module in whose code it was raised
+    line: str  # `file:line` of the user's code
+
+    @classmethod
+    def by(cls, error: Exception, model: nn.Module) -> Raised:
+        """Reads an exception that `model` raised."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        module = line = ""
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            module = paths.get(id(frame.f_locals.get("self")), module)
+            if kind_of(frame.f_code.co_filename) == "user":
+                line = f"{frame.f_code.co_filename}:{number}"
+        text, _, advice = str(error).partition("\n")
+        advice = " ".join(advice.split()) if isinstance(error, RecomputeError) else ""
+        return cls(f"{type(error).__name__}: {text}", advice, module, line)
+
+
+class Kept(NamedTuple):
+    """Results of one module that were alive when their step was over."""
+
+    nbytes: int
+    steps: int  # of how many steps they were, at once
+    backward: bool  # whether a backward has gone through them
+    holder: str  # what refers to them, as `global 'features' of __main__[0]`; "" where it has no name
+    in_graph: bool  # whether a graph holds them, which a loss refers to
+
+
+@dataclass
+class _Step:
+    """What the modules returned in one call of the model, but for what that returned itself."""
+
+    backward: bool = False  # has gone through it
+    nbytes: int = 0
+    results: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = field(default_factory=dict[int, Any])
+
+    def add(self, path: str, output: Any) -> None:
+        """Remembers the memory of what a module returned, without keeping it alive."""
+        for tensor in _torch.tensors_in(output):
+            for _, storage in storages(tensor) if tensor.grad_fn is not None else ():
+                if id(storage) not in self.results and tensor._base is None:  # a view may be of a parameter
+                    self.results[id(storage)] = weakref.ref(storage), path
+                    self.nbytes += storage.nbytes()
+
+    def leave_out(self, output: Any) -> None:
+        """Forgets what the model returned."""
+        for _, storage in storages(_torch.tensors_in(output)):
+            self.results.pop(id(storage), None)
+
+    def alive(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
+        """What is still there, with the paths of the modules; nothing where it is little."""
+        found = {key: (storage, path) for key, (ref, path) in self.results.items() if (storage := ref()) is not None}
+        return found if sum(s.nbytes() for s, _ in found.values()) > LITTLE * self.nbytes else {}
 
 
 @dataclass
@@ -67,13 +136,44 @@ class Observations:
     trained_plainly: frozenset[str] | None = None  # given a gradient when reentrant checkpoints are plain calls
     parallel: bool = False  # `DistributedDataParallel` is around the model or in it
     fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])  # left to eager execution by `torch.compile`
+    compiled_before: bool = False  # these, then, are of all that was compiled since the process began
     drawn_again: tuple[str, ...] = ()  # modules with dropout, compiled while the compiler's own budget was below 1
     allocator: AllocatorStats | None = None  # None without CUDA
+    checkpoints: int = 0  # calls of torch's checkpoint
+    raised: Raised | None = None  # by a step that without recomputation raises nothing
+    differ: tuple[Difference, ...] = ()  # gradients from those of the step without recomputation
+    right_with_regions: bool = False  # they do not when torch's checkpoints are regions
+    kept: dict[str, Kept] = field(default_factory=dict[str, "Kept"])  # activations that outlive their step, by module
+    zeroed_bytes: int = 0  # of gradients that were there, all zero, when a step began
+    never_again: tuple[str, ...] = ()  # modules in eval mode whose checkpointing is on, and that backward did not call
 
     @property
     def untrained(self) -> list[str]:
         """Trainable parameters without a gradient, of modules that ran without grad."""
         return [n for n, owner in self.owners.items() if not self.gradients[n] and owner in self.without_grad]
+
+    @property
+    def cut_off(self) -> list[str]:
+        """Those of them that get one without recomputation, as far as that was tried."""
+        plainly = self.trained_plainly
+        return [name for name in self.untrained if plainly is None or name in plainly]
+
+
+class Compiled:
+    """The compiler's counters, as they are now."""
+
+    def __init__(self) -> None:
+        self._fallbacks, self._count = fallbacks(), compilations()
+
+    def before(self, model: nn.Module) -> bool:
+        """Whether a model has been compiled, and not since."""
+        return any_compiled(model) and 0 < compilations() == self._count
+
+    def fallbacks(self, model: nn.Module) -> dict[str, int]:
+        """What was left to eager execution since; of a model that was compiled before, since the process began."""
+        then = {} if self.before(model) else self._fallbacks
+        more = {what: count - then.get(what, 0) for what, count in fallbacks().items()}
+        return {what: count for what, count in more.items() if count > 0}
 
 
 class StepWatcher:
@@ -82,9 +182,10 @@ class StepWatcher:
     Args:
         model: The model as the training calls it: with its wrappers.
         closely: How many steps are looked at with all hooks.
+        since: Counters from before the model ran.
     """
 
-    def __init__(self, model: nn.Module, closely: int = CLOSELY) -> None:
+    def __init__(self, model: nn.Module, closely: int = CLOSELY, since: Compiled | None = None) -> None:
         self._model = model
         parallel = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self._found = Observations(parallel=parallel)
@@ -94,7 +195,8 @@ class StepWatcher:
         self._buffers: dict[str, torch.Tensor] = {}
         self._without_grad: dict[str, None] = {}
         self._reentrant: dict[Reentrant, None] = {}
-        self._before = fallbacks()
+        self._steps: list[_Step] = []  # that were looked at closely
+        self._compiled = since or Compiled()
         self._peaks: dict[int, allocator.Peak] = {}
         self._ended = False
         allocator.begin(self._peaks)
@@ -110,6 +212,8 @@ class StepWatcher:
         for path, module in model.named_modules():
             trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
             self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
+            if module is not model:
+                self._close.append(module.register_forward_hook(self._keeper(path)))
             for name in trainable:
                 full = f"{path}.{name}".removeprefix(".")
                 self._found.owners[full] = path
@@ -126,10 +230,12 @@ class StepWatcher:
         found.replay_seconds = {path: each for path, each in seconds.items() if each is not None}
         found.drawn_again = _drawn_again(self._model)
         found.without_grad, found.reentrant = tuple(self._without_grad), tuple(self._reentrant)
-        more = {what: count - self._before.get(what, 0) for what, count in fallbacks().items()}
-        found.fallbacks = {what: count for what, count in more.items() if count > 0}
+        found.fallbacks = self._compiled.fallbacks(self._model)
+        found.compiled_before = self._compiled.before(self._model)
         if not self._ended:
             found.allocator = _allocator_stats(self._model)
+            found.never_again = tuple(self._never_again())
+            self._look_back(over=True)
         return found
 
     def end(self) -> Observations:
@@ -142,6 +248,7 @@ class StepWatcher:
             for handle in self._root:
                 handle.remove()
             self._buffers.clear()
+            self._steps.clear()
         return found
 
     def _end_close_look(self) -> None:
@@ -160,8 +267,15 @@ class StepWatcher:
             return
         del self._stamps[2:]
         self._stamps.append(stamp())
+        if self._close:
+            self._look_back()
+            zeroed = [p.grad for p in self._model.parameters() if p.grad is not None]
+            if self._found.steps and zeroed and not any(map(torch.count_nonzero, zeroed)):
+                self._found.zeroed_bytes = sum(grad.nbytes for grad in zeroed)
         if self._found.steps >= self._closely:
             self._end_close_look()
+        else:
+            self._steps.append(_Step())
         self._found.steps += 1
 
     def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -169,15 +283,17 @@ class StepWatcher:
             return
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         leaves = [leaf for leaf in _torch.tensors_in(output) if leaf.requires_grad]
+        self._steps[-1].leave_out(output)
         if not leaves:
             return
         from ..distributed import find_reentrant  # takes two seconds to import
 
         self._reentrant.update(dict.fromkeys(find_reentrant(leaves, self._model)))
         for leaf in leaves:
-            leaf.register_hook(self._in_backward)
+            leaf.register_hook(partial(self._in_backward, self._steps[-1]))
 
-    def _in_backward(self, _gradient: torch.Tensor) -> None:
+    def _in_backward(self, step: _Step, _gradient: torch.Tensor) -> None:
+        step.backward = True
         before, self._task = self._task, _torch.graph_task_id()
         if before != self._task:  # an output of several tensors has a hook on each
             _torch.after_backward(self._backward_over)
@@ -204,6 +320,59 @@ class StepWatcher:
 
         return count
 
+    def _keeper(self, path: str) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and self._grad and self._steps and not _torch.in_backward():
+                self._steps[-1].add(path, output)
+
+        return keep
+
+    def _look_back(self, over: bool = False) -> None:
+        """Finds what modules returned in steps that a backward has ended, and is still there, and who refers to it.
+
+        Without a backward nothing is said before all is `over`, and only of several steps: a backward may come that
+        goes through all of them.
+        """
+        alive = [(step.backward, found) for step in self._steps if (found := step.alive())]
+        if over and sum(not backward for backward, _ in alive) > 1:
+            counted = alive
+        else:
+            counted = [(backward, found) for backward, found in alive if backward]
+        if not counted:
+            return
+        paths = {path: None for _, found in counted for _, path in found.values()}
+        new = {key for _, found in counted for key, (_, path) in found.items() if path not in self._found.kept}
+        names = {id(module): path for path, module in self._model.named_modules()}
+        holders, in_graph = holders_of(new, lambda module: names.get(id(module), type(module).__name__))
+        for path in paths:
+            of = [(b, [(k, s.nbytes()) for k, (s, at) in found.items() if at == path]) for b, found in counted]
+            of = [(backward, sizes) for backward, sizes in of if sizes]
+            keys = [key for _, sizes in of for key, _ in sizes]
+            holder = next((holders[key] for key in keys if key in holders), ""), any(key in in_graph for key in keys)
+            before = self._found.kept.get(path)
+            self._found.kept[path] = Kept(
+                sum(nbytes for _, sizes in of for _, nbytes in sizes),
+                len(of),
+                all(backward for backward, _ in of),
+                *(holder if before is None else before[3:]),
+            )
+
+    def _never_again(self) -> Iterator[str]:
+        """The modules in eval mode whose checkpointing is turned on, and that no backward has called."""
+        called = self._found.calls_in_backward
+        if not self._found.backwards or self._without_grad:
+            return
+        above: list[str] = []
+        for path, module in self._model.named_modules():
+            if module.training or not getattr(module, "gradient_checkpointing", False) or not self._found.calls[path]:
+                continue
+            inside = f"{path}." if path else ""
+            if not any(path.startswith(outer) for outer in above) and not any(
+                count and (name == path or name.startswith(inside)) for name, count in called.items()
+            ):
+                above.append(inside)
+                yield path
+
     def _given(self, name: str) -> Any:
         def given(_parameter: torch.Tensor) -> None:
             self._found.gradients[name] += 1
@@ -213,8 +382,7 @@ class StepWatcher:
 
 def _drawn_again(model: nn.Module) -> tuple[str, ...]:
     """The modules with dropout in a compiled model whose compiler has a budget of its own."""
-    compiled = any(module.__dict__.get("_compiled_call_impl") or is_compiled(module) for module in model.modules())
-    if not compiled or compilers_share() >= 1:
+    if not any_compiled(model) or compilers_share() >= 1:
         return ()
     return tuple(
         path.removeprefix("_orig_mod.")

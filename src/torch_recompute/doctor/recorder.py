@@ -27,6 +27,7 @@ from .. import _torch, arguments
 from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
 from ..engine.region_call import RegionCall
+from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
 from ..memory.operations import ModuleStack, Operation, kind_of
 from ..observer import Running, observing, running
@@ -38,7 +39,7 @@ _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
         *("engine/saved_call", "engine/inputs", "engine/slots", "engine/region_call", "engine/mismatch"),
-        *("arguments", "discard", "stores", "values", "state"),
+        *("engine/discard", "arguments", "values", "state"),
     )
 )
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
@@ -292,7 +293,7 @@ class Recorder(TorchDispatchMode):
                     line = line or fallback or again[1].line
                     break
             elif kind == "library":
-                if ours and code.co_filename in _ENGINE:
+                if ours and (code.co_filename in _ENGINE or code in PLUMBING):
                     return None
             else:
                 ours = ours and kind != "user"

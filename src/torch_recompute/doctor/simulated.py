@@ -64,6 +64,9 @@ class Account:
     forward_flops: float = 0  # of products and attention
     replay_flops: float = 0
     attention_flops: float = 0  # of fused attention, in `forward_flops`
+    attention_bytes: int = 0  # of its results
+    attention_replays: float = 0  # FLOPs of fused attention, in `replay_flops`
+    tiled: bool = False  # they are tiles of something wider: run again so that it exists in parts
 
     @property
     def freed_bytes(self) -> int:
@@ -91,18 +94,21 @@ class Accounts(Observer):
             self.flops["backward" if _torch.in_backward() else "forward"] += flops
             return
         account, work = self._account(run.name), int(str(func) != "aten.detach.default")  # the engine's own
+        fused = any(name in str(func) for name in ("scaled_dot_product", "flash_attention", "flex_attention"))
         if run.replaying:
             self.flops["replay"] += flops
             account.replay_flops += flops
             account.replay_ops += work
+            account.attention_replays += flops if fused else 0
             return
         self.flops["forward"] += flops
         if isinstance(run, RegionCall) and run not in self._tops:
             self._enter([at.run for at in running() if at.kind == "forward"])
         account.forward_ops += work
         account.forward_flops += flops
-        if any(name in str(func) for name in ("scaled_dot_product", "flash_attention", "flex_attention")):
+        if fused:
             account.attention_flops += flops
+            account.attention_bytes += sum(int(storage.nbytes()) for _, storage in ran.made)
 
     def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor that a region drops, once, with the outermost region around it."""
@@ -158,6 +164,7 @@ class Accounts(Observer):
             if frame not in self._tops:
                 self._tops[frame] = top
                 account.calls += 1
+                account.tiled = frame.options.tile
                 account.paths.append(frame.name)
 
 
@@ -206,6 +213,8 @@ class SimulatedSteps:
             value = self._loss(output)
             self.regions.close(value)
             return value
+
+        closing.__name__ = getattr(self._loss, "__name__", type(self._loss).__name__)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real step says the same, and means it

@@ -262,7 +262,7 @@ class Options(NamedTuple):
     """How a region is to be run.
 
     `owner` is the module that the function belongs to, where the caller knows it: nothing else is then looked for in
-    the function.
+    the function. `tile` says whether the call is one tile of several.
     """
 
     name: str
@@ -273,6 +273,7 @@ class Options(NamedTuple):
     rng: bool = True
     contexts: Contexts | None = None
     owner: torch.nn.Module | None = None
+    tile: bool = False
 
 
 class RegionCall(Run):

@@ -186,6 +186,25 @@ def python_tensors(wanted: Collection[int]) -> list[torch.Tensor]:
     return found
 
 
+def holders_of(wanted: Collection[int], names: Callable[[nn.Module], str]) -> tuple[dict[int, str], set[int]]:
+    """Finds who keeps the storages with these identities: what has a name, by identity, and which ones a graph holds.
+
+    Graphs are those behind all Python tensors that there are. Local variables have no names here.
+    """
+    named: dict[int, str] = {}
+    if not wanted:
+        return named, set()
+    tensors = python_tensors(wanted)
+    for tensor, holder in name_referrers(tensors, names):
+        for _, storage in storages(tensor):
+            named.setdefault(id(storage), holder)
+    del tensors
+    retainers = Retainers()
+    retainers.start([value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)])
+    retainers.walk()
+    return named, wanted & retainers.of.keys()
+
+
 def name_referrers(
     tensors: list[torch.Tensor], names: Callable[[nn.Module], str]
 ) -> Iterator[tuple[torch.Tensor, str]]:

@@ -60,6 +60,8 @@ class Simulation(NamedTuple):
             what recomputation costs.
         rounding: What each storage's size was rounded up to a multiple of.
         assumed: What the simulation could not know and has assumed, in words.
+        logits_bytes: The activations alive at the peak that are as wide as the logits of a
+            cross-entropy: those of the loss.
         advice: What else would help, in words; "" where nothing is to be said.
         loop: The training loop that the figures are of, with what of it was seen.
     """
@@ -80,6 +82,7 @@ class Simulation(NamedTuple):
     flops: dict[str, int]
     rounding: int
     assumed: tuple[str, ...]
+    logits_bytes: int
     advice: str
     loop: Loop
 

@@ -28,6 +28,7 @@ from torch import nn
 from .. import _torch, errors
 from .._torch.fakes import FakeTensorMode
 from .._torch.flops import flops
+from .._torch.modes import uncompiled
 from ..memory.ledger import (
     ACTIVATIONS,
     OTHER,
@@ -138,7 +139,7 @@ def simulate_step(
     where = _device(model, device)
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled(model):
             step = _Step(where, rounding, watch, composed)
             step.set_up(model, optimizer, prepare)
             return step.run(args, kwargs or {}, loss, loop)
@@ -311,12 +312,13 @@ class _Step:
             output = self._model(*args, **kwargs)
             returned = books.events
             self._modules.step = "loss"
-            logits = books.width_of(first_floating(getattr(output, "logits", output)))
+            logits = books.made(first_floating(getattr(output, "logits", output)))
             value, words = loss_in(output) if loss is None else (loss(output), _called(loss))
             _check(value)
             if not loop.hold_output:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
+            logits = books.logits or logits
             books.forward_is_over()
             self._modules.step = "backward"
             self._backward(value)
@@ -354,6 +356,7 @@ class _Step:
         in_first = peak in timeline[: len(books.here.timeline)]
         alive = parts[0 if in_first else -1].here.alive_after(peak.event)
         activations = [(entry, nbytes) for entry, nbytes in alive if entry.rank == ACTIVATIONS]
+        wide = _as_wide_as(logits, activations)  # what a loss is of, or the output
         categories = by_category(alive)
         if in_first:
             categories["optimizer"] += state
@@ -378,7 +381,8 @@ class _Step:
             flops={phase: count * loop.accumulate for phase, count in books.flops.items()},
             rounding=self._rounding,
             assumed=(*self._faker.assumed, *self._pretend.assumed),
-            advice=_advise(activations, peak.live_bytes, logits),
+            logits_bytes=sum(wide) if books.logits else 0,
+            advice=_advise(wide, peak.live_bytes, logits),
             loop=loop,
         )
 
@@ -427,6 +431,7 @@ class Recording(SimulatedMeasurement):
         at: Where each event was.
         flops: FLOPs of products by phase, by PyTorch's own formulas.
         kept: What the (last) forward keeps for backward: entries of activations and their bytes.
+        logits: What a cross-entropy was of; None where none was seen.
     """
 
     def __init__(
@@ -440,6 +445,7 @@ class Recording(SimulatedMeasurement):
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
+        self.logits: _Made | None = None
 
     @property
     def events(self) -> int:
@@ -465,6 +471,8 @@ class Recording(SimulatedMeasurement):
         for ledger in self._ledgers.values():
             ledger.place = place
         self.at[place.event] = place
+        if op.startswith("aten.nll_loss") and phase in ("forward", "loss"):
+            self.logits = self._product(int(ran.args[0].shape[-1 if ran.args[0].dim() < 3 else 1]))
         if phase == "loss":  # reads labels, which the caller holds
             self._mark_new(ran.given)
         super()._book(ran)
@@ -513,7 +521,7 @@ class Recording(SimulatedMeasurement):
                 if storage is not None:
                     mine.mark(storage, entry.rank, entry.place)
 
-    def width_of(self, tensor: torch.Tensor | None) -> tuple[int, int] | None:
+    def made(self, tensor: torch.Tensor | None) -> _Made | None:
         """The operation that made a tensor of two dimensions or more, and how wide that is."""
         if tensor is None or tensor.dim() < 2:
             return None
@@ -522,6 +530,17 @@ class Recording(SimulatedMeasurement):
                 if entry() is storage:
                     return entry.place.event, int(tensor.shape[-1])
         return None
+
+    def _product(self, width: int) -> _Made | None:
+        """The last product so far whose result is this wide."""
+        for event, place in reversed(self.at.items()):
+            if place.op.startswith(_PRODUCTS) and place.shape and place.shape[-1] == width:
+                return event, width
+        return None
+
+
+_Made = tuple[int, int]  # by which operation, and how wide
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
 
 def _check(value: object) -> None:
@@ -569,25 +588,24 @@ def _by_module(entries: list[tuple[Entry, int]]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _advise(activations: list[tuple[Entry, int]], peak_bytes: int, logits: tuple[int, int] | None) -> str:
+def _as_wide_as(logits: _Made | None, activations: list[tuple[Entry, int]]) -> list[int]:
+    """The bytes of each activation as wide as the logits, and made with them or later."""
+    since, width = logits or (0, 0)
+    shapes = ((nbytes, entry.place) for entry, nbytes in activations)
+    return [nbytes for nbytes, at in shapes if at.event >= since and at.shape and at.shape[-1] == width > 0]
+
+
+def _advise(wide: list[int], peak_bytes: int, logits: _Made | None) -> str:
     """The advice on the loss head's share of the peak, which no plan can free; "" where that is small.
 
     A loss over a large vocabulary keeps the logits, their copy in float32, the logarithm of their softmax, and in
     backward their gradients alive at once. `logits`: the operation that made them, and how wide they are.
     """
-    if logits is None:
-        return ""
-    since, width = logits
-    wide = [
-        nbytes
-        for entry, nbytes in activations
-        if entry.place.event >= since and entry.place.shape and entry.place.shape[-1] == width
-    ]
     share = sum(wide) / peak_bytes if peak_bytes else 0.0
-    if share < _WORTH_ADVICE:
+    if logits is None or share < _WORTH_ADVICE:
         return ""
     return (
-        f"{share:.0%} of the peak are {len(wide)} tensors of the loss as wide as the logits ({width:,}), "
+        f"{share:.0%} of the peak are {len(wide)} tensors of the loss as wide as the logits ({logits[1]:,}), "
         f"{sum(wide):,} bytes, which no recomputation of layers frees. Compute the head and the loss for some tokens "
         "at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
     )

@@ -1,0 +1,792 @@
+"""Training scripts that each have one fault which people met: the doctor names it, and the line that it says mends it.
+
+A script is run as it is, and once more with one piece of it replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from torch_recompute import doctor
+from torch_recompute.engine.region_call import RegionCall
+
+PRELUDE = """
+import random
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_recompute
+from torch_recompute import Choice, Plan, doctor, doing_recompute, recompute, replay
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block, vocabulary=64):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, 32), nn.Linear(32, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens))
+
+    def hidden(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+    def run(self, block, x):
+        return block(x)
+
+
+def loss_of(out):
+    return F.cross_entropy(out.flatten(0, 1), tokens.flatten()) if out.dim() > 2 else out.mean()
+
+
+def train(model, steps=3):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(steps):
+        loss = loss_of(model(tokens))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+tokens = torch.arange(64).view(2, 32)
+random.seed(0)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A script with one fault.
+
+    Attributes:
+        name: What is wrong, in words.
+        kind: The finding.
+        where: Its place.
+        script: The script; it follows the prelude, and `report` is the doctor's.
+        wrong: The piece of the script that is wrong.
+        right: What mends it.
+        says: What of that the finding says, where it is not `right` itself.
+        also: Kinds that are found with it, and may stay: they are true of the script.
+        line: What mends it, for the page, where that is not `right`.
+    """
+
+    name: str
+    kind: str
+    where: str
+    script: str
+    wrong: str
+    right: str
+    says: str = ""
+    also: tuple[str, ...] = ()
+    line: str = ""
+
+    @property
+    def row(self) -> str:
+        """The line of the table on the page about the doctor."""
+        mend = self.line or f"`{self.right.removeprefix('return ').removeprefix('= ').rstrip('(')}`"
+        return f"| {self.name} | [{self.kind}](#{self.kind}) | {mend} |"
+
+
+FAULTS = [
+    Fault(
+        "LoRA with a reentrant checkpoint",
+        "frozen_input",
+        "blocks.*.up",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(block, x, use_reentrant=True)
+
+
+        model = Net()
+        model.embed.requires_grad_(False)  # as LoRA freezes it
+        with doctor.watch(model) as watching:
+            train(model)
+        report = watching.report()
+        """,
+        "use_reentrant=True",
+        "use_reentrant=False",
+    ),
+    Fault(
+        "Python's random in a region",
+        "updated_twice",
+        "Skips",
+        """
+        class Skips(Block):
+            def forward(self, x):
+                return super().forward(x) if random.random() < 0.9 else x.sin()
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return recompute(block)(x)
+
+
+        report = doctor.examine(Net(Skips), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "recompute(block)(x)",
+        "recompute(block, state=[torch_recompute.state.PythonRng()])(x)",
+        says="state=[PythonRng()]",
+    ),
+    Fault(
+        "BatchNorm under torch's checkpoint",
+        "updated_twice",
+        "blocks.*.norm.running_mean",
+        """
+        class Normed(Block):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm1d(32)
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(block, x, use_reentrant=False)
+
+
+        model = Net(Normed)
+        with doctor.watch(model) as watching:
+            train(model)
+        report = watching.report()
+        """,
+        "return checkpoint(",
+        "return torch_recompute.checkpoint(",
+        says="torch_recompute.checkpoint",
+    ),
+    Fault(
+        ".item() in a region",
+        "host_syncs",
+        "blocks.*",
+        """
+        class Scales(Block):
+            def forward(self, x):
+                scale = x.abs().max().item()
+                return super().forward(x) / max(scale, 1.0)
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return recompute(block)(x)
+
+
+        report = doctor.examine(Net(Scales), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "x.abs().max().item()",
+        "replay(lambda x: x.abs().max().item())(x)",
+        says="replay(fn)",
+    ),
+    Fault(
+        "a region that saves nothing",
+        "saves_nothing",
+        "blocks.*.up",
+        """
+        plan = Plan((Choice(("blocks.0.up",)), Choice(("blocks.1",), ("@product",))))
+        report = doctor.examine(Model(), (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        '(Choice(("blocks.0.up",)), Choice(("blocks.1",), ("@product",)))',
+        '(Choice(("blocks.1",), ("@product",)),)',
+        says="a plan without blocks.*.up",
+        line="a plan without `blocks.0.up`",
+    ),
+    Fault(
+        "the optimizer's state fills the budget",
+        "optimizer_state",
+        "Model",
+        """
+        report = doctor.examine(
+            Model(), (tokens,), budget="560KiB", optimizer=torch.optim.AdamW, loss=loss_of, hold_output=False
+        )
+        """,
+        "torch.optim.AdamW",
+        "torch.optim.Adafactor",
+        says="Adafactor",
+        also=("over_budget",),
+    ),
+    Fault(
+        "a huge vocabulary, the model returns logits",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                losses = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
+                return losses.view_as(labels)
+
+            def forward(self, tokens):
+                return self.head(self.hidden(tokens))
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        "self.head(self.hidden(tokens))",
+        "recompute(self.head_and_loss, tiles=8)(self.hidden(tokens), tokens)",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "a huge vocabulary, the model returns its loss",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                losses = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
+                return losses.view_as(labels)
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "preserve_rng_state=False with dropout",
+        "not_deterministic",
+        "blocks.*.dropout",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+
+        report = doctor.examine(Net(lambda: Block(dropout=0.1)), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "preserve_rng_state=False",
+        "preserve_rng_state=True",
+        also=("updated_twice",),
+    ),
+    Fault(
+        "activations collected in a list",
+        "kept_alive",
+        "global 'features' of script[*]",
+        """
+        features = []
+
+
+        class Net(Model):
+            def run(self, block, x):
+                features.append(x)
+                return block(x)
+
+
+        model = Net()
+        with doctor.watch(model) as watching:
+            train(model)
+        report = watching.report()
+        """,
+        "features.append(x)",
+        "features.append(x.detach().mean().item())",
+        says="x.detach().mean().item()",
+    ),
+    Fault(
+        "graph breaks under torch.compile",
+        "fallbacks",
+        "OptimizedModule",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                y = block(x)
+                torch._dynamo.graph_break()
+                return y
+
+
+        model = torch.compile(Net(), backend="aot_eager")
+        report = doctor.examine(model, (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "torch._dynamo.graph_break()",
+        "pass",
+        says="outside of what is compiled",
+        line="the call outside of what is compiled",
+    ),
+    Fault(
+        "a region that frees exactly what it keeps",
+        "saves_nothing",
+        "blocks.*.soft",
+        """
+        class Gated(Block):
+            def __init__(self):
+                super().__init__()
+                self.soft = nn.Softmax(-1)
+
+            def forward(self, x):
+                return super().forward(x) + self.soft(self.up(self.norm(x)))[..., :32]
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}.soft",)) for i in range(3)))
+        report = doctor.examine(Model(Gated), (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        "plan=plan, ",
+        "",
+        says="a plan without blocks.*.soft",
+        line="a plan without `blocks.*.soft`",
+    ),
+    Fault(
+        "core_attn with a fused attention",
+        "double_recompute",
+        "model.layers.*.self_attn",
+        """
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from torch_recompute import RecomputeConfig
+
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+        model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3))
+        config = RecomputeConfig(recompute_granularity="selective", recompute_modules=["core_attn"])
+        plan = config.plan(model)
+        report = doctor.examine(model, (tokens,), {"labels": tokens}, plan=plan, hold_output=False)
+        """,
+        "plan=plan, ",
+        "",
+        says="a plan without model.layers.*.self_attn",
+        line="a plan without it, or `recompute_modules` without `core_attn`",
+    ),
+    Fault(
+        "a router that flips",
+        "not_deterministic",
+        "blocks.*",
+        """
+        import itertools
+
+        flips = itertools.cycle([1, -1])
+
+
+        def pick(scores):
+            return (scores * next(flips)).argmax(-1)
+
+
+        class Routed(Block):
+            def forward(self, x):
+                scores = self.up(x)[..., :4]
+                chosen = pick(scores)
+                y = x.clone()
+                for expert in range(4):
+                    y[chosen == expert] = super().forward(x[chosen == expert])
+                return y
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return recompute(block)(x) if block is self.blocks[0] else block(x)
+
+
+        report = doctor.examine(Net(Routed), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "= pick(scores)",
+        "= replay(pick)(scores)",
+        says="replay(fn)",
+        also=("host_syncs",),
+    ),
+    Fault(
+        "ZeRO-3 with frozen weights",
+        "not_deterministic",
+        "Net",
+        """
+        from test_zero3 import Block as Adapted, Partitioned, WIDTH
+
+        class Net(nn.Sequential):
+            def forward(self, x):
+                for block in self:
+                    x = checkpoint(block, x, use_reentrant=False)
+                return x
+
+
+        model = Net(*(Adapted(False) for _ in range(3)))
+        zero = Partitioned(model)
+
+
+        def loss_of(y):
+            return y.square().mean()
+
+
+        report = doctor.examine(model, (torch.randn(4, WIDTH),), loss=loss_of, hold_output=False)
+        """,
+        "= checkpoint(",
+        "= torch_recompute.checkpoint(",
+        says="torch_recompute.checkpoint",
+    ),
+    Fault(
+        "a counter that is no buffer",
+        "updated_twice",
+        "Counts",
+        """
+        class Counts(Block):
+            tokens_seen = 0
+
+            def forward(self, x):
+                self.tokens_seen += x.shape[1]
+                return super().forward(x)
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return recompute(block)(x)
+
+
+        report = doctor.examine(Net(Counts), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "self.tokens_seen += x.shape[1]",
+        "self.tokens_seen += 0 if doing_recompute() else x.shape[1]",
+        says="if not doing_recompute():",
+    ),
+    Fault(
+        "a list that the function empties",
+        "not_deterministic",
+        "Net",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(lambda xs: block(xs.pop()), [x], use_reentrant=False)
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "return checkpoint(",
+        "return torch_recompute.checkpoint(",
+        says="torch_recompute.checkpoint",
+    ),
+    Fault(
+        "checkpoint wrappers inside checkpoint wrappers",
+        "double_recompute",
+        "blocks.*._checkpoint_wrapped_module.up._checkpoint_wrapped_module",
+        """
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+        model = Model()
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, (Block, nn.Linear)))
+        with doctor.watch(model) as watching:
+            train(model)
+        report = watching.report()
+        """,
+        "(Block, nn.Linear)",
+        "Block",
+        says="in one place only",
+        line="`check_fn=lambda m: isinstance(m, Block)`",
+    ),
+    Fault(
+        "a reentrant checkpoint under DDP",
+        "reentrant",
+        "blocks.*",
+        """
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(block, x, use_reentrant=True)
+
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = DistributedDataParallel(Net(), find_unused_parameters=True)
+        report = doctor.examine(model, (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "use_reentrant=True",
+        "use_reentrant=False",
+    ),
+    Fault(
+        "a lambda in a loop",
+        "not_deterministic",
+        "blocks.*.up",
+        """
+        class Net(Model):
+            def forward(self, tokens):
+                x = self.embed(tokens)
+                for block in self.blocks:
+                    x = checkpoint(lambda x: block(x), x, use_reentrant=False)
+                return self.head(x)
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "= checkpoint(",
+        "= torch_recompute.checkpoint(",
+        says="torch_recompute.checkpoint",
+    ),
+    Fault(
+        "the input of a checkpoint changed in place",
+        "updated_twice",
+        "Net.run.<locals>.<lambda>",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                x = x + 0
+                y = checkpoint(lambda x: block(x * 2.0), x, use_reentrant=False)
+                return y + x.mul_(0.5)
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "x.mul_(0.5)",
+        "x.mul(0.5)",
+        says="on a clone",
+    ),
+    Fault(
+        "retain_graph=True left on",
+        "kept_alive",
+        "the training loop",
+        """
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with doctor.watch(model) as watching:
+            for _ in range(3):
+                loss = loss_of(model(tokens))
+                loss.backward(retain_graph=True)
+                optimizer.step()
+                optimizer.zero_grad()
+        report = watching.report()
+        """,
+        "loss.backward(retain_graph=True)",
+        "loss.backward()",
+        says="loss.backward() without retain_graph=True",
+    ),
+    Fault(
+        "losses summed with their graphs",
+        "kept_alive",
+        "the training loop",
+        """
+        model, total = Model(), 0.0
+        with doctor.watch(model) as watching:
+            for _ in range(3):  # validation, without torch.no_grad()
+                total += loss_of(model(tokens))
+        report = watching.report()
+        """,
+        "total += loss_of(model(tokens))",
+        "total += loss_of(model(tokens)).item()",
+        says=".item()",
+    ),
+    Fault(
+        "checkpointing of a model in eval mode",
+        "saves_nothing",
+        "model",
+        """
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+        model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3))
+        model.eval()  # as from_pretrained returns it
+        model.gradient_checkpointing_enable()
+        report = doctor.examine(model, (tokens,), {"labels": tokens}, hold_output=False)
+        """,
+        "model.eval()",
+        "model.train()",
+    ),
+    Fault(
+        "gradients zeroed in place",
+        "kept_alive",
+        "the training loop",
+        """
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with doctor.watch(model) as watching:
+            for _ in range(3):
+                loss_of(model(tokens)).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        report = watching.report()
+        """,
+        "optimizer.zero_grad(set_to_none=False)",
+        "optimizer.zero_grad()",
+    ),
+    Fault(
+        "logits held through backward",
+        "output_held",
+        "the training loop",
+        """
+        class Net(Model):
+            def forward(self, tokens):
+                logits = super().forward(tokens)
+                return {"loss": loss_of(logits), "logits": logits}
+
+
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), hold_output=True)
+        """,
+        "hold_output=True",
+        "hold_output=False",
+    ),
+]
+
+
+def run(script: str) -> doctor.Report:
+    """Runs a script and returns its report; what it leaves in the process is as before."""
+    module = types.ModuleType("script")
+    before = shared()
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(PRELUDE + textwrap.dedent(script), "script.py", "exec"), vars(module))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert shared() == before
+    return module.report
+
+
+def shared() -> list[Any]:
+    """What the doctor changes for the time of an examination, of that which all models share."""
+    modules = nn.modules.module
+    return [
+        vars(inspect.unwrap(torch_checkpoint)).get("__dynamo_disable"),
+        RegionCall.forward,
+        dict(modules._global_forward_hooks),
+        dict(modules._global_forward_pre_hooks),
+        torch.is_grad_enabled(),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """One thread, for tensors are small; and a compiler that has compiled nothing, and counted nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch_checkpoint(torch.sin, torch.ones(1), use_reentrant=False)  # which loads the compiler
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_named_and_mended(fault: Fault) -> None:
+    """The doctor names the fault, its place and what mends it; with that it finds it no more, and nothing else."""
+    if "transformers" in fault.script:
+        pytest.importorskip("transformers")
+    report = run(fault.script)
+    named = [finding for finding in report.findings if finding.kind == fault.kind]
+    assert fault.where in [finding.where for finding in named], report
+    assert any((fault.says or fault.right) in finding.write for finding in named), report
+    assert {finding.kind for finding in report.findings} == {fault.kind, *fault.also}, report
+    assert fault.script.count(fault.wrong) == 1
+    mended = run(fault.script.replace(fault.wrong, fault.right))
+    assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
+
+
+def test_the_page_lists_them() -> None:
+    """The table on the page about the doctor is that of these scripts."""
+    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    table = "\n".join(fault.row for fault in FAULTS)
+    assert table in page, table
+
+
+LOOPS = {
+    "accumulation": """
+        for _ in range(2):
+            for _ in range(2):
+                loss_of(model(tokens)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    "one backward through three forwards": """
+        for _ in range(2):
+            sum(loss_of(model(tokens)) for _ in range(3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    "two backwards through one forward": """
+        for _ in range(3):
+            out = model(tokens)
+            loss_of(out).backward(retain_graph=True)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    "the output is held": """
+        for _ in range(3):
+            out = model(tokens)
+            loss = loss_of(out)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    "validation without grad": """
+        losses = []
+        for _ in range(3):
+            loss_of(model(tokens)).backward()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(loss_of(model(tokens)))
+        """,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sound_loops(loop: str) -> None:
+    """A training loop that keeps what it needs and no more gets no finding."""
+    start = "model = Model()\noptimizer = torch.optim.SGD(model.parameters())\nwith doctor.watch(model) as watching:\n"
+    body = textwrap.indent(textwrap.dedent(LOOPS[loop]).strip(), "    ")
+    report = run(f"{start}{body}\nreport = watching.report()\n")
+    assert report, report
+
+
+LANGUAGE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": LANGUAGE,
+    "Qwen3ForCausalLM": {**LANGUAGE, "head_dim": 16, "num_key_value_heads": 2},
+    "MixtralForCausalLM": {**LANGUAGE, "num_key_value_heads": 2, "num_local_experts": 4},
+    "BertForMaskedLM": LANGUAGE,
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64},
+    "MambaForCausalLM": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name: str, checkpointing: bool) -> None:
+    """A model of transformers in a plain loop gets no finding, with its own checkpointing as without."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**MODELS[name]))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.arange(64).view(2, 32)
+    batch = {"input_ids": tokens, "labels": tokens}
+    optimizer = torch.optim.AdamW(model.parameters())
+    with doctor.watch(model) as watching:
+        for _ in range(3):
+            out = model(**batch)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.report(), watching.report()
+    del out
+    report = doctor.examine(model, (), batch, hold_output=False)
+    assert report, report
