@@ -249,6 +249,7 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert _Step(torch.device("cuda"), None, None, "")._device == torch.device("cuda", 3)
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks:UserWarning")
 def test_a_compiled_model_is_compiled_after_it_was_simulated() -> None:
     """The compiler does not see the simulated step: what it sees under a dispatch mode, it never compiles."""
     torch._dynamo.reset()
