@@ -1,7 +1,12 @@
 """The first call: a batch as people have it, and an optimizer by name, class or instance, in every public function."""
 
+import copy
+import os
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +19,7 @@ from torch_recompute import (
     Plan,
     RecomputeConfig,
     audit,
+    auto,
     doctor,
     make_plan,
     profile,
@@ -28,11 +34,11 @@ from torch_recompute.simulation.step import OPTIMIZERS
 
 
 class Net(nn.Module):
-    """Two layers that may be masked."""
+    """Three layers that may be masked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the loss."""
@@ -48,7 +54,7 @@ class Item(NamedTuple):
     mask: torch.Tensor
 
 
-X, MASK = torch.ones(4, 8), torch.ones(4, 8)
+X, MASK = torch.ones(64, 8), torch.ones(64, 8)
 REGION = Plan((Choice(("layers.0",)),))
 # What a batch may be, and the call that it means.
 FORMS: dict[str, tuple[Any, Any]] = {
@@ -70,6 +76,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "doctor.examine": lambda net, *call: str(doctor.examine(net, *call, plan=REGION, run=False)),
     "report": lambda net, *call: report(REGION, net, *call, device="h100", points=0),
     "assert_same_gradients": lambda net, *call: testing.assert_same_gradients(net, *call, plan=REGION).as_data(),
+    "auto": lambda net, *call: auto(net, *call, budget=0.5, device="h100").plan,
     "RecomputeConfig.plan": lambda net, *call: RecomputeConfig(
         recompute_granularity="selective", recompute_modules=["layers.*"]
     ).plan(net, *call),
@@ -91,8 +98,8 @@ def test_a_batch_means_the_call_that_people_make_with_it(form: str) -> None:
 def test_every_function_takes_every_form(what: str) -> None:
     """A tensor, a list and a mapping give what the tuple of arguments, and what `kwargs`, have always given."""
     net = Net()
-    forms = [(X,), [X], {"ids": X}, UserDict({"ids": X})]
-    found = [FUNCTIONS[what](net, batch) for batch in (X, *forms)]
+    forms = [X, (X,), [X], {"ids": X}, UserDict({"ids": X})]
+    found = [FUNCTIONS[what](copy.deepcopy(net), batch) for batch in forms]
     assert all(one == found[0] for one in found)
     assert FUNCTIONS[what](net, (), {"ids": X}) == found[0]
 
@@ -146,3 +153,134 @@ def test_a_name_is_the_class_and_an_optimizer_of_the_model(name: str) -> None:
 def test_no_optimizer_has_a_name() -> None:
     """The name "none" is a step without an optimizer, as on the command line."""
     assert simulate(Net(), X, optimizer="none").peak_bytes == simulate(Net(), X).peak_bytes
+
+
+# --- one line that does it all ---
+
+
+def square(out: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return out.square().mean()
+
+
+def gradients(net: nn.Module) -> list[torch.Tensor]:
+    """Those of a step."""
+    net.zero_grad()
+    net(X).backward()
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+def test_auto_plans_applies_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The handle has the plan of `make_plan`, its summary is printed, and the step is the plain one to the bit."""
+    net = Net()
+    plain, plan = gradients(net), make_plan(net, X, budget=0.1, optimizer="sgd", device="h100")
+    handle = auto(net, {"ids": X}, budget=0.1, optimizer="sgd", device="h100")
+    assert handle.plan.choices == plan.choices != ()
+    assert capsys.readouterr().out == f"{handle.plan.summary}\n"
+    assert all(map(torch.equal, gradients(net), plain))
+    with pytest.raises(ArgumentError, match="has a plan already"):
+        auto(net, X)
+    handle.remove()
+    assert auto(net, X).plan.choices == ()  # "fit", and there is room
+    assert capsys.readouterr().out.endswith("at the peak, and nothing is recomputed\n")
+
+
+def frozen() -> nn.Module:
+    """A net of which a weight is not trained."""
+    net = Net()
+    next(net.parameters()).requires_grad_(False)
+    return net
+
+
+class Other(Net):
+    """The same parameters, and other code."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns another loss."""
+        return super().forward(ids, mask) * 2
+
+
+MODEL = "the model's parameters or modules"
+# What another call may have changed, and the words for it.
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a frozen weight": (lambda call: call.update(model=frozen()), MODEL),
+    "another class": (lambda call: call.update(model=Other()), f"{MODEL} and the model's code"),
+    "eval": (lambda call: call.update(model=Net().eval()), MODEL),
+    "a longer batch": (lambda call: call.update(batch=torch.ones(65, 8)), "the batch's shapes"),
+    "another name": (lambda call: call.update(batch={"ids": X}), "the batch's shapes"),
+    "a mask": (lambda call: call.update(kwargs={"mask": MASK}), "the batch's shapes"),
+    "a loss": (lambda call: call.update(loss=square), "the loss"),
+    "another optimizer": (lambda call: call.update(optimizer="adamw"), "the optimizer"),
+    "another budget": (lambda call: call.update(budget=0.5), "the budget"),
+    "another loop": (lambda call: call.update(hold_output=False), "the training loop"),
+    "another device": (lambda call: call.update(device="a100"), "the device, or the version of torch"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_in_a_file_is_used_again(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read where nothing changed, other values and learning rates among it; else the sentence says what did."""
+    file = tmp_path / "plan.json"
+    call: dict[str, Any] = {"model": Net(), "batch": X, "budget": 0.1, "optimizer": "sgd", "device": "h100"}
+    call["cache"] = file
+    plan = auto(**call).plan
+    assert capsys.readouterr().out == f"{plan.summary}; plan written to {file}\n"
+    with monkeypatch.context() as without:
+        without.setattr("torch_recompute.planner.making.make_plan", None)
+        again = auto(**{**call, "model": Net(), "batch": 2 * X, "budget": "0.1"})
+    assert again.plan == plan == Plan.from_json(file.read_text())
+    assert capsys.readouterr().out == f"{plan.summary}; plan read from {file}\n"
+    change_it, words = CHANGES[change]
+    change_it(call := {**call, "model": Net()})
+    plan = auto(**call).plan
+    assert capsys.readouterr().out == f"{plan.summary}; planned again: {words} changed\n"
+    assert Plan.from_json(file.read_text()) == plan
+
+
+def test_a_setting_of_torch_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that was made without autocast is not read under it; a rate of learning makes no difference."""
+    net = Net()
+    for rate, enabled in ((0.1, False), (0.2, False), (0.2, True)):
+        with torch.autocast("cpu", enabled=enabled):
+            optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+            auto(net, X, budget=0.1, optimizer=optimizer, device="h100", cache=tmp_path / "plan.json").remove()
+    said = [line.rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said[1].startswith("plan read from")
+    assert said[2].startswith("planned again: autocast")
+
+
+def test_less_room_plans_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "fit" a plan in a file is used as long as its peak still fits."""
+    file, net = tmp_path / "plan.json", Net()
+    auto(net, X, device="h100", cache=file).remove()
+    auto(net, X, device="h100", cache=file).remove()
+    assert "plan read from" in capsys.readouterr().out
+    peak = simulate(net, X).peak_bytes
+    for where in ("making", "planner"):
+        monkeypatch.setattr(f"torch_recompute.planner.{where}.free_bytes", lambda *_: peak - 1)
+    assert auto(net, X, device="h100", cache=file).plan.predicted_peak_bytes < peak  # type: ignore[operator]
+    assert "planned again: less memory is free" in capsys.readouterr().out
+
+
+def test_what_a_plan_is_for_is_the_same_in_every_process(tmp_path: Path) -> None:
+    """Nothing of it depends on the order of sets or on addresses."""
+    script = (
+        "import json, torch; from torch_recompute.planner.known import made_for;"
+        "net = torch.nn.Transformer(8, 2, 1, 1);"
+        "step = dict(loss=torch.sum, optimizer=torch.optim.SGD, budget='fit', loop={}, device=None, offload=False);"
+        "print(json.dumps(made_for(net, ((torch.ones(2, 8),), {'mask': None}), step)))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 import torch_recompute
-from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, doing_recompute, measure
+from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, auto, doing_recompute, measure
 from torch_recompute.integrations import policies
 from torch_recompute.integrations.huggingface import RecomputeCallback, apply, plan_of
 from torch_recompute.plan import observe
 from torch_recompute.plan.wrappers import wrappers_on
-from zoo import LAYERS, build, step
+from zoo import LAYERS, build, scalar_loss, step
 
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11)")
 
@@ -326,6 +326,20 @@ def test_a_plan_stays_through_the_trainer(stock: str, tmp_path: Path) -> None:
     with runs(model) as count:
         step(model, build("llama")[1])
     assert count[0] == LAYERS
+
+
+def test_one_line_before_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`auto` with what a tokenizer returns, and nothing else changed: the plain weights, and layers that run again."""
+    from transformers import BatchEncoding
+
+    expected, _ = train(build("llama")[0], tmp_path)
+    model, inputs = build("llama")
+    batch = BatchEncoding({name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
+    handle = auto(model, batch, budget=0.01, optimizer="adamw", device="h100", loss=scalar_loss)
+    assert "layers recomputed" in capsys.readouterr().out
+    callback = RecomputeCallback(handle)
+    assert same(train(model, tmp_path, callbacks=[callback])[0], expected)
+    assert callback.figures["recompute_saved_bytes"] > 0
 
 
 def test_the_callback_applies_reports_and_removes(tmp_path: Path) -> None:

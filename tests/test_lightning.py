@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models import Made
-from torch_recompute import ArgumentError
+from torch_recompute import ArgumentError, auto
 from torch_recompute.integrations.lightning import Recompute
 from zoo_handmade import DecoderOnly
 
@@ -119,8 +119,12 @@ def test_lightning_itself(strategy: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    def weights(callbacks: list[Any]) -> tuple[dict[str, torch.Tensor], int]:
+    def weights(callbacks: list[Any], planned: bool = False) -> tuple[dict[str, torch.Tensor], int]:
         module = Module()
+        if planned:
+            words = {"hold_output": False, "set_to_none": False}
+            call: dict[str, Any] = {"budget": 0.01, "loss": lambda out: out.square().mean(), "device": "h100"}
+            assert auto(module.model, torch.arange(16).view(2, 8), **call, **words).plan.choices
         trainer = lightning.Trainer(
             max_steps=2, accelerator="cpu", devices=1, strategy=strategy, logger=False, callbacks=callbacks,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -133,6 +137,8 @@ def test_lightning_itself(strategy: str) -> None:
             torch.distributed.destroy_process_group()
         return module.state_dict(), count
 
-    (expected, once), (found, twice) = weights([]), weights([Recompute("full")])
+    (expected, once), (found, twice), (planned, more) = weights([]), weights([Recompute("full")]), weights([], True)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(planned[name], expected[name]) for name in expected)
     assert twice == 2 * once > 0
+    assert more > once

@@ -53,6 +53,7 @@ from torch_recompute import (
     _torch,
     apply,
     audit,
+    auto,
     checkpoint,
     checkpoint_sequential,
     doctor,
@@ -860,6 +861,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), DataLoader([vector()])),
     lambda: simulate(nn_linear(), {"input": [[1, 2], [3, 4]]}),
     lambda: simulate(nn_linear(), {3: vector()}),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="no/such/folder/plan.json"),
+    lambda: auto(nn_linear(), vector(), loss=torch.sum, cache="pyproject.toml"),
     # an optimizer
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer="adamv"),
     lambda: make_plan(nn_linear(), vector(), budget=0.4, optimizer=3),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .plan.profile import Profile
     from .plan.solve import solve
     from .plan.stages import StagePlan, StagePlans, Stages
-    from .planner import make_plan, profile
+    from .planner import auto, make_plan, profile
     from .simulation import Simulation
 else:  # imported when they are first asked for
     from importlib import import_module
@@ -55,7 +55,7 @@ else:  # imported when they are first asked for
         "plan.profile": ("Profile",),
         "plan.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
-        "planner": ("make_plan", "profile"),
+        "planner": ("auto", "make_plan", "profile"),
         "simulation": ("Simulation",),
         "doctor.verify": ("Verification", "verify"),
     }
@@ -110,6 +110,7 @@ __all__ = [
     "Verification",
     "apply",
     "audit",
+    "auto",
     "checkpoint",
     "checkpoint_sequential",
     "doing_recompute",

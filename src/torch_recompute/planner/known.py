@@ -9,30 +9,39 @@ model nor a tensor alive.
 The digest is that of a pickle in which tensors are described, and functions and classes are their code. What cannot be
 pickled has no digest, and its step is looked at anew each time; so is one under a mode or hook that is active for the
 whole process, as nobody knows what that does.
+
+A plan in a file is found again by other processes, so what it was made for is written beside it in words that a person
+can compare (`PlanFile`): the next process says which of them changed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import inspect
 import io
+import json
+import os
 import pickle
 import sys
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from .. import _torch
+from .. import _torch, errors
 from .._torch.fakes import is_wrapper
 from .._torch.modes import settings, split_settings
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
+from ..plan.plan import Plan
 from ..simulation.fake_mode import keeps_values
+from ..stores.measured import full_name
 
 if TYPE_CHECKING:
     from ..plan.cost import Kind
@@ -200,3 +209,129 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, _method(inner)
         elif type(inner) in _VALUES and not name.startswith("__"):
             yield name, inner
+
+
+# --- a plan in a file ---
+
+MADE_FOR = "made_for"
+CHANGED = {
+    "model": "the model's parameters or modules",
+    "code": "the model's code",
+    "batch": "the batch's shapes",
+    "loss": "the loss",
+    "optimizer": "the optimizer",
+    "budget": "the budget",
+    "loop": "the training loop",
+    "settings": "autocast, another setting of PyTorch, or offload=",
+    "device": "the device, or the version of torch",
+}
+"""What a plan in a file was made for, in words."""
+
+
+def made_for(model: nn.Module, call: Any, step: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides on a plan, in words that JSON holds and that are the same in another process.
+
+    Args:
+        model: The model.
+        call: Its arguments.
+        step: The other arguments of `auto`, by name; those that are functions go by their code.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    layout = [(name, str(t.dtype), list(t.shape), t.requires_grad) for name, t in tensors]
+    modules = [(path, _name(type(module)), module.training) for path, module in model.named_modules()]
+    kinds = {type(module) for module in model.modules()}
+    optimizer = step["optimizer"]
+    device = step["device"] or next((t.device for _, t in tensors), torch.device("cpu"))
+    given = _source(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):  # learning rates change, and nothing in memory with them
+        given = {name: bool(value) for name, value in optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
+    return {
+        "model": _hash(modules, layout, getattr(getattr(model, "config", None), "to_dict", dict)()),
+        "code": _hash(sorted(_source(base) for kind in kinds for base in kind.__mro__)),
+        "batch": _shapes(call),
+        "loss": _hash(_source(step["loss"])),
+        "optimizer": [_name(optimizer if inspect.isroutine(optimizer) else type(optimizer)), str(given)],
+        "budget": str(step["budget"]),
+        "loop": step["loop"],
+        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), step["offload"]),
+        "device": full_name(device) if isinstance(device, torch.device) else f"{device}, torch {torch.__version__}",
+    }
+
+
+class PlanFile:
+    """A file with a plan, and what it was made for.
+
+    Args:
+        path: The file; it need not be there.
+        facts: What a plan is wanted for, see `made_for`.
+
+    Attributes:
+        plan: The plan in it, if it was made for the same.
+        said: What was found, in words; "" where there is no file.
+
+    Raises:
+        ArgumentError: The file holds something else, or is in no folder.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self._path, self._facts = path, json.loads(json.dumps(facts))
+        self.plan: Plan | None = None
+        self.said = ""
+        if not path.parent.is_dir():
+            raise errors.ArgumentError(
+                f"cache= is {str(path)!r}, and there is no folder {str(path.parent)!r}.\n"
+                "  Write the path of a file in a folder that is there; the plan is written into it."
+            )
+        if not path.exists():
+            return
+        then: dict[str, Any] | None = None
+        try:
+            text = path.read_text(encoding="utf-8")
+            then, plan = json.loads(text)[MADE_FOR], Plan.from_json(text)
+        except (OSError, ValueError, KeyError, TypeError):
+            raise errors.ArgumentError(
+                f"cache= is {str(path)!r}, which holds something else than a plan of torch_recompute.auto and is not "
+                "written over.\n  Name another file, or remove this one."
+            ) from None
+        changed = [words for name, words in CHANGED.items() if cast("Any", then).get(name) != self._facts[name]]
+        if changed:
+            self.said = f"planned again: {' and '.join(changed[:2])} changed"
+        else:
+            self.plan, self.said = plan, f"plan read from {path}"
+
+    def write(self, plan: Plan) -> None:
+        """Writes the plan, and what it was made for; the file is replaced as a whole."""
+        data = {**json.loads(plan.to_json()), MADE_FOR: self._facts}
+        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+        self.said = self.said or f"plan written to {self._path}"
+
+
+def _hash(*things: Any) -> str:
+    return hashlib.sha256(repr(things).encode()).hexdigest()[:16]
+
+
+def _name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _source(thing: Any) -> str:
+    """A class or function by its source; a library's by its name."""
+    if getattr(thing, "__module__", "").partition(".")[0] in ("torch", "builtins"):
+        return _name(thing)
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return _name(thing)
+
+
+def _shapes(call: Any) -> Any:
+    """The arguments of a call as JSON, with the dtypes and shapes of tensors."""
+    if isinstance(call, torch.Tensor):
+        return [str(call.dtype), list(call.shape)]
+    if isinstance(call, (tuple, list)):
+        return [_shapes(part) for part in cast("list[Any]", call)]
+    if isinstance(call, Mapping):
+        return {str(name): _shapes(part) for name, part in cast("Mapping[Any, Any]", call).items()}
+    return call if type(call) in (int, float, bool, str, type(None)) else _name(type(call))

@@ -1,4 +1,4 @@
-"""`profile` and `make_plan`: what a person asks a `Planner` for.
+"""`profile`, `make_plan` and `auto`: what a person asks a `Planner` for.
 
 One planner knows one call of a model. Several sizes of calls are several planners under one plan (`sizes.py`); a
 pipeline is one planner of the whole model, cut into stages (`stages.py`).
@@ -6,7 +6,10 @@ pipeline is one planner of the whole model, cut into stages (`stages.py`).
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -15,13 +18,15 @@ from torch import nn
 from .. import errors
 from .._text import at_work
 from ..arguments import Batch, call_of
+from ..memory.free import free_bytes
 from ..memory.loop import COMMON, Loop
-from ..plan.apply import apply
+from ..plan.apply import Applied, apply
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.stages import StagePlans, Stages
 from ..simulation import simulate_step
-from ..simulation.step import optimizer_of
+from ..simulation.step import device_of, optimizer_of
+from .known import PlanFile, made_for
 from .pipeline import plan_stages
 from .planner import Loss, MakeOptimizer, Planner
 from .prices import Roofline, where
@@ -72,6 +77,76 @@ def profile(
     how: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "offload": offload}
     with at_work(f"profiling {type(model).__name__}"):
         return Planner(model, *call, loop=loop, **how).profile
+
+
+def auto(
+    model: nn.Module,
+    batch: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | float | str = "fit",
+    loss: Loss = None,
+    optimizer: MakeOptimizer = None,
+    cache: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    offload: bool | int | str = False,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> Applied:
+    """Plans for a budget, applies the plan, prints one sentence, and returns the handle.
+
+        handle = auto(model, batch, optimizer=optimizer)                   # what the device has free
+        handle = auto(model, batch, budget="24GiB", cache="plan.json")     # planned once, then read
+        print(handle.plan)
+        handle.remove()
+
+    It is `apply(model, make_plan(model, batch, ...))`, before a trainer, `torch.compile` or a wrapper for several
+    devices takes the model. In a process group the first rank prints, and each rank plans by itself: `agree_on(plan)`
+    compares.
+
+    Args:
+        model: The model, without a plan in it.
+        batch: See `make_plan`, as all that follows but `cache`.
+        kwargs: More keyword arguments of the call.
+        budget: The most bytes alive at any time of the step; by default what is free on the device now.
+        loss: From the model's output to a scalar.
+        optimizer: The optimizer of the step, by name, class or instance.
+        cache: A file to keep the plan in. The plan in it is used again, as long as it was made for the same model,
+            code, shapes of the batch, loss, optimizer, budget, loop, settings, torch and device; else the model is
+            planned again, and the sentence says what changed. With "fit" also where less is free than the plan takes.
+        device: Where the step is to run.
+        offload: Whether inputs of regions may be kept in host memory.
+        hold_output: Whether the loop holds the model's output through backward.
+        accumulate: How many forwards and backwards come before the optimizer's step.
+        set_to_none: Whether gradients are gone when forward begins.
+
+    Returns:
+        The handle of `apply`; its `plan` is the plan.
+
+    Raises:
+        BudgetError: No plan fits.
+        ArgumentError: See `make_plan` and `apply`; or the file holds something else.
+    """
+    call = call_of("auto", model, batch, kwargs, a_module=True)
+    make = optimizer_of("auto", optimizer, model)
+    apply(model, Plan()).remove()  # refuses what could not be applied afterwards
+    loop = Loop(hold_output, accumulate, set_to_none)
+    step: dict[str, Any] = {"budget": budget, "loss": loss, "optimizer": make, "device": device, "offload": offload}
+    file = None if cache is None else PlanFile(Path(cache), made_for(model, call, {**step, "loop": loop.words}))
+    plan = None if file is None else file.plan
+    if plan is not None and file is not None and budget == "fit":
+        free = free_bytes(model, device_of(model, where(device, model).device), make, call)
+        if free < (plan.predicted_peak_bytes or 0):
+            plan, file.said = None, "planned again: less memory is free"
+    if plan is None:
+        plan = make_plan(model, *call, **step, **loop.words)
+        if file is not None:
+            file.write(plan)
+    handle = apply(model, plan)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        sys.stdout.write("; ".join(filter(None, [plan.summary, file and file.said])) + "\n")
+    return handle
 
 
 if TYPE_CHECKING:

@@ -136,7 +136,7 @@ def simulate_step(
         ArgumentError: An argument is not of its kind, or the model cannot be copied.
         RecomputeError: The model reads more from its tensors than can be known.
     """
-    where = _device(model, device)
+    where = device_of(model, device)
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(model):
@@ -227,7 +227,7 @@ def first_floating(output: Any) -> torch.Tensor | None:
     return next((tensor for tensor in _torch.tensors_in(output) if tensor.dtype.is_floating_point), None)
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Chooses the step's device: as asked, else the model's, else (on meta) the accelerator or the CPU."""
     if device is None:
         found = next((p.device for p in (*model.parameters(), *model.buffers()) if p.device.type != "meta"), None)
