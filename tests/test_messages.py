@@ -119,6 +119,14 @@ def sines() -> torch.fx.GraphModule:
     return make_fx(joint)(vector(), vector())
 
 
+class Breaks(torch.nn.Module):
+    """Has a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
 class Reads(torch.nn.Module):
     """Reads values of its argument."""
 
@@ -1174,9 +1182,14 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # pipelines
     lambda: plans_stages(budget=100),
     # compiled graphs
-    lambda: Partition(8)(sines(), (), num_fwd_outputs=1),
+    lambda: Partition(8, exact=False)(sines(), (), num_fwd_outputs=1),
     lambda: Partition(0.5)(sines(), ()),
     lambda: Partition("fit"),
+    lambda: Partition(Plan((Choice(("layers.0",)),))),
+    lambda: apply(small_stack()[0], Plan(graph_bytes=2**20)),
+    lambda: make_plan(small_stack()[0], small_stack()[1], budget=0.4, compiled=True, offload=True),
+    lambda: make_plan(nn.Linear(8, 8, device="meta"), (torch.ones(2, 8),), budget=0.4, compiled=True, device="h100"),
+    lambda: make_plan(Breaks(), (torch.ones(2, 8),), budget=0.4, compiled=True),
 )
 
 

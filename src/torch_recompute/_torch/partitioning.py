@@ -39,11 +39,12 @@ def storages(node: fx.Node) -> list[tuple[int, int]]:
     found: dict[int, int] = {}
     for tensor in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(tensor, torch.Tensor):
-            found[storage_id(tensor)] = _hint(tensor.untyped_storage().nbytes())
+            found[storage_id(tensor)] = hint(tensor.untyped_storage().nbytes())
     return list(found.items())
 
 
-def _hint(size: Any) -> int:
+def hint(size: Any) -> int:
+    """A size as a number; a symbol by the example that it was traced with."""
     return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else 4096
 
 
@@ -73,7 +74,7 @@ def flops_of(node: fx.Node) -> int:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0
     args, kwargs = pytree.tree_map_only(fx.Node, lambda given: given.meta.get("val"), (node.args, node.kwargs))
-    return _hint(flops(node.target, args, kwargs, node.meta.get("val")) or fused_on_cpu(node.target, args))
+    return hint(flops(node.target, args, kwargs, node.meta.get("val")) or fused_on_cpu(node.target, args))
 
 
 def may_run_again(node: fx.Node) -> bool:

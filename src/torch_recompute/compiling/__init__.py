@@ -4,6 +4,6 @@ Plans, regions and saved calls need nothing from here: they are traced (`plan/tr
 without them. It is asked once for each graph, by inductor, and chooses what to save of all its operations.
 """
 
-from .partition import Partition, Partitioned
+from .partition import Partition, Partitioned, compile
 
-__all__ = ["Partition", "Partitioned"]
+__all__ = ["Partition", "Partitioned", "compile"]

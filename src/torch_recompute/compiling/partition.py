@@ -4,24 +4,38 @@ Inductor hands the joint graph of forward and backward to `options={"custom_part
 what to save; the answer is written onto the nodes as tags, and torch's own partitioner splits the graph by them. What
 that finds besides (something smaller to save, a saved value that nothing reads) only makes less of it.
 
+`Chooser` counts in the graph. What the compiled graph allocates is counted again in the code that inductor writes for
+the two halves (`schedule.py`), and where that is more than the budget, or much less, another choice is made.
+
 A graph that comes from AOTAutograd's cache is not partitioned again: the key has the budget, so it is the same answer,
 but there are no figures of it here.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .. import errors
-from .._text import table
-from .._torch.partitioning import CustomPartitionerFn, split, tag
-from ..plan.budget import Budget, read_budget
-from ..plan.solve import bytes_meant
-from .choosing import Chooser
-from .joint import Joint
+import torch
+from torch import nn
 
-VERSION = 1  # of the choice, in the key of the cache
+from .. import errors
+from .._text import counted, table
+from .._torch.inductor import in_order
+from .._torch.partitioning import CustomPartitionerFn, split, tag
+from ..plan.apply import apply
+from ..plan.budget import Budget, read_budget
+from ..plan.plan import Plan
+from ..plan.solve import bytes_meant
+from .choosing import Chooser, Chosen
+from .joint import Joint
+from .schedule import peak_of
+
+VERSION = 2  # of the choice, in the key of the cache
+TRIES = 3  # choices whose code is generated
+CLOSE = 0.02  # of the budget: a choice that leaves less of it free is taken
 
 
 class Partitioned(NamedTuple):
@@ -30,10 +44,12 @@ class Partitioned(NamedTuple):
     Attributes:
         budget_bytes: The most bytes that were allowed.
         peak_bytes: The most bytes alive at any time, as predicted.
-        plain_peak_bytes: The same where nothing is run again but what other kernels take in.
+        plain_peak_bytes: The same where nothing is run again but what other kernels take in, counted in the graph.
         least_bytes: The same of the choice that needs the least.
         saved_bytes: What backward keeps from the forward.
         replay_flops: FLOPs of what backward runs again.
+        counted: Where `peak_bytes` was counted: in "the code" that inductor writes, or in "the graph", which is less
+            exact.
     """
 
     budget_bytes: int
@@ -42,6 +58,7 @@ class Partitioned(NamedTuple):
     least_bytes: int
     saved_bytes: int
     replay_flops: int
+    counted: str
 
 
 class Partition(CustomPartitionerFn):
@@ -61,17 +78,27 @@ class Partition(CustomPartitionerFn):
 
     Args:
         budget: Bytes, "2GiB", or a share between 0 and 1 of the way from the least that any choice needs to what the
-            graph takes when nothing is run again.
+            graph takes when nothing is run again. Or a plan of `make_plan(compiled=True)`.
+        exact: Whether each choice is counted in the code that inductor writes for it, which takes as long as a compile
+            without its kernels. Without, the predicted peak is that of the graph, and may be a tenth too low.
 
     Attributes:
         graphs: What was chosen for each graph that this process has compiled, in order.
 
     Raises:
-        ArgumentError: The budget is none of these.
+        ArgumentError: The budget is none of these, or the plan is not for a compiled graph.
     """
 
-    def __init__(self, budget: int | float | str) -> None:
-        self._budget = read_budget(budget)
+    def __init__(self, budget: Plan | int | float | str, *, exact: bool = True) -> None:
+        if isinstance(budget, Plan):
+            if budget.graph_bytes is None:
+                raise errors.ArgumentError(
+                    f"Partition was given a plan of {counted(len(budget), 'region')}, which speaks of modules and not "
+                    "of a compiled graph.\n"
+                    "  Write apply(model, plan) and then torch.compile(model), or make_plan(..., compiled=True)."
+                )
+            budget, exact = budget.graph_bytes, False  # its step was simulated with the choice for these bytes
+        self._budget, self._exact = read_budget(budget), exact
         self.graphs: list[Partitioned] = []
         if self._budget == Budget():
             raise errors.ArgumentError(
@@ -84,13 +111,14 @@ class Partition(CustomPartitionerFn):
         """For `torch.compile(options=...)`, alone or with others.
 
         Kernels that only read the same are not joined: inductor would join what it runs again of several layers, which
-        would then be alive together (at 0.01 of a Llama's budget the peak was 1.3 times as high).
+        would then be alive together (at 0.01 of a Llama's budget the peak was 1.3 times as high). And kernels stay in
+        the order of the graph, see `InOrder`.
         """
-        return {"custom_partitioner_fn": self, "score_fusion_memory_threshold": 2**31}
+        return {"custom_partitioner_fn": self, "score_fusion_memory_threshold": 2**31, **in_order()}
 
     def uuid(self) -> str:
         """The part of the caches' keys that is about this."""
-        return f"torch_recompute.Partition {VERSION} {self._budget}"
+        return f"torch_recompute.Partition {VERSION} {self._budget} {self._exact}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
         return self  # inductor copies its options
@@ -117,7 +145,42 @@ class Partition(CustomPartitionerFn):
             ) from error
         plain = max(chooser.plain.peak, least)
         allowed = bytes_meant(self._budget, lambda: least, plain, None)
-        if allowed < least:
+
+        def marked(chosen: Chosen) -> Any:
+            kept = {key for key, number in joint.index.items() if number in chosen.saved}
+            tag(gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
+            return gm
+
+        def peak_with(chosen: Chosen) -> int:
+            return peak_of(*split(copy.deepcopy(marked(chosen)), joint_inputs, **more), more["num_fwd_outputs"])
+
+        room, found = allowed, list[tuple[int, Chosen]]()
+        for left in reversed(range(TRIES if self._exact else 0)):
+            chosen = chooser.choose(max(room, least))
+            if any(chosen.saved == before.saved for _, before in found):
+                break
+            try:
+                found.append((peak_with(chosen), chosen))
+            except Exception as error:
+                warnings.warn(
+                    "the peak of a Partition is counted in the graph, since what inductor writes for it cannot be: "
+                    f"{type(error).__name__}: {error}. It may be a tenth too low.",
+                    stacklevel=2,
+                )
+                break
+            over = found[-1][0] - allowed
+            if self._budget.bytes is None or -CLOSE * allowed <= over <= 0 or (over < 0 and not chosen.flops):
+                break
+            room = (min(room, chosen.lives.peak) if over > 0 else room) - over
+            if left == 1 and all(peak > allowed for peak, _ in found):
+                room = least
+        words = "the code" if found else "the graph"
+        if not found:
+            chosen = chooser.choose(max(allowed, least))
+            found.append((chosen.lives.peak, chosen))
+        fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
+        if not fitting:
+            least = min(peak for peak, _ in found)
             raise errors.BudgetError(
                 f"a graph of {count} operations needs at least {errors.size(least)}, but budget={allowed.said} "
                 f"allows less. Without a budget it takes {errors.size(plain)}.\n"
@@ -125,19 +188,42 @@ class Partition(CustomPartitionerFn):
                 least,
                 None,
             )
-        chosen = chooser.choose(allowed)
-        kept = {key for key, number in joint.index.items() if number in chosen.saved}
-        tag(gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
-        figures = (chosen.lives.peak, plain, least, chosen.lives.saved, chosen.flops)
-        self.graphs.append(Partitioned(allowed, *figures))
-        return split(gm, joint_inputs, **more)
+        peak, chosen = min(fitting, key=lambda one: (one[1].flops, one[0]))
+        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, words))
+        return split(marked(chosen), joint_inputs, **more)
 
     def __repr__(self) -> str:
         if not self.graphs:
             return "<partition: no graph was compiled yet, or all came from the cache of compiled graphs>"
-        rows = [["graph", "budget", "predicted peak", "saved", "run again", "without a budget", "the least"]]
+        rows = [
+            ["graph", "budget", "predicted peak", "saved", "run again", "without a budget", "the least", "counted in"]
+        ]
         for number, one in enumerate(self.graphs):
             peaks = map(errors.size, (one.budget_bytes, one.peak_bytes, one.saved_bytes))
             ends = map(errors.size, (one.plain_peak_bytes, one.least_bytes))
-            rows.append([str(number), *peaks, f"{one.replay_flops / 1e9:.3f} GFLOP", *ends])
+            rows.append([str(number), *peaks, f"{one.replay_flops / 1e9:.3f} GFLOP", *ends, one.counted])
         return "\n".join(table(rows))
+
+
+def compile(model: nn.Module, plan: Plan, *, options: dict[str, Any] | None = None, **how: Any) -> Any:
+    """Compiles a model with a plan.
+
+    A plan that speaks of modules is applied, and the model compiled. One of `make_plan(compiled=True)` is handed to
+    inductor; the model stays as it is. Neither changes what `torch.compile` is: this is two lines in one.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        options: As for `torch.compile`.
+        **how: As for `torch.compile`.
+
+    Returns:
+        What `torch.compile` returns.
+
+    Raises:
+        ArgumentError: See `apply`.
+    """
+    if plan.graph_bytes is None:
+        apply(model, plan)
+        return torch.compile(model, options=options, **how)
+    return torch.compile(model, options={**Partition(plan).options, **(options or {})}, **how)

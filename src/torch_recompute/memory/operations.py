@@ -183,7 +183,7 @@ class ModuleStack:
         here = threading.get_ident()
 
         def name_of(module: nn.Module) -> str | None:
-            if threading.get_ident() != here:
+            if torch.compiler.is_compiling() or threading.get_ident() != here:
                 return None
             return self._names.get(id(module), type(module).__name__ if self._others else None)
 

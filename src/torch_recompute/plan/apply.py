@@ -139,6 +139,11 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
+    if plan.graph_bytes is not None:
+        raise errors.ArgumentError(
+            "this plan is for the graph of torch.compile, and names no modules that could be regions.\n"
+            "  Write torch_recompute.compiling.compile(model, plan), or make the plan without compiled=True."
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         if wrappers_on(module):

@@ -70,6 +70,7 @@ CHOICE_WORDS: Mapping[str, str] = {
     "(": "the label or setting that asked for the region",
 }
 """The words of any other plan."""
+_OPTIONAL = ("prediction", "modules", "sizes", "graph_bytes")
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,13 @@ class Prediction:
     def summary(self, choices: Sequence[Choice]) -> str:
         """One sentence on the step under some choices: its peak, its time, and what is recomputed."""
         peak = f"{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
-        if not choices:
+        if not choices and not self.replay_flops:
             return f"{peak}, and nothing is recomputed"
         hosted = f", {errors.brief(self.host_bytes)} in host memory" if self.host_bytes else ""
         more = self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
         slower = f"{100 * abs(more):.1f} % {'faster' if more < 0 else 'slower'}"
+        if not choices:
+            return f"{peak}, {slower}, operations of the compiled graph recomputed"
         recomputed = [line for line in self.lines if line.what != NOT_RECOMPUTED]
         of, all_of = (sum(line.count * line.layers for line in lines) for lines in (recomputed, self.lines))
         parts = "" if any(line.whole for line in recomputed) else "parts of "
@@ -227,6 +230,8 @@ class Plan:
             Not compared.
         sizes: Choices for calls up to a size, smaller sizes first; a call goes by the first that it fits into.
         profile: What the plan was chosen from, to solve again. Not compared, and not written by `to_json`.
+        graph_bytes: Of a plan for `torch.compile`, which has no choices: what the forward and the backward of the
+            compiled graph may allocate, as `compiling.Partition` counts it in the graph.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -235,6 +240,7 @@ class Plan:
     modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     sizes: tuple[SizeClass, ...] = ()
     profile: Profile | None = field(default=None, compare=False, repr=False)
+    graph_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.choices)
@@ -269,6 +275,8 @@ class Plan:
         """
         if self.prediction is not None:
             return self.prediction.summary(self.choices)
+        if self.graph_bytes is not None:
+            return f"plan for torch.compile, whose graph may allocate {errors.brief(self.graph_bytes)}"
         return f"plan of {counted(len(self.choices), 'region')}" + (f", from {self.source}" if self.source else "")
 
     def explain(self) -> str:
@@ -327,12 +335,13 @@ class Plan:
         """
         data: list[Any] = [VERSION, [dataclasses.asdict(choice) for choice in self.choices]]
         data += [[size.shape, [dataclasses.asdict(choice) for choice in size.choices]] for size in self.sizes]
+        data += [self.graph_bytes] if self.graph_bytes is not None else []
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it."""
         data = {"version": VERSION, **dataclasses.asdict(dataclasses.replace(self, profile=None))}
-        written = ("version", "source", "choices", *(name for name in ("prediction", "modules", "sizes") if data[name]))
+        written = ("version", "source", "choices", *(name for name in _OPTIONAL if data[name]))
         return json.dumps({name: data[name] for name in written}, indent=1)
 
     @staticmethod
@@ -348,6 +357,7 @@ class Plan:
         """Shows what turns this plan into the other, line by line; empty if they choose the same."""
         mine, theirs = (
             [str(choice) for choice in plan.choices]
+            + [f"compiled graph: {n:,} bytes" for n in (plan.graph_bytes,) if n is not None]
             + [f"up to {shape_in_words(size.shape)}: {line}" for size in plan.sizes for line in size.choices or ("-",)]
             for plan in (self, other)
         )
@@ -394,5 +404,5 @@ def shape_in_words(shape: tuple[int, ...]) -> str:
 
 def _plan(data: dict[str, Any]) -> Plan:
     """The plan in a JSON object, whose other keys are of the command that wrote it."""
-    optional = {name: data[name] for name in ("prediction", "modules", "sizes") if name in data}
+    optional = {name: data[name] for name in _OPTIONAL if name in data}
     return made(Plan, {"choices": data["choices"], "source": data["source"], **optional})

@@ -164,6 +164,7 @@ if TYPE_CHECKING:
         hold_output: bool
         accumulate: int
         set_to_none: bool
+        compiled: bool
 
 
 _Budget = int | float | str
@@ -209,6 +210,7 @@ def make_plan(
     hold_output: bool = True,
     accumulate: int = 1,
     set_to_none: bool = True,
+    compiled: bool = False,
 ) -> Plan | StagePlans:
     """Returns a plan for a budget of memory: what to keep, what to recompute, and what the step will take.
 
@@ -249,6 +251,9 @@ def make_plan(
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.
+        compiled: Whether the plan is for the model as `torch.compile` makes it, as one graph: what to save is then
+            chosen of all operations of the graph, and the peak is counted in the code that inductor writes. Train with
+            `compiling.compile(model, plan)`. Not with `stages`, `sizes` and `offload`.
 
     Returns:
         The plan, with its prediction; with `stages`, the plans of all stages, the same on every rank if prices are
@@ -270,6 +275,20 @@ def make_plan(
     def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
         return Planner(model, args, kwargs, **how)
 
+    if compiled:
+        if stages is not None or sizes or offload is not False:
+            raise errors.ArgumentError(
+                "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes "
+                "or offload as well.\n"
+                "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too."
+            )
+        if not isinstance(budget, (int, float, str)):
+            raise errors.ArgumentError(errors.bad_budget(budget))
+        from .compiled import plan_compiled  # imports the compiler, which takes a second
+
+        how.pop("offload")
+        with at_work(f"planning {type(model).__name__}"):
+            return plan_compiled(model, call, budget, **how)
     if stages is not None:
         if sizes:
             raise errors.ArgumentError(
