@@ -1,11 +1,15 @@
 """Results as text: a table with aligned columns for people, a JSON document for programs; and the line of long work.
 
 Every table that a report, a plan or a command prints without colours is made here, so that all look alike: two spaces
-between columns, nothing at the ends of lines. Every document of a command begins with the same two keys.
+between columns, nothing at the ends of lines. A notebook shows the same text as HTML: while it is made, tables mark
+their cells (`in_html`), so that no result has a second way to print. Every document of a command begins with the same
+two keys.
 """
 
 from __future__ import annotations
 
+import html
+import itertools
 import json
 import math
 import re
@@ -32,6 +36,8 @@ def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = len(widths) if right is None else right
+    if _for_notebook.get():
+        return [_CELL.join((_ROW + str(right), *(cell.replace("\n", _BREAK) for cell in row))) for row in rows]
     return [
         "  ".join(
             cell.rjust(width) if place < right else cell.ljust(width)
@@ -39,6 +45,52 @@ def table(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+_for_notebook: ContextVar[bool] = ContextVar("for_notebook", default=False)
+_ROW, _CELL, _BREAK = "\x1d", "\x1f", "\x1e"  # of a row in a text that becomes HTML
+
+
+def in_html(result: object) -> str:
+    """What a result prints, as HTML: its tables as tables, all else as lines."""
+    token = _for_notebook.set(True)
+    try:
+        lines = str(result).split("\n")
+    finally:
+        _for_notebook.reset(token)
+    parts: list[str] = []
+    for is_row, group in itertools.groupby(lines, lambda line: _ROW in line):
+        if is_row:
+            parts.append(f"<table>{''.join(map(_html_row, group))}</table>")
+        else:
+            parts.append(f'<div style="white-space: pre-wrap">{html.escape(chr(10).join(group))}</div>')
+    return "".join(parts)
+
+
+def _html_row(line: str) -> str:
+    right, *cells = line.partition(_ROW)[2].split(_CELL)
+    return "<tr>{}</tr>".format(
+        "".join(
+            f'<td style="text-align: {"right" if place < int(right) else "left"}; white-space: pre-wrap">'
+            f"{html.escape(cell).replace(_BREAK, '<br>')}</td>"
+            for place, cell in enumerate(cells)
+        )
+    )
+
+
+def shown(result: type[T]) -> type[T]:
+    """Makes a class that prints a text show its first line where Python shows values, and all of it in notebooks."""
+
+    def short(self: object) -> str:
+        first = str(self).partition("\n")[0]
+        return f"<{type(self).__name__}: {first if len(first) <= WIDEST else first[: WIDEST - 3] + '...'}>"
+
+    for name, method in (("__repr__", short), ("_repr_html_", in_html)):
+        setattr(result, name, method)
+    return result
+
+
+WIDEST = 300  # characters of a result's first line, where it stands for all of it
 
 
 def explained(words: Mapping[str, str]) -> str:

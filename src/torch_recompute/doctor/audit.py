@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import at_work, counted, grouped, paragraph, starred_path, table, times
+from .._text import at_work, counted, grouped, paragraph, shown, starred_path, table, times
 from .._torch.modes import uncompiled
 from ..arguments import Batch, Captures, call_of, each_once, rebuild
 from ..engine.region_call import RegionCall, Replay
@@ -73,6 +73,7 @@ class AuditRow(NamedTuple):
     times: int = 1
 
 
+@shown
 class Audit(NamedTuple):
     """What an audit found; made by `audit`. True if it found nothing; `print` shows a text.
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import errors
-from .._text import counted, document, grouped, paragraph, starred, times
+from .._text import counted, document, grouped, paragraph, shown, starred, times
 from .._torch.modes import CUT_REGION, NO_CUDA_GRAPH
 from ..plan.plan import Plan
 from ..simulation import Simulation
@@ -69,7 +69,8 @@ class Finding:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Report:
     """What an examination found. True if it found nothing; `print` shows a text.
 

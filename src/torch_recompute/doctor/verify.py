@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._text import at_work, counted, paragraph
+from .._text import at_work, counted, paragraph, shown
 from ..arguments import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..simulation.step import any_loss
@@ -34,7 +34,8 @@ SHOWN = 8
 _WORDS = {"generators": "random generators"}
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What `verify` found; true if nothing differs. `print` shows a text.
 

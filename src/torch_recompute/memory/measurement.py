@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from .._text import in_html, shown
 from .._torch import in_backward
 from ..errors import ArgumentError, RecomputeError
 from ..observer import observing
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@shown
 class Reading(NamedTuple):
     """The figures of one device.
 
@@ -78,6 +80,12 @@ class Reading(NamedTuple):
     timeline: tuple[Sample, ...]
     allocator_peak_bytes: int | None
     reserved_peak_bytes: int | None
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {count:,}" for name, count in self.by_category.items() if count)
+        held = self.reserved_peak_bytes
+        more = "" if held is None else f"; the allocator {self.allocator_peak_bytes:,}, of {held:,} reserved"
+        return f"measurement on {self.device}: peak {self.peak_bytes:,} bytes ({parts or 'nothing'}){more}"
 
 
 _running: list[Measurement] = []
@@ -223,11 +231,10 @@ class Measurement:
             write_snapshot(Path(path), blocks_of(ledger.changes), chosen.index or 0)
 
     def __repr__(self) -> str:
-        reading = self.on()
-        parts = ", ".join(f"{name} {count:,}" for name, count in reading.by_category.items() if count)
-        held = reading.reserved_peak_bytes
-        more = "" if held is None else f"; the allocator {reading.allocator_peak_bytes:,}, of {held:,} reserved"
-        return f"<measurement on {reading.device}: peak {reading.peak_bytes:,} bytes ({parts or 'nothing'}){more}>"
+        return f"<{self.on()}>"
+
+    def _repr_html_(self) -> str:
+        return in_html(self.on())
 
     def __enter__(self) -> Self:
         if self._entered:

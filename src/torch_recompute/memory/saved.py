@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from .. import arguments
-from .._text import counted, grouped, starred, starred_path, table
+from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
 from ..arguments import Batch, Captures, call_of
 from ..state import DEFAULT
@@ -263,6 +263,7 @@ class Row(NamedTuple):
     in_result: bool
 
 
+@shown
 class SavedActivations(NamedTuple):
     """The tensors that a forward keeps for backward; made by `saved_activations`. `print` shows a table.
 

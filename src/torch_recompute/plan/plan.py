@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .. import errors
-from .._text import counted, explained, listed, table
+from .._text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, NOT_COUNTED, Loop
 from .choice import KINDS, Choice, Target
 from .profile import MIB, VERSION, Profile, made, read
@@ -109,7 +109,8 @@ class Line:
         return f"{self.freed_bytes / MIB / (1000 * self.seconds):,.1f} MiB per ms"
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The memory and time that a planned step takes.
 
@@ -196,7 +197,8 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class SizeClass:
     """The regions of a model in calls up to a size.
 
@@ -218,7 +220,8 @@ class SizeClass:
         return "\n".join([head + self.prediction.summary(self.choices), *(f"  {line}" for line in lines)])
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The regions of a model.
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .. import errors
-from .._text import starred, table
+from .._text import shown, starred, table
 from ..memory.loop import Loop
 from .cost import Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
 
@@ -73,7 +73,8 @@ def made(kind: Any, value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Profile:
     """The costs of a step.
 
@@ -100,6 +101,14 @@ class Profile:
     advice: str = ""
     timing: str = ""
     loop: Loop | None = None
+
+    def __str__(self) -> str:
+        step = f"{errors.brief(self.plain_peak_bytes)} at the peak, {_ms(self.costs.step_seconds)} ms per step"
+        head = [f"{self.model} on {self.device}, without recomputation: {step}"]
+        if self.loop is not None:
+            head.append(f"counted: {self.loop}")
+        rows = [("segments", *_FIGURES), *((name, *row) for name, row in _groups(self.costs).items())]
+        return "\n".join([*head, *table(rows, right=0), *filter(None, [self.advice])])
 
     def to_json(self) -> str:
         """The profile as JSON text; `from_json` reads it."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._text import grouped, starred, table
+from .._text import grouped, shown, starred, table
 from .choice import Choice, Target
 from .observe import Figures
 from .profile import MIB
@@ -63,7 +63,8 @@ class Row:
         )
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Report:
     """The figures of a plan, one row per choice, in the plan's order.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from .._text import shown
 from .choice import Target
 
 ROLES: Mapping[str, str] = {
@@ -66,7 +67,8 @@ class Unit:
     parts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class Units:
     """The parts of one model, in the order in which the model defines them.
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from .. import errors
-from .._text import table
+from .._text import shown, table
 from .plan import Plan
 from .profile import MIB, VERSION, made, read
 from .roles import inside
@@ -77,7 +77,8 @@ class Stages:
         return list(zip(starts, ends, strict=True))
 
 
-@dataclass(frozen=True)
+@shown
+@dataclass(frozen=True, repr=False)
 class StagePlan:
     """The plan of one stage.
 
@@ -95,8 +96,12 @@ class StagePlan:
     layers: tuple[str, ...]
     plan: Plan
 
+    def __str__(self) -> str:
+        return f"stage {self.stage} on rank {self.rank}, {self.in_flight} in flight: {self.plan}"
 
-@dataclass(frozen=True)
+
+@shown
+@dataclass(frozen=True, repr=False)
 class StagePlans:
     """The plans of all stages of a pipeline, in order; `plans[stage]` is a plan for `apply`.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from .._text import grouped, starred_path
+from .._text import grouped, shown, starred_path, table
+from ..errors import size
 from ..memory.ledger import Block, Place
-from ..memory.loop import Loop
+from ..memory.loop import NOT_COUNTED, Loop
 from ..memory.snapshot import write_snapshot
 
 
@@ -35,6 +37,7 @@ class Moment(NamedTuple):
     calls: tuple[tuple[str, int], ...] = ()
 
 
+@shown
 class Simulation(NamedTuple):
     """The figures of a simulated step, all in bytes but for the FLOPs; made by `simulate`. `print` shows a table.
 
@@ -102,18 +105,15 @@ class Simulation(NamedTuple):
         """
         write_snapshot(Path(path), self.blocks, self.device.index or 0)
 
-    def __repr__(self) -> str:
-        return f"<Simulation: {str(self).splitlines()[0]}>"
-
     def __str__(self) -> str:
         where = f" of {self.peak.module}" if self.peak.module else ""
         lines = [
-            f"peak {_said(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
-            *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in self.by_category.items() if nbytes),
-            *(f"  {_said(nbytes):>13}    {name}" for name, nbytes in self.activations_by_use.items() if nbytes),
+            f"peak {size(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
+            *_sums([*self.by_category.items(), *((f"  {use}", n) for use, n in self.activations_by_use.items())]),
             f"counted: {self.loop}",
-            f"kept for backward {_said(self.saved_bytes)}",
-            *(f"  {_said(nbytes):>12}  {name}" for name, nbytes in _grouped(self.saved_by_module)[:_LINES]),
+            f"not counted: {NOT_COUNTED}",
+            f"kept for backward {size(self.saved_bytes)}",
+            *_sums(_grouped(self.saved_by_module)[:_LINES]),
             "FLOPs of products: " + ", ".join(f"{name} {count:.4g}" for name, count in self.flops.items() if count),
             *(f"assumed: {words}" for words in self.assumed[:_LINES]),
         ]
@@ -133,5 +133,5 @@ def _grouped(sums: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(named, key=lambda item: -item[1])
 
 
-def _said(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.2f} MiB"
+def _sums(sums: Iterable[tuple[str, int]]) -> list[str]:
+    return [f"  {line}" for line in table([(size(nbytes), name) for name, nbytes in sums if nbytes], right=1)]
