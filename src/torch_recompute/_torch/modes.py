@@ -18,6 +18,7 @@ Invariants: nothing here raises or warns for a state that torch allows, and `set
 from __future__ import annotations
 
 import operator
+import re
 import sys
 import threading
 import types
@@ -315,6 +316,14 @@ def fallbacks() -> dict[str, int]:
     if inductor.get("cudagraph_skips"):
         found[NO_CUDA_GRAPH] = inductor["cudagraph_skips"]
     return found
+
+
+def resumed() -> dict[str, int]:
+    """Counts where compiled code goes on after a break of its graph, so far: `forward, line 30`."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counts: Mapping[str, int] = {} if utils is None else utils.counters["resumes"]
+    places = {re.sub(r"^torch_dynamo_resume_in_(.*)_at_(\d+)$", r"\1, line \2", key): n for key, n in counts.items()}
+    return {place: count for place, count in places.items() if ", line " in place}
 
 
 def compilations() -> int:

@@ -35,7 +35,7 @@ PINNED = 0.5  # of what a region drops: what others hold
 FUSED = 0.9  # of a region's FLOPs: fused attention
 WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be worth its third run
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
-SHOWN = 4  # modules of one finding
+SHOWN = 4  # places in one finding
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
 
 
@@ -782,6 +782,8 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             write = "torch.compile(..., fullgraph=True) to see the line, and that call outside of the region."
         else:
             what = "the compiled graph was cut in two"
+            if observed.resumed:
+                what += f" (it goes on in {', in '.join(observed.resumed[:SHOWN])})"
             write = (
                 "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to "
                 "see where it is."

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch
-from .._torch.modes import any_compiled, compilations, compilers_share, fallbacks
+from .._torch.modes import any_compiled, compilations, compilers_share, fallbacks, resumed
 from ..errors import RecomputeError
 from ..memory import allocator
 from ..memory.ledger import storages
@@ -136,6 +136,7 @@ class Observations:
     trained_plainly: frozenset[str] | None = None  # given a gradient when reentrant checkpoints are plain calls
     parallel: bool = False  # `DistributedDataParallel` is around the model or in it
     fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])  # left to eager execution by `torch.compile`
+    resumed: tuple[str, ...] = ()  # where compiled code went on after a break, as `forward, line 30`
     compiled_before: bool = False  # these, then, are of all that was compiled since the process began
     drawn_again: tuple[str, ...] = ()  # modules with dropout, compiled while the compiler's own budget was below 1
     allocator: AllocatorStats | None = None  # None without CUDA
@@ -163,7 +164,7 @@ class Compiled:
     """The compiler's counters, as they are now."""
 
     def __init__(self) -> None:
-        self._fallbacks, self._count = fallbacks(), compilations()
+        self._fallbacks, self._resumed, self._count = fallbacks(), resumed(), compilations()
 
     def before(self, model: nn.Module) -> bool:
         """Whether a model has been compiled, and not since."""
@@ -171,9 +172,15 @@ class Compiled:
 
     def fallbacks(self, model: nn.Module) -> dict[str, int]:
         """What was left to eager execution since; of a model that was compiled before, since the process began."""
-        then = {} if self.before(model) else self._fallbacks
-        more = {what: count - then.get(what, 0) for what, count in fallbacks().items()}
-        return {what: count for what, count in more.items() if count > 0}
+        return _since({} if self.before(model) else self._fallbacks, fallbacks())
+
+    def resumed(self, model: nn.Module) -> tuple[str, ...]:
+        """Where compiled code went on after a break of its graph, counted as the others."""
+        return tuple(_since({} if self.before(model) else self._resumed, resumed()))
+
+
+def _since(then: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {what: count - then.get(what, 0) for what, count in now.items() if count > then.get(what, 0)}
 
 
 class StepWatcher:
@@ -231,6 +238,7 @@ class StepWatcher:
         found.drawn_again = _drawn_again(self._model)
         found.without_grad, found.reentrant = tuple(self._without_grad), tuple(self._reentrant)
         found.fallbacks = self._compiled.fallbacks(self._model)
+        found.resumed = self._compiled.resumed(self._model)
         found.compiled_before = self._compiled.before(self._model)
         if not self._ended:
             found.allocator = _allocator_stats(self._model)

@@ -15,6 +15,7 @@ would be found. What a C++ node without `_raw_saved_*` (extensions) holds is not
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 from collections import deque
@@ -200,7 +201,10 @@ def holders_of(wanted: Collection[int], names: Callable[[nn.Module], str]) -> tu
             named.setdefault(id(storage), holder)
     del tensors
     retainers = Retainers()
-    retainers.start([value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)])
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor):
+            with contextlib.suppress(RuntimeError):  # a tensor of functorch, or a view whose base was changed in place
+                retainers.start(value)
     retainers.walk()
     return named, wanted & retainers.of.keys()
 
