@@ -216,12 +216,12 @@ def test_a_copy_has_figures_of_its_own() -> None:
         (lambda m: None, "has not run with gradients"),
         (
             lambda m: steps(m, 2),
-            "frees nothing: all that is saved inside are inputs, parameters and what saved calls store",
+            "drops nothing: all that is saved inside are inputs, parameters and what saved calls store",
         ),
     ],
 )
-def test_a_region_that_frees_nothing_is_marked(run: object, remark: str) -> None:
-    """A region around one product frees nothing and says so; one that never ran says that."""
+def test_a_region_that_drops_nothing_is_marked(run: object, remark: str) -> None:
+    """A region around one product drops nothing and says so; one that never ran says that."""
     m = model(nn.Linear(WIDTH, WIDTH))
     handle = apply(m, Plan((Choice(("0",)),)))
     with handle.watch():
@@ -235,21 +235,21 @@ def row(path: str, saved_bytes: int, seconds: float) -> Row:
     return Row(Choice((path,)), ("Block",), saved_bytes, 10**9, seconds, 2)
 
 
-def test_a_region_that_frees_too_little_for_its_time_is_marked() -> None:
+def test_a_region_that_drops_too_little_for_its_time_is_marked() -> None:
     """Less than one percent of the bytes per share of the time is marked with both figures."""
     report = Report((row("a", 10**6, 0.001), row("b", 100, 0.009)))
     assert report.remark(report.rows[0]) == ""
-    assert report.remark(report.rows[1]) == "frees 0.01% of the bytes for 90% of the time"
+    assert report.remark(report.rows[1]) == "drops 0.01% of the bytes for 90% of the time"
 
 
 def test_prints_alike_regions_in_one_line() -> None:
     """Regions that differ in a number only are one line with their count, and the total comes first."""
     rows = [row(f"layers.{i}", 2**20, 0.002) for i in range(3)] + [row("head", 2**21, 0.004)]
     assert str(Report(tuple(rows))).split("\n") == [
-        "5.00 MiB freed, 10.000 ms replayed per step and call",
-        "freed MiB  replay ms  GFLOP  replays       region",
-        "     1.00      2.000      1        2  3 x  recompute layers.*",
-        "     2.00      4.000      1        2       recompute head",
+        "5.00 MiB dropped, 10.000 ms replayed per step and call",
+        "dropped MiB  replay ms  GFLOP  replays       region",
+        "       1.00      2.000      1        2  3 x  recompute layers.*",
+        "       2.00      4.000      1        2       recompute head",
     ]
 
 

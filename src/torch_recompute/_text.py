@@ -171,7 +171,7 @@ SILENT = 0.5  # seconds that work may take without a word
 def at_work(word: str, show: bool = True) -> Generator[None]:
     """Says on stderr what is being done, in a line that appears after half a second and goes when the work ends.
 
-    Nothing is written where nobody watches: into a file, a pipe or a log. Work inside other work is said in its line.
+    Nothing is written into a file, a pipe or a log. Work inside other work is said in its line.
 
     Args:
         word: What is being done, as "planning Llama".

@@ -157,7 +157,7 @@ AnyGeometry = Geometry | SplitGeometry
 
 
 def _part(tensor: Any) -> torch.Tensor | None:
-    """What of a DTensor is on this rank, once a collective has delivered it; None of other subclasses."""
+    """Returns this rank's part of a DTensor, once a collective has delivered it; None for other subclasses."""
     if not hasattr(tensor, "placements"):
         return None
     with torch.no_grad():

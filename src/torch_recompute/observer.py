@@ -9,10 +9,10 @@ region, the planner times replays. All of them use an `Observer`:
 Every region that is called in the block, on this thread, is shown to `mine`: its forward, the calls in it, and its
 replays, on whichever thread the backward runs and however long after the block. `running()` is the stack of what runs.
 
-A region that nobody observes pays for one look at a field that is None. So nothing is kept for observers that come
-late: a call that began unobserved stays so.
+A region without observers only checks one field that is None. So nothing is kept for observers that come
+later: a call that began without observers stays without.
 
-An error that memory ran out is the one event that is shown to somebody in any case (`always`): where it passes through
+An out-of-memory error is the one event that is always shown, to `always`: where it passes through
 a region, lines are added to its text, once, by the innermost region. It stays the same object of the same class, so
 `except torch.OutOfMemoryError` and code that reads its text (batch-size finders) work as before. Rejected: `add_note`,
 which Python 3.10 does not have and which `str(error)`, and so many a log, leaves out.
@@ -96,7 +96,7 @@ class _Here(threading.local):
     """This thread's part.
 
     Attributes:
-        observers: Who observes the regions that are called now; None for nobody. A replay finds who did in its forward.
+        observers: Observers of the regions that are called now; None without any. A replay has those of its forward.
         running: What runs of the regions that are observed, the outermost first.
     """
 

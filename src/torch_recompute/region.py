@@ -12,7 +12,7 @@ slots are, so a replay knows by its place in the order what a tensor was in forw
 
 `no_recompute(fn)` in a region is a saved call. What autograd saves inside it is sorted by storage: parameters and
 region inputs cost nothing; views of the call's own inputs become slots too, filled from the replayed input; the rest
-is stored. A replay skips the call and hands out its stored output. Outputs that no replay gets as far as needing are
+is stored. A replay skips the call and returns its stored output. Outputs that no replay gets as far as needing are
 dropped when the region ends.
 
 A replay ends at the last slot that is still open (law 6): at once if the tensor in it is an input or a finished

@@ -69,7 +69,7 @@ class GeneratorRng:
         if self.generator.device.type == "cuda" and capturing():
             try:
                 return InGraph((captured_state(self.generator),))
-            except RuntimeError:  # not registered with the graph: torch lets nobody draw from it there
+            except RuntimeError:  # not registered with the graph: torch refuses to draw from it there
                 return InGraph(())
         return self.generator.get_state()
 

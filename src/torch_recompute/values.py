@@ -161,7 +161,7 @@ class Thread(threading.local):
 
     Attributes:
         run: The run that it is in; None outside of every region, and inside a saved call.
-        overrides: Decides about calls with a name; None for nobody. A replay finds that of its forward.
+        overrides: Decides about calls with a name; None without one. A replay has that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
         traced: Whether `torch.compile` is tracing a region here.
     """

@@ -356,7 +356,7 @@ def uncompiled(model: Any) -> AbstractContextManager[Any]:
 
 
 def compilers_share() -> float:
-    """Returns the share of activations that compiled code may keep, by torch's own setting; 1.0 where nobody set it."""
+    """Returns the share of activations that compiled code may keep, by torch's own setting; 1.0 by default."""
     return float(getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0))
 
 

@@ -431,7 +431,7 @@ class _Trial:
             flops = dict(simulate(*made, plan=plan, loss=any_loss).flops)
             replayed = flops.pop("replay")
             self.record = replace(self.record, flops=sum(flops.values()), replay_flops=replayed)
-        except Exception as error:  # a model may do on fakes what nobody has foreseen, and the trial is worth more
+        except Exception as error:  # a model may fail on fake tensors in any way, and the trial is worth more
             self.record = replace(self.record, uncounted=_first_line(error))
 
 
@@ -551,7 +551,7 @@ class Together(Ranks):
         return self._store.get(f"{self._turn}/shared").decode()
 
     def leave(self) -> None:
-        """Waits until nobody needs the store any more."""
+        """Waits until no rank needs the store any more."""
         self._store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             self._store.wait([f"left/{rank}" for rank in range(self.count)])

@@ -208,7 +208,7 @@ class Partition(CustomPartitionerFn):
 def compile(model: nn.Module, plan: Plan, *, options: dict[str, Any] | None = None, **how: Any) -> Any:
     """Compiles a model with a plan.
 
-    A plan that speaks of modules is applied, and the model compiled. One of `make_plan(compiled=True)` is handed to
+    A plan that speaks of modules is applied, and the model compiled. One of `make_plan(compiled=True)` is given to
     inductor; the model stays as it is. Neither changes what `torch.compile` is: this is two lines in one.
 
     Args:

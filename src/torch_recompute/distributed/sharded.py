@@ -3,7 +3,7 @@
 Under tensor parallelism without sequence parallelism every rank of the group holds the same hidden states, so every
 rank keeps the same region inputs, N times over. `ShardedOver` keeps the N-th part on each and puts them together again
 when a region is replayed: what Megatron calls `distribute_saved_activations`. Megatron writes the shard into the
-caller's tensor, which somebody else may need; this does not.
+caller's tensor, which other code may need; this does not.
 
 A tensor is taken as a row of bytes, cut into N equal parts, the last ones padded. Gathering takes time on the critical
 path, so each tensor that is opened starts the gathering of the next older one that is still waiting: with as many
@@ -42,7 +42,7 @@ class _Shard:
     Attributes:
         index: How many tensors were put before.
         part: uint8 [part], the bytes of this rank, padded at the end; all bytes where the tensor is kept whole.
-        opened: Whether it has been put together once; it is then not gathered ahead, for nobody may ask for it again.
+        opened: Whether it has been put together once; if so, it is not gathered ahead again.
         whole: uint8 [part x ranks] and the work that fills it, once gathering has begun; and, where that was ahead of
             time, int64 [ranks], the numbers of the shards that the ranks gave, and the work that fills those.
     """

@@ -159,7 +159,7 @@ class Evidence:
         return None if len(rest) == len(self.plan.choices) else self.simulated.planned(Plan(rest))
 
     def compared(self, name: str) -> str:
-        """How the plan's regions of a name were made sure of: what is kept with them and without; "" for others."""
+        """Says what a step keeps with the plan's regions of a name and without; "" for other regions."""
         plain = self.without(name)
         if plain is None or self.simulated is None:
             return ""

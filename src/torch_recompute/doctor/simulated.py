@@ -1,4 +1,4 @@
-"""Simulated steps with a plan and without; what each region drops, what of that stays alive, what it runs again.
+"""Simulated steps with a plan and without; what each region drops, how much of that stays alive, what it runs again.
 
 A region drops every reference it has, but what it drops may be held by others: the consumer of a fused attention saves
 its output. So it is counted on the fake tensors of one simulated step. The engine says what each region drops

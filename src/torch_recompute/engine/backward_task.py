@@ -8,7 +8,7 @@ outside, and there the rebuilt tensors must go, or recomputation would save noth
 The difference is in the graph: a half leaves out nodes that lead on from those it runs. PyTorch says of every node
 whether the running call will run it, so a region asks that, when its replay begins, of its own nodes behind the
 reading one, and of each reading node later. A branch that none of these leads to shows at the end, by slots that
-nobody has read, if this call has been seen to be a half elsewhere.
+were not read, if this call has been seen to be a half elsewhere.
 
 Rejected: to ask only whether the call computes the gradients of the region's parameters. A scale, a bias or an
 embedding is not saved where it is used, and a weight that is frozen has no gradient in any call. Rejected as well:

@@ -116,7 +116,7 @@ class Discard:
             self._end()
 
     def hand_over(self) -> None:
-        """Lets the regions that took a result rebuild it, and nobody else; the last thing done.
+        """Lets only the regions that took a result rebuild it; the last thing done.
 
         A result that has been changed in place meanwhile stays with them as it is.
         """

@@ -283,7 +283,7 @@ class RegionCall(Run):
         slots: For each tensor that autograd has saved in the region, in order, its slot, or `KEPT`.
         later: Slots outside of the region that are views of its results (`discard.py`), filled by its replays.
         overrides: Decides about calls with a name in it.
-        observers: Who observes it; None for nobody.
+        observers: Its observers; None without any.
     """
 
     pack: Callable[[torch.Tensor], Packed]

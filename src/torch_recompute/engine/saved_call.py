@@ -4,10 +4,10 @@ In forward the call runs under its own pack hook, which sorts by storage what au
 the record keeps for the replay is the least that lets later code run as it did: the output, unless it is a view of
 something that the replay has; the contents of inputs that the call changed in place; the state of every generator
 that it advanced, so that random numbers drawn after the call are the same ones. Of a call whose result is said to be
-values_unused, the output's layout alone is kept, and a replay is handed a tensor without values
+values_unused, the output's layout alone is kept, and a replay gets a tensor without values
 (`engine/shape_only.py`).
 
-A record belongs to the trace of the innermost region. Replays of outer regions pass by it as well and are handed the
+A record belongs to the trace of the innermost region. Replays of outer regions reach it as well and get the
 same output, so a saved call runs once at any depth.
 """
 

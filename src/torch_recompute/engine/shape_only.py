@@ -13,8 +13,8 @@ Any other operation on it needs values: a product, a reduction, autograd that sa
 wrong gradient.
 
 Rejected: values computed when they are first read, which keeps all that they would be computed from alive, and has to
-know of every change in place in between; tensors of one element expanded to the shape, of which a kernel that nobody
-watches would read garbage.
+know of every change in place in between; tensors of one element expanded to the shape, of which a kernel that is
+not intercepted would read garbage.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class RecomputeCallback(TrainerCallback):
-    """Applies a plan when training begins, and reports what it frees and costs whenever the Trainer logs.
+    """Applies a plan when training begins, and reports what it drops and costs whenever the Trainer logs.
 
     Figures are taken of two steps that are watched, the first two and with `every` two more now and then. The log after
-    such steps gains `recompute_saved_bytes` (freed by the regions in one forward) and `recompute_replay_share`
+    such steps gains `recompute_saved_bytes` (dropped by the regions in one forward) and `recompute_replay_share`
     (replays, as a part of the time of the second of them). Where tokens are routed in a region, two more are added:
     `recompute_routing_flips` (decisions that the replay of one call made otherwise) and `recompute_regions_carrying`
     (how many regions carry theirs). `recompute_peak_bytes` is in every log on CUDA, the allocator's; on the CPU once,

@@ -49,7 +49,7 @@ def training_loop(trainer: Any) -> dict[str, Any]:
 
 
 class Recompute(Callback):
-    """Applies a plan when fitting begins, and logs what it frees and costs.
+    """Applies a plan when fitting begins, and logs what it drops and costs.
 
     After two batches that are watched, the first two and with `every` two more now and then, `recompute_saved_bytes`
     and `recompute_replay_share` are logged, as by the callback for Hugging Face's Trainer.

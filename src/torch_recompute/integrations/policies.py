@@ -8,7 +8,7 @@
     "--recompute_granularity full ..."    Megatron's flags
 
 All but the saved plan are a `RecomputeConfig`, and its checks are the only checks. `apply` makes the regions of such a
-policy; `StepFigures` are what a plan frees and costs, for a training's log.
+policy; `StepFigures` are what a plan's regions drop and cost, for a training's log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The bytes of tensors that are alive, the peak, and what they are for.
 
 Memory belongs to a *storage*, so storages are counted (`ledger.py`), each once, however many views there are. A
-dispatch mode sees the result of every operation (`measurement.py`). What of it a forward keeps for backward, and who
-keeps it, is `saved.py`. A storage has one category for its whole life: the first of this list that it ever was.
+dispatch mode sees the result of every operation (`measurement.py`). `saved.py` lists what a forward keeps for backward,
+and who keeps it. A storage has one category for its whole life: the first of this list that it ever was.
 
     parameters   of a tracked module, or in a tracked optimizer's groups
     buffers      of a tracked module

@@ -20,7 +20,7 @@ from .ledger import storages
 # Of the device's memory: for workspaces of kernels, the context, and what fragmentation makes unusable.
 RESERVE = 0.05
 
-# Files of a control group: its limit, what it uses, and what of that is files that can be given up.
+# Files of a control group: its limit, its use, and how much of the use is file cache that can be given up.
 GROUPS = {
     "sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
     "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

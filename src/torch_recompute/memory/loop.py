@@ -1,4 +1,4 @@
-"""The training loop that a peak is of: what of a step the model and its call do not say.
+"""The training loop that a peak belongs to: the parts of a step that the model and its call do not show.
 
 Two loops over one model and one batch differ in memory by gigabytes. In the loop most people write,
 

@@ -46,7 +46,7 @@ Storages = list[tuple[torch.device, torch.UntypedStorage]]
 
 
 class Operation:
-    """One operation that has run. What several readers ask of it is found once; nobody keeps it.
+    """One operation that has run. What several readers ask of it is computed once; no reader keeps it.
 
     Args:
         func: The overload, or an operator of other functions, such as `flex_attention`.

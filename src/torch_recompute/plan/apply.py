@@ -99,7 +99,7 @@ class Applied:
             yield self
 
     def report(self) -> Report:
-        """Reports what each region frees and what its replays cost, of the steps that were last watched, if any."""
+        """Reports what each region drops and what its replays cost, of the steps that were last watched, if any."""
         figures = self._figures or [Figures() for _ in self._regions]
         rows: list[Row] = []
         for choice in self.plan.all_choices:

@@ -1,4 +1,4 @@
-"""Figures of a plan's regions: what each frees and what its replays cost, while they are watched (`Applied.watch`).
+"""Figures of a plan's regions: what each drops and what its replays cost, while they are watched (`Applied.watch`).
 
 The bytes are those of the tensors that autograd saves in the region's forward and that the region then drops, counted
 by storage. The cost is that of the replays: FLOPs of products, of the first one, and seconds of every one but the

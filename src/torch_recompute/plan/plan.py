@@ -35,8 +35,8 @@ WORDS: Mapping[str, str] = {
     "calls larger than": "choices for those that are larger than all before",
     "budget": "the most that the peak may be, as it was asked for. A share is of the activation memory: 0 is the least "
     "peak of any plan, 1 the peak without recomputation",
-    "counted:": "what of a training loop is in the peak; another loop has another peak (hold_output=, accumulate=, "
-    "set_to_none=, loss=)",
+    "counted:": "the parts of a training loop that the peak contains; another loop has another peak (hold_output=, "
+    "accumulate=, set_to_none=, loss=)",
     "not counted:": "what takes memory beside the tensors of the step; leave room for it in a budget of your own",
     "step": "the predicted time of a training step: forward, backward and optimizer",
     "GFLOP replayed": "work of matrix products and convolutions that is done again",

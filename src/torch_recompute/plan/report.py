@@ -1,8 +1,9 @@
-"""Reports of what a plan's regions free and cost, as plain data and as a table.
+"""Reports of what a plan's regions drop and cost, as plain data and as a table.
 
-A region that frees less than 1 % of the bytes per share of the time is marked, with the reason. Regions that differ in
-nothing but a number in their path are one line of the table. A report of steps that were not watched has no figures,
-and says what to write for them.
+A region that drops less than 1 % of the bytes per share of the time is marked, with the reason. What of the dropped
+bytes something else holds, a real step does not show: the doctor counts what is freed (`doctor/simulated.py`).
+Regions that differ in nothing but a number in their path are one line of the table. A report of steps that were not
+watched has no figures, and says what to write for them.
 """
 
 from __future__ import annotations
@@ -113,28 +114,28 @@ class Report:
             outside = " outside of other regions" if Target(row.choice.paths[0]).calls else ""
             return f"has not run with gradients{outside}"
         if not row.saved_bytes:
-            return "frees nothing: all that is saved inside are inputs, parameters and what saved calls store"
-        freed = row.saved_bytes / self.saved_bytes
+            return "drops nothing: all that is saved inside are inputs, parameters and what saved calls store"
+        dropped = row.saved_bytes / self.saved_bytes
         cost = row.seconds / self.seconds if row.seconds and self.seconds else 0.0
-        if freed < WORTH * cost:
-            return f"frees {freed:.2%} of the bytes for {cost:.0%} of the time"
+        if dropped < WORTH * cost:
+            return f"drops {dropped:.2%} of the bytes for {cost:.0%} of the time"
         return ""
 
     def __str__(self) -> str:
-        lines = [("freed MiB", "replay ms", "GFLOP", "replays", "", "region")]
+        lines = [("dropped MiB", "replay ms", "GFLOP", "replays", "", "region")]
         for rows in grouped(self.rows, _look).values():
             first, remark = rows[0], self.remark(rows[0])
             name = starred(str(first.choice)) if len(rows) > 1 else str(first.choice)
             known = [row.seconds for row in rows if row.seconds is not None]
-            freed = "-" if first.saved_bytes is None else f"{first.saved_bytes / MIB:.2f}"
+            dropped = "-" if first.saved_bytes is None else f"{first.saved_bytes / MIB:.2f}"
             seconds = f"{1000 * sum(known) / len(known):.3f}" if known else "-"
             times = f"{len(rows)} x" if len(rows) > 1 else ""
             which = name + (f"\n{'':10}{remark}" if remark else "")
-            lines.append((freed, seconds, f"{first.flops / 1e9:.3g}", str(first.replays), times, which))
+            lines.append((dropped, seconds, f"{first.flops / 1e9:.3g}", str(first.replays), times, which))
         replayed = f"{1000 * self.seconds:.3f} ms replayed per step and call"
         if not any(row.seconds is not None for row in self.rows) and any(row.replays for row in self.rows):
             replayed = "no seconds: watch two steps, a replay is timed from the second on"
-        total = f"{self.saved_bytes / MIB:.2f} MiB freed, {replayed}"
+        total = f"{self.saved_bytes / MIB:.2f} MiB dropped, {replayed}"
         if not self.watched:
             total = (
                 "not watched, so there are no figures. Write, for one step or more:  with handle.watch(): train_step()"

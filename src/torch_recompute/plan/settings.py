@@ -53,7 +53,7 @@ INSIDE: dict[str, tuple[object, str]] = {
 OURS = ("recompute", "activations_checkpoint", "checkpoint_activations")
 # Other systems' names that are not alike.
 ELSEWHERE = dict.fromkeys(("recompute", "recompute_activations", "checkpoint_activations"), "recompute_granularity")
-CLOSE = 0.9  # nobody else's key is so near to one of ours
+CLOSE = 0.9  # keys of other systems are less similar to ours than this
 
 
 def _checked_mapping(what: str, value: object) -> Mapping[Any, Any]:

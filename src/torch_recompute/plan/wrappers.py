@@ -166,7 +166,7 @@ class Region(ForwardWrapper):
         name: The region's name.
         store: Where its inputs are kept; None for where they are.
         disabled: Whether it is a plain call, because the model's own checkpointing switch was turned off.
-        figures: What it frees and costs, while it is watched; else None.
+        figures: What it drops and costs, while it is watched; else None.
         promised: Compared with the first call of a training step, then None.
         kept: What is not recomputed in it, as `torch.compile` is told.
     """

@@ -475,7 +475,7 @@ def _unread(found: SegmentTrace, paths: tuple[str, ...], call: int) -> tuple[Tar
 
 
 def _nearest(found: Sequence[Guess], size: Callable[[Guess], int]) -> list[Guess]:
-    """By how many seconds each lies above the lower convex hull of seconds over bytes."""
+    """Sorts guesses by how many seconds each is above the lower convex hull of seconds over bytes."""
     hull: list[Guess] = []
 
     def slope(one: Guess, other: Guess) -> float:

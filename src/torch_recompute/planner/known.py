@@ -7,8 +7,8 @@ a simulation reads), the arguments of the call, the flags of PyTorch. What is ke
 model nor a tensor alive.
 
 The digest is that of a pickle in which tensors are described, and functions and classes are their code. What cannot be
-pickled has no digest, and its step is looked at anew each time; so is one under a mode or hook that is active for the
-whole process, as nobody knows what that does.
+pickled has no digest, and its step is simulated again each time; so is one under a mode or hook that is active for
+the whole process, because what that does is unknown.
 
 A plan in a file is found again by other processes, so what it was made for is written beside it in words that a person
 can compare (`PlanFile`): the next process says which of them changed.

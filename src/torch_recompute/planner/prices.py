@@ -355,7 +355,7 @@ class Where(NamedTuple):
 
     @property
     def step(self) -> dict[str, Any]:
-        """What of it `simulate_step` is told."""
+        """The keyword arguments of `simulate_step` for this device."""
         return {"device": self.device, "composed": self.composed}
 
 
@@ -370,7 +370,7 @@ def where(device: torch.device | str | Roofline | None, model: object) -> Where:
     """
     roofline = DEVICES.get(device.lower()) if isinstance(device, str) else device
     if isinstance(roofline, Roofline):
-        module = model if isinstance(model, torch.nn.Module) else None  # what it is else, whoever simulates it will say
+        module = model if isinstance(model, torch.nn.Module) else None  # other objects are refused by the simulation
         nowhere = module is not None and all(x.is_meta for x in (*module.parameters(), *module.buffers()))
         return Where(roofline, None, roofline.composed if nowhere else "")
     try:

@@ -566,7 +566,7 @@ class Faker:
         elif tensor.layout is not torch.strided or not (_torch.is_plain(tensor) or type(tensor) is nn.Buffer):
             raise errors.ArgumentError(
                 f"simulate: {name or 'a tensor'} is {errors.say(tensor)}, of which no fake copy can be made: its class "
-                "or layout says nothing of where its memory lies.\n"
+                "or layout does not tell which memory it uses.\n"
                 "  Simulate the model with plain tensors in its place (for a quantised module: before quantisation)."
             )
         else:

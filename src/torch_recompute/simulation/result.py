@@ -66,7 +66,7 @@ class Simulation(NamedTuple):
         logits_bytes: The activations alive at the peak that are as wide as the logits of a
             cross-entropy: those of the loss.
         advice: What else would help, in words; "" where nothing is to be said.
-        loop: The training loop that the figures are of, with what of it was seen.
+        loop: The training loop that the figures are of, with what was seen of it.
     """
 
     device: torch.device

@@ -73,7 +73,7 @@ class Direct:
         """Makes what is computed from now on wait for a `fetch`."""
 
     def abandon(self, tensor: torch.Tensor, mark: Any) -> None:
-        """Called before a tensor on the device is dropped whose copy nobody has waited for."""
+        """Called before a device tensor is dropped while its copy may still be running."""
 
 
 class Streams(Direct):
@@ -247,7 +247,7 @@ class Parcel:
         return True
 
     def put_back(self) -> None:
-        """Drops the copy that nobody has opened."""
+        """Drops the copy that was started but never read."""
         if self._coming is not None:
             self._depot.lane.abandon(*self._coming)
             self._coming = None
