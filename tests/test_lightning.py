@@ -1,8 +1,7 @@
-"""The Lightning callback, in a stand-in for the Trainer's order of hooks, and in Lightning where it is installed."""
+"""The Lightning callback, in a stand-in for the Trainer's order of hooks; `test_doors.py` has Lightning itself."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from models import Made
-from torch_recompute import ArgumentError, auto
+from torch_recompute import ArgumentError
 from torch_recompute.integrations.lightning import Recompute
 from zoo_handmade import DecoderOnly
 
@@ -99,46 +98,3 @@ def test_a_module_without_layers_yet_is_an_error() -> None:
     """A plan for layers that `configure_model` has still to make is refused in words."""
     with pytest.raises(ArgumentError, match="layers"):
         Recompute("full").setup(None, nn.Module(), "fit")
-
-
-@pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_lightning_itself(strategy: str) -> None:
-    """In Lightning's own Trainer, on one device and under DDP: the plain weights, and the layers run twice."""
-    reason = "lightning is no development dependency (twelve packages); the stand-in above runs the same hooks"
-    lightning: Any = pytest.importorskip("lightning", reason=reason)
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = decoder()
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            torch.manual_seed(index)
-            return self.model(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    def weights(callbacks: list[Any], planned: bool = False) -> tuple[dict[str, torch.Tensor], int]:
-        module = Module()
-        if planned:
-            words = {"hold_output": False, "set_to_none": False}
-            call: dict[str, Any] = {"budget": 0.01, "loss": lambda out: out.square().mean(), "device": "h100"}
-            assert auto(module.model, torch.arange(16).view(2, 8), **call, **words).plan.choices
-        trainer = lightning.Trainer(
-            max_steps=2, accelerator="cpu", devices=1, strategy=strategy, logger=False, callbacks=callbacks,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        batches = torch.utils.data.DataLoader(torch.arange(32).view(4, 8), batch_size=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Lightning's advice on workers and tiny epochs
-            count = runs_of(module, lambda: trainer.fit(module, batches))
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        return module.state_dict(), count
-
-    (expected, once), (found, twice), (planned, more) = weights([]), weights([Recompute("full")]), weights([], True)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert all(torch.equal(planned[name], expected[name]) for name in expected)
-    assert twice == 2 * once > 0
-    assert more > once

@@ -85,10 +85,9 @@ def test_its_own_models(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nms", "qnms"):
         with contextlib.suppress(RuntimeError):  # it is there
             operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    reason = "timm is no development dependency (it needs torchvision); its shapes are in zoo_handmade.py"
+    reason = "timm is no development dependency (its torchvision breaks transformers beside torch for the CPU)"
     timm: Any = pytest.importorskip("timm", reason=reason)
     monkeypatch.setitem(zoo.ZOO, make.__name__, lambda: make(timm))
     test_zoo.test_training_is_the_same_under_every_plan(make.__name__)
-    test_zoo.test_every_plan_keeps_less(make.__name__)
     torch.manual_seed(0)
     follows_its_switch(*zoo.build(make.__name__))
