@@ -13,6 +13,7 @@ import torch
 from torch_recompute import Plan, __version__
 from torch_recompute.commands import cli, demo
 from torch_recompute.commands.demo import SETTINGS, DemoSetting, run
+from torch_recompute_cli import COMMANDS, SHELLS
 
 TINY = ["demo", "--steps", "2", "--layers", "1", "--d-model", "8", "--seq", "16", "--batch", "2"]
 
@@ -44,6 +45,32 @@ def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert light.stdout.split() == capsys.readouterr().out.split()
+
+
+def test_a_wrong_command_needs_no_torch() -> None:
+    """What is no command is refused with the nearest one, without importing torch."""
+    code = "import sys, torch_recompute_cli as cli\ntry: cli.main(['plam'])\nfinally: assert 'torch' not in sys.modules"
+    light = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert light.returncode == cli.USAGE
+    assert "'plam' is no command; close to it: plan" in light.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script for a shell has each command and the options of each."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--completion", shell])
+    assert exit_.value.code == 0
+    script = capsys.readouterr().out
+    assert [word for word in (*COMMANDS, "budget", "frontier", "explain") if word not in script] == []
+
+
+def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without shtab the option is refused with what to install."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit):
+        cli.main(["--completion", "bash"])
+    assert "pip install torch-recompute[cli]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["frobnicate"], ["demo", "--steps", "many"], ["demo", "--frobnicate"]])

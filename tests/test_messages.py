@@ -178,6 +178,18 @@ class Scale(torch.nn.Module):
         return (x * self.weight + self.offset).sin().exp()
 
 
+def loads_no_head() -> None:
+    """Asks for the loss of a model whose configuration names no class with a head."""
+    model = nn_linear()
+    model.config = types.SimpleNamespace(architectures=None, model_type="llama")  # type: ignore[assignment]
+    heads = {"llama": "LlamaForCausalLM"}
+    auto = types.SimpleNamespace(
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES=heads, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES={}
+    )
+    with patch.dict(sys.modules, {"transformers.models.auto.modeling_auto": auto}):  # type: ignore[dict-item]
+        models.check_head(model, "config.json", {"input_ids": vector()})
+
+
 def loads(made: object) -> None:
     """Loads what a function of the user makes."""
     with patch.dict(sys.modules, {"mine": types.SimpleNamespace(model=lambda: made)}):  # type: ignore[dict-item]
@@ -953,6 +965,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: register("norm", 3),
     # torch-recompute show
     lambda: models.load("llama-8b"),
+    lambda: models.load("meta-llama/Meta-Llama-3-8B"),
+    lambda: loads_no_head(),
     lambda: models.load("no_such_package:model"),
     lambda: models.load("math:pi"),
     lambda: models.load("math:sin"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import inspect
 import json
@@ -173,13 +174,28 @@ def load(model: str, dtype: torch.dtype | None = None, device: torch.device | st
         return Loaded(_built(model, fields.pop("model_type"), fields, dtype or torch.bfloat16, device))
     where, colon, name = model.partition(":")
     if not (where and colon and name):
-        raise errors.ArgumentError(
-            f"MODEL is {model!r}, which is no file, no folder and not of the form pkg.module:name. {_MODEL} Known by "
-            f"name are {', '.join(PRESETS)}."
-        )
+        raise errors.ArgumentError(_unknown(model))
     if dtype is not None:
         raise errors.ArgumentError(errors.made_by_a_function("--dtype", model))
     return _from_python(model, where, name)
+
+
+def _unknown(model: str) -> str:
+    """Text for a word that names no model: what is close to it, and what to write for a name of the hub."""
+    plain = {"".join(filter(str.isalnum, name.lower())): name for name in PRESETS}
+    said = "".join(filter(str.isalnum, model.rpartition("/")[2].lower()))
+    near = [plain[name] for name in difflib.get_close_matches(said, plain, n=2)]
+    close = f" Close to it: {' or '.join(near)}." if near else ""
+    write = _MODEL
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        write = (
+            "If it is a name of the Hugging Face hub: nothing is downloaded here. Write hf download "
+            f"{model} config.json --local-dir model, then torch-recompute plan model."
+        )
+    return (
+        f"MODEL is {model!r}, which is no file, no folder, not of the form pkg.module:name and not known by name."
+        f"{close} {write} Known by name are {', '.join(PRESETS)}."
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -322,6 +338,22 @@ def random_batch(
     return {name: drawn.get(id(value), value) for name, value in batch.items()}
 
 
+def check_head(model: nn.Module, word: str, batch: Mapping[str, Any]) -> None:
+    """Refuses a model that takes no labels, as it is built where a configuration names no class with a head."""
+    if "labels" in batch:
+        return
+    config: Any = model.config
+    names: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    tables = (names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES)
+    heads = [table[config.model_type] for table in tables if config.model_type in table]
+    head = next((head for head in heads if isinstance(head, str)), "a class of transformers with a head")
+    raise errors.ArgumentError(
+        f"MODEL is {word!r}, whose configuration names {errors.listed(config.architectures or ())} in its field "
+        f"architectures, so {type(model).__name__} is built, which has no head and returns no loss. Write "
+        f'"architectures": ["{head}"] into the configuration, or {_OWN}.'
+    )
+
+
 def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, ExampleCall, Loss, bool]:
     """The model of a command line, its call and loss, and whether it was built here, on the meta device."""
     check_sizes(args)
@@ -351,7 +383,9 @@ class Step:
     def of(args: argparse.Namespace) -> Step:
         """The step of a command line."""
         optimizer_of("--optimizer", args.optimizer)
-        model, call, loss, _ = load_with_batch(args)
+        model, call, loss, built_here = load_with_batch(args)
+        if built_here:
+            check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
         device = args.device or ("h100" if meta else None)
         offload = getattr(args, "offload", False)

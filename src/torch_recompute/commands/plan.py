@@ -33,6 +33,7 @@ from .models import (
     add_step_options,
     autocasting,
     batch_for,
+    check_head,
     check_sizes,
     curve,
     load,
@@ -291,6 +292,7 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
         batch = batch_for(model, args.model, layout.mbs, args.sequence)
         if "input_ids" not in batch:
             raise errors.ArgumentError(errors.no_pipeline(args.model, type(model).__name__))
+        check_head(model, args.model, batch)
         tokens = int(batch["input_ids"].shape[1])
     device = args.device or "h100"
     with output.at_work(f"profiling {args.model} on {layout}"):

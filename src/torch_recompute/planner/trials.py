@@ -131,6 +131,7 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> 
 def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart, keeps: bool) -> Tried:
     ran: Counter[Op] = Counter()
     calls = watched = 0
+    own = True  # what runs is the trial's own: it makes the tensors that a layer before and one behind would make
     before: set[int] | None = None  # the storages that are no part of `at_once`; None until backward begins
     at_once = 0
 
@@ -140,7 +141,7 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
             met = {id(storage): storage for _, storage in (*operation.given, *operation.results)}
             at_once = max(at_once, sum(int(met[key].nbytes()) for key in met.keys() - before))
         op = op_of(operation)
-        if op is not None:
+        if op is not None and not own:
             ran[op] += 1
         if keeps and (inside := running()):
             watched += 1
@@ -153,7 +154,7 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         token = torch.empty((), device=like[0].device, requires_grad=grads) if like else None
         level = m.live_bytes
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        start = len(m.timeline)
+        start, own = len(m.timeline), False
         result = call.run(inputs)
         there = [inputs, *(leaves for _, leaves, _ in call.steps), *holder.parameters(), *holder.buffers()]
         known = {id(storage) for _, storage in storages(there)}
@@ -166,8 +167,9 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         host.settle()
         saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
+        own = True
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
-        before = known
+        own, before = False, known
         # as a training loop does, outside of autocast
         with nullcontext() if call.autocast is None else torch.autocast(call.autocast.device, enabled=False):
             torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
