@@ -117,6 +117,19 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), torch.zeros(logits[..., 0].numel(), dtype=torch.long))
 
 
+class Stash(torch.autograd.Function):
+    """Keeps a tensor where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.cos = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * ctx.cos
+
+
 STEP = {"device": "h100", "loss": mean_loss, "hold_output": False}
 NUMBERS = iter(range(1, 10**6))
 
@@ -185,6 +198,13 @@ CASES = [
         "*.inner",
         ("are held by",),
         lambda: {"plan": inner()},
+        also=("replay_share",),
+    ),
+    Case(
+        "output_pins",
+        wrapped(lambda fn, x: recompute(lambda x: Stash.apply(fn(x)), name="stashes")(x)),
+        "stashes",
+        ("keep 16,384 bytes in ctx.cos of StashBackward",),
         also=("replay_share",),
     ),
     Case("made_worse", stack, "*.soft", ("65,536 bytes more than the plain",), lambda: {"plan": each("soft")}),

@@ -693,6 +693,59 @@ def test_named_and_mended(fault: Fault) -> None:
     assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
 
 
+KEPT = {
+    "an attribute": """
+        class Keeps(Block):
+            def forward(self, x):
+                self.last = super().forward(x)
+                return self.last
+
+        model = Model(Keeps)
+        """,
+    "a result on ctx": """
+        class Exp(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.y = y = x.exp()
+                return y
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient * ctx.y
+
+        class Grows(Block):
+            def __init__(self):
+                super().__init__()
+                self.act = Act()
+
+            def forward(self, x):
+                return super().forward(self.act(x))
+
+        class Act(nn.Module):
+            def forward(self, x):
+                return Exp.apply(x)
+
+        model = Model(Grows)
+        """,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "write"),
+    [
+        ("an attribute", "blocks.*.last", "into blocks.*.last"),
+        ("a result on ctx", "ctx.y of ExpBackward", "ctx.save_for_backward(...)"),
+    ],
+)
+def test_who_keeps_activations(name: str, where: str, write: str) -> None:
+    """What refers to activations after their step is said by its name."""
+    watched = "with doctor.watch(model) as watching:\n    train(model)\nreport = watching.report()\n"
+    (found,) = run(textwrap.dedent(KEPT[name]) + watched).findings
+    assert (found.kind, found.where) == ("kept_alive", where)
+    assert write in found.write
+    assert found.figures["nbytes"] > 0
+
+
 def test_the_page_lists_them() -> None:
     """The table on the page about the doctor is that of these scripts."""
     page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text(encoding="utf-8")

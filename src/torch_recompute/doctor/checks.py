@@ -257,7 +257,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
     for where, names in grouped(observed.cut_off, lambda name: starred(observed.owners[name])).items():
         confirmed = f"{observed.steps} real step{'s' if observed.steps > 1 else ''}, in which gradients were counted"
         if plainly is not None:
-            confirmed += "; with plain calls in the place of torch's reentrant checkpoints they are handed one"
+            confirmed += "; with plain calls in the place of torch's reentrant checkpoints they get one"
         yield _found(
             where,
             f"{counted(len(names), 'trainable parameter')} ({names[0]}) got no gradient: the "
@@ -350,8 +350,11 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             seen = f"{what}: no backward went through them, and their losses are kept."
             write = "with torch.no_grad(): around forwards that no backward follows; or total += loss.item()."
         elif in_graph:
-            seen = f"{what} after backward: the graph was not freed, and its loss is kept."
-            write = "loss.backward() without retain_graph=True; or `del loss` before the next forward."
+            seen = f"{what} after backward: a graph that was not freed holds them, and {refers} refers to it."
+            write = f"loss.backward() without retain_graph=True; or a detached copy in the place of {refers}."
+        elif holder.startswith("ctx."):
+            seen = f"{what} after backward: {holder} refers to its own result, until the garbage collector runs."
+            write = "ctx.save_for_backward(...) in the place of the attribute: what is saved so is freed by backward."
         else:
             seen = f"{what} after backward: {refers} refers to them."
             write = (
@@ -571,6 +574,16 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     So it is with fused attention, softmax, and every activation function that is differentiated by its result.
     """
     for account in simulated.outermost:
+        if account.stashed_bytes > HELD * simulated.step.saved_bytes:
+            yield _found(
+                account.name,
+                f"{counted(account.calls, 'region')} keep {_mib(account.stashed_bytes)} in {account.stashed_by[0]}: a "
+                "region drops what is saved for backward, and attributes of ctx are not.",
+                "one simulated step: the graph was walked when the loss was there.",
+                "ctx.save_for_backward(...) in the place of the attribute.",
+                regions=account.calls,
+                stashed_bytes=account.stashed_bytes,
+            )
         if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
             continue  # what is worse than this has a kind of its own
         yield _found(

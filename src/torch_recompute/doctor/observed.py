@@ -87,8 +87,8 @@ class Kept(NamedTuple):
     nbytes: int
     steps: int  # of how many steps they were, at once
     backward: bool  # whether a backward has gone through them
-    holder: str  # what refers to them, as `global 'features' of __main__[0]`; "" where it has no name
-    in_graph: bool  # whether a graph holds them, which a loss refers to
+    in_graph: bool  # whether a graph holds them, which something refers to
+    holder: str  # what refers to them, or to the graph, as `global 'loss' of __main__`; "" where it has no name
 
 
 @dataclass
@@ -356,7 +356,8 @@ class StepWatcher:
             of = [(b, [(k, s.nbytes()) for k, (s, at) in found.items() if at == path]) for b, found in counted]
             of = [(backward, sizes) for backward, sizes in of if sizes]
             keys = [key for _, sizes in of for key, _ in sizes]
-            holder = next((holders[key] for key in keys if key in holders), ""), any(key in in_graph for key in keys)
+            graphs = [in_graph[key] for key in keys if key in in_graph]
+            holder = bool(graphs), next(filter(None, graphs or (holders.get(key) for key in keys)), "")
             before = self._found.kept.get(path)
             self._found.kept[path] = Kept(
                 sum(nbytes for _, sizes in of for _, nbytes in sizes),

@@ -66,6 +66,8 @@ class Account:
     attention_flops: float = 0  # of fused attention, in `forward_flops`
     attention_bytes: int = 0  # of its results
     attention_replays: float = 0  # FLOPs of fused attention, in `replay_flops`
+    stashed_bytes: int = 0  # made in them and put on the `ctx` of a `Function`, where no region sees it
+    stashed_by: list[str] = field(default_factory=list[str])  # as `ctx.y of FnBackward`
     tiled: bool = False  # they are tiles of something wider: run again so that it exists in parts
 
     @property
@@ -84,12 +86,15 @@ class Accounts(Observer):
         self._outermost: list[_Outermost] = []
         self._around: dict[str, str] = {}
         self._made: dict[int, weakref.ref[Any]] = {}
+        self._inside: dict[int, str] = {}  # what forwards of regions made: the region's name
 
     def operation(self, _: str, ran: Operation) -> None:
         """Called with each operation of the step."""
         run, op, func = thread.run, op_of(ran), ran.func
         flops = 0 if op is None else flops_of(op)
         self._made.update({id(storage): weakref.ref(storage) for _, storage in ran.made})
+        for _, storage in ran.made:
+            self._inside.pop(id(storage), None)  # of one that is gone
         if run is None:
             self.flops["backward" if _torch.in_backward() else "forward"] += flops
             return
@@ -104,6 +109,7 @@ class Accounts(Observer):
         self.flops["forward"] += flops
         if isinstance(run, RegionCall) and run not in self._tops:
             self._enter([at.run for at in running() if at.kind == "forward"])
+        self._inside.update({id(storage): run.name for _, storage in ran.made})
         account.forward_ops += work
         account.forward_flops += flops
         if fused:
@@ -137,8 +143,13 @@ class Accounts(Observer):
             storage = None if ref is None else ref()
             if storage is not None and hold.regions and not hold.plain and not hold.in_region:
                 self._account(self._top(hold.regions[0])).held_bytes += int(storage.nbytes())
+            if storage is not None and hold.stashes and key in self._inside and not (hold.regions or hold.plain):
+                account = self._account(self._top(self._inside[key]))
+                account.stashed_bytes += int(storage.nbytes())
+                account.stashed_by = list(dict.fromkeys([*account.stashed_by, *hold.stashes]))
         self._outermost.clear()
         self._made.clear()
+        self._inside.clear()
 
     def _account(self, name: str) -> Account:
         key = starred(name)

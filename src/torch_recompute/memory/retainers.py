@@ -187,26 +187,46 @@ def python_tensors(wanted: Collection[int]) -> list[torch.Tensor]:
     return found
 
 
-def holders_of(wanted: Collection[int], names: Callable[[nn.Module], str]) -> tuple[dict[int, str], set[int]]:
-    """Finds who keeps the storages with these identities: what has a name, by identity, and which ones a graph holds.
+def holders_of(wanted: Collection[int], names: Callable[[nn.Module], str]) -> tuple[dict[int, str], dict[int, str]]:
+    """Finds who keeps the storages with these identities.
 
-    Graphs are those behind all Python tensors that there are. Local variables have no names here.
+    Local variables have no names here.
+
+    Returns:
+        By identity, the name of what refers to a tensor over it, where it has one; and, of those that a graph holds,
+        the name of what refers to a tensor with that graph, or "".
     """
     named: dict[int, str] = {}
+    graphs: dict[int, str] = {}
     if not wanted:
-        return named, set()
+        return named, graphs
     tensors = python_tensors(wanted)
     for tensor, holder in name_referrers(tensors, names):
         for _, storage in storages(tensor):
             named.setdefault(id(storage), holder)
     del tensors
-    retainers = Retainers()
+    alive: list[torch.Tensor] = []
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor):
             with contextlib.suppress(RuntimeError):  # a tensor of functorch, or a view whose base was changed in place
-                retainers.start(value)
+                if value.grad_fn is not None:
+                    alive.append(value)
+    graphs.update(dict.fromkeys(_held_by_graphs(alive, wanted), ""))
+    if graphs:
+        for tensor, holder in name_referrers(alive, names):
+            if not holder.startswith("ctx."):
+                for key in _held_by_graphs([tensor], wanted):
+                    graphs[key] = graphs[key] or holder
+    return named, graphs
+
+
+def _held_by_graphs(tensors: list[torch.Tensor], wanted: Collection[int]) -> list[int]:
+    """Returns which of these identities the graphs of some tensors hold, in what autograd saves or in regions."""
+    retainers = Retainers()
+    retainers.start(tensors)
     retainers.walk()
-    return named, wanted & retainers.of.keys()
+    holds = ((key, retainers.of[key]) for key in wanted if key in retainers.of)
+    return [key for key, hold in holds if hold.savers or hold.regions]
 
 
 def name_referrers(
