@@ -22,7 +22,6 @@ import torch
 import torch._functorch.config as functorch
 from _measure import arguments, finish
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from torch_recompute._torch.partitioning import CustomPartitionerFn, split
 from torch_recompute.compiling import Partition
@@ -30,6 +29,7 @@ from torch_recompute.compiling.joint import Joint
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
+from allocated import levels
 from frontier.models import MODELS as BUILT
 
 SHAPE = (4, 256, 256, 4)  # layers, width, tokens, batch
@@ -63,19 +63,6 @@ class Counted(CustomPartitionerFn):
         return self
 
 
-def peak_of(step: Callable[[], object]) -> int:
-    """The most bytes that the CPU's allocator held at once beyond the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    recorded: Any = profiled.profiler
-    events = [(e.start_ns(), e.nbytes()) for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    live, peak = 0, 0
-    for _, size in sorted(events, key=lambda event: event[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
-
-
 class Variant:
     """A model compiled in one way."""
 
@@ -86,7 +73,7 @@ class Variant:
         with functorch.patch(activation_memory_budget=share):
             self.step()
         self.gradients = self.step()
-        self.peak = peak_of(self.step)
+        self.peak = max(levels(self.step))
         self.taken: list[float] = []
 
     def step(self) -> list[torch.Tensor]:

@@ -27,10 +27,12 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+from allocated import levels_in
 
 from zoo import ZOO, build, scalar_loss
 
-GENERATOR_STATE = 5056
 BUDGETS = (0.25, 0.5, 0.75)
 ALLOWED = 0.005
 Loss = Callable[[Any], torch.Tensor]
@@ -73,13 +75,7 @@ def measured(name: str, plan: Plan, loop: Any) -> int:
         model, batch = build(name)
         apply(model, plan)
         loop(model, batches(batch), torch.optim.AdamW(model.parameters()), scalar_loss)
-    results: Any = profiler.profiler
-    events = [(e.start_ns(), e.nbytes()) for e in results.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for when, nbytes in sorted(events):
-        live += 0 if abs(nbytes) == GENERATOR_STATE else nbytes
-        peak = max(peak, live) if when > marks[1] else live
-    return peak
+    return max(level for when, level in levels_in(profiler) if when > marks[1])
 
 
 def rows(name: str, loop: str) -> Iterator[dict[str, Any]]:

@@ -9,40 +9,23 @@ other two have and the allocator does not are sums that autograd makes in place 
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from _measure import arguments, finish
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from torch_recompute import Plan, apply, measure, simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+from allocated import levels
 
 from test_zoo import plans
 from zoo import ZOO, build, scalar_loss
-
-GENERATOR_STATE = 5056
-
-
-def allocator_peak(start: int, step: Callable[[], None]) -> int:
-    """The peak of a step by the CPU allocator's events, from `start` bytes."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    results: Any = profiler.profiler
-    events: Any = results.kineto_results.events()
-    sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    live = peak = start
-    for _, nbytes in sizes:
-        live += 0 if abs(nbytes) == GENERATOR_STATE else nbytes
-        peak = max(peak, live)
-    return peak
 
 
 def row(name: str, kind: str, plan: Plan) -> dict[str, Any]:
@@ -61,7 +44,7 @@ def row(name: str, kind: str, plan: Plan) -> dict[str, Any]:
     start = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in counted}
     with measure(model).track(*batch) as measured:
         step()
-    allocator = allocator_peak(sum(start.values()), step)
+    allocator = sum(start.values()) + max(levels(step))
     handle.remove()
     simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss, hold_output=False).peak_bytes
     return {

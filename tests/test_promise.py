@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from allocated import levels_in
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +23,6 @@ from torch_recompute.integrations.policies import check_loop
 from torch_recompute.memory.loop import Loop
 from zoo import build, scalar_loss
 
-GENERATOR_STATE = 5056  # bytes, in host memory on any device
 SEEN = 64  # bytes: numbers that an optimizer makes where no mode watches
 VOCABULARY = 4096
 
@@ -85,12 +85,7 @@ def allocated(make: Callable[[], Any], plan: Plan, loop: Loop) -> int:
                     loss_of(model(**batch)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=loop.set_to_none)
-    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    live = peak = 0
-    for when, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        live += 0 if abs(nbytes) == GENERATOR_STATE else nbytes
-        peak = max(peak, live) if when > second else live
-    return peak
+    return max(level for when, level in levels_in(profiler) if when > second)
 
 
 @pytest.mark.parametrize(

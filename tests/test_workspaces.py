@@ -1,12 +1,12 @@
 """The memory that kernels take while they run: what is said of an operation, and the peaks that follow from it."""
 
-import gc
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from allocated import levels
 from frontier.models import build as build_big
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -28,7 +28,6 @@ from torch_recompute.simulation import simulate_step
 from zoo import build, mean_loss, scalar_loss
 
 aten: Any = torch.ops.aten
-GENERATOR_STATE = 5056
 
 
 @pytest.fixture
@@ -41,22 +40,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def events(call: Callable[[], object]) -> list[int]:
-    """The levels of the CPU allocator during a call, by PyTorch's profiler, generators' states left out."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = call()
-    found: Any = profiler.profiler
-    told = sorted((e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]")
-    del result
-    return list(accumulate((n for _, n in told if abs(n) != GENERATOR_STATE), initial=0))
-
-
 def peak_of_step(model: nn.Module, batch: Any, step: Callable[[], object]) -> int:
     """The peak of a step by the allocator's events, the model's state and the batch counted."""
     alive = [*model.state_dict().values(), *(x for x in tree_leaves(batch) if isinstance(x, torch.Tensor))]
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
-    return sum(held.values()) + max(events(step))
+    return sum(held.values()) + max(levels(step))
 
 
 def convolution(
@@ -107,8 +95,8 @@ OPERATIONS: dict[str, Callable[[], Iterator[tuple[Any, tuple[Any, ...]]]]] = {
 def test_it_is_what_the_allocator_hands_out(name: str, asked: list[Any]) -> None:
     """What is said of an operation is how far its events rise above what is left; fake tensors are told the same."""
     for func, args in OPERATIONS[name]():
-        levels = events(lambda func=func, args=args: func(*args))
-        assert workspace(func, (args, None)) == max(levels) - levels[-1]
+        found = levels(lambda func=func, args=args: func(*args))
+        assert workspace(func, (args, None)) == max(found) - found[-1]
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
         before = len(asked)
@@ -146,8 +134,8 @@ def test_threads_are_part_of_the_question(asked: list[Any]) -> None:
     try:
         for count in (1, 2, 1, 2):
             torch.set_num_threads(count)
-            levels = events(lambda: func(*args))
-            assert workspace(func, (args, {})) == max(levels) - levels[-1]
+            found = levels(lambda: func(*args))
+            assert workspace(func, (args, {})) == max(found) - found[-1]
     finally:
         torch.set_num_threads(before)
     assert len(asked) == 2
@@ -191,8 +179,8 @@ class _Comparing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: list[Any] = []
         sizes = cpu_allocations(lambda: out.append(func(*args, **(kwargs or {}))))
-        levels = list(accumulate(sizes, initial=0))
-        rise, said = max(levels) - levels[-1], workspace(func, (args, kwargs))
+        found = list(accumulate(sizes, initial=0))
+        rise, said = max(found) - found[-1], workspace(func, (args, kwargs))
         name = str(func).partition(".")[2].partition(".")[0]
         self.compared += bool(said)
         if rise != said and (name in TAKING | COPYING or rise > 256):

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from allocated import levels_in
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from .ways import Way
 
-GENERATOR_STATE = 5056
 REPEATED = {"aten::_convolution"}
 """Operations with a formula that another with one, of the same work, is made of."""
 SEED = 1
@@ -86,12 +86,11 @@ class Step:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
             self()
         results: Any = profiler.profiler
-        events: list[Any] = results.kineto_results.events()
         gradients = tuple(parameter.grad for parameter in self._parameters if parameter.grad is not None)
         self.drop_gradients()
         compiled = self.way.first is not None
-        flops = sum(map(_flops, events)) if compiled else self._counted()
-        return Seen(_peak(events, live), flops, gradients)
+        flops = sum(map(_flops, results.kineto_results.events())) if compiled else self._counted()
+        return Seen(live + max([0, *(level for _, level in levels_in(profiler))]), flops, gradients)
 
     def _counted(self) -> int:
         with FlopCounterMode(display=False) as counter:
@@ -105,15 +104,6 @@ class Step:
         start = time.perf_counter()
         self()
         return time.perf_counter() - start
-
-
-def _peak(events: Sequence[Any], live: int) -> int:
-    """The highest running sum of what was allocated, from `live` bytes."""
-    peak = live
-    for _, nbytes in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        live += 0 if abs(nbytes) == GENERATOR_STATE else nbytes
-        peak = max(peak, live)
-    return peak
 
 
 def _flops(event: Any) -> int:
