@@ -162,7 +162,7 @@ def test_a_function_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--budget", "40%", "--device", "h100"]
     by_place, by_name = (document(capsys, f"this_test:{name}", *argv) for name in ("pair", "named_pair"))
     assert by_place["plan"] == by_name["plan"]
-    assert (by_place["inputs"], by_name["inputs"]) == ({"0": [256, 8]}, {"input": [256, 8]})
+    assert (by_place["inputs"], by_name["inputs"]) == ({"input": [256, 8]}, {"input": [256, 8]})
     assert by_place["dtypes"] == ["float32"]
 
 

@@ -58,6 +58,8 @@ else:  # imported when they are first asked for
         "planner": ("auto", "make_plan", "profile"),
         "simulation": ("Simulation",),
         "doctor.verify": ("Verification", "verify"),
+        "doctor": (),
+        "testing": (),
     }
     _module_of = {name: module for module, names in _later.items() for name in names}
 

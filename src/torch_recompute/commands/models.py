@@ -411,13 +411,15 @@ class Step:
     def as_data(self) -> dict[str, Any]:
         """The step as plain data."""
         args, kwargs = self.call
-        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        parameters = list(self.model.parameters())
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        takes = (one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
+        named: dict[Any, Any] = {**{next(takes, place): one for place, one in enumerate(args)}, **kwargs}
+        weights = list(self.model.parameters())
         return {
             "model": self.word,
             "class": type(self.model).__name__,
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
+            "parameters": sum(weight.numel() for weight in weights),
+            "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
             "inputs": {
                 str(name): list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)
             },

@@ -41,8 +41,6 @@ from .models import (
     words_of,
 )
 from .output import (
-    GIB,
-    MIB,
     OK,
     Output,
     add_explain,
@@ -217,14 +215,17 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
     from matplotlib.figure import Figure
 
     promises = [plan.prediction for plan in plans if plan.prediction is not None]
-    budgets = [promise.budget_bytes / GIB for promise in promises]
+    unit, name = errors.unit_of(profile.plain_peak_bytes)
+    budgets = [promise.budget_bytes / unit for promise in promises]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(budgets, [1000 * promise.step_seconds for promise in promises], "o-", label="plans")
     bound = [1000 * promise.bound_seconds for promise in promises]
     axes.plot(budgets, bound, ":", color="#9a9a9a", label="no schedule takes less")
-    axes.plot([profile.plain_peak_bytes / GIB], [1000 * profile.costs.step_seconds], "s", label="without recomputation")
-    axes.set_xlabel("peak of the step, GiB")
+    axes.plot(
+        [profile.plain_peak_bytes / unit], [1000 * profile.costs.step_seconds], "s", label="without recomputation"
+    )
+    axes.set_xlabel(f"peak of the step, {name}")
     axes.set_ylabel(f"step, ms on {profile.device}")
     axes.set_title(title, fontsize=8, wrap=True)
     axes.legend()
@@ -333,13 +334,14 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
     """The ranks, their plans, and the step."""
     console.print(head, style="bold")
     console.print(str(layout))
-    for line in table([TITLES, *map(_rank_row, plans)]):
+    unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
+    for line in table([TITLES, *(_rank_row(plan, unit) for plan in plans)]):
         console.print(line)
     for plan in plans:
         console.print(f"rank {plan.rank}: layers {_ranges(plan.layers)}", style="bold")
         for line in plan.plan.prediction.lines if plan.plan.prediction is not None else ():
             console.print(
-                f"  {line.count} x keeps {line.saved_bytes / MIB:,.2f} MiB, frees {line.freed_bytes / MIB:,.2f} MiB, "
+                f"  {line.count} x keeps {errors.size(line.saved_bytes)}, frees {errors.size(line.freed_bytes)}, "
                 f"costs {1000 * line.seconds:,.3f} ms  {line.where}: {line.what}",
             )
     step, plain = step_seconds(layout, plans), step_seconds(layout, plans, plain=True)
@@ -349,21 +351,21 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
         f"{1000 * max(plan.optimizer_seconds for plan in plans):,.1f} ms of the optimizer"
     )
     console.print(
-        "Sizes in GiB. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of keeping "
-        "and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a microbatch. "
-        "Not counted: what is sent between stages and between replicas. Replicas share the optimizer's state, as "
+        f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of "
+        "keeping and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a "
+        "microbatch. Not counted: what is sent between stages and between replicas. Replicas share the optimizer's state, as "
         "Megatron's distributed optimizer does; gradients are in buffers of the weights' type.",
         style="dim",
     )
 
 
-def _rank_row(plan: RankPlan) -> tuple[str, ...]:
+def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:
     sizes = (plan.weight_bytes, plan.gradient_bytes, plan.optimizer_bytes, plan.activation_bytes)
     seconds = (plan.microbatch_seconds, plan.replay_seconds)
     return (
         str(plan.rank),
         str(sum(plan.held)),
-        *(f"{size / GIB:,.2f}" for size in (*sizes, plan.peak_bytes, plan.plain_peak_bytes)),
+        *(f"{size / unit:,.2f}" for size in (*sizes, plan.peak_bytes, plan.plain_peak_bytes)),
         *(f"{1000 * each:,.2f}" for each in seconds),
         "" if plan.plan.prediction is None else f"{plan.plan.prediction.gap:.1%}",
         f"{1000 * plan.link_seconds:,.2f}",

@@ -33,7 +33,7 @@ from ..simulation.step import OPTIMIZERS, optimizer_of
 from . import models
 from . import output as out
 from .models import DTYPES, POINTS, STEP_WORDS, Step
-from .output import GIB, MIB, OK, Output
+from .output import OK, Output
 from .report_data import Clock, Reported, collect
 
 if TYPE_CHECKING:
@@ -221,21 +221,22 @@ def _print(console: Console, data: Mapping[str, Any]) -> None:
     console.print(f"the peak with the plan is in {where}:", markup=False)
     for layer, series in chosen["samples"]["layers"].items():
         if series[at]:
-            console.print(f"{series[at] / MIB:14,.2f} MiB  {layer}")
+            console.print(f"{errors.size(series[at]):>16}  {layer}")
     hosted = any(step["host_bytes"] for step in steps)
     if chosen["host_bytes"]:
-        console.print(f"{chosen['host_bytes'] / MIB:14,.2f} MiB  in host memory at most, beside the device's")
-    titles = ("peak MiB", "step ms", "more", "replays ms", "regions", *(["host MiB"] if hosted else []))
+        console.print(f"{errors.size(chosen['host_bytes']):>16}  in host memory at most, beside the device's")
+    unit, name = errors.unit_of(plain["peak_bytes"])
+    titles = (f"peak {name}", "step ms", "slower", "replays ms", "regions", *([f"host {name}"] if hosted else []))
     table = out.new_table("", *titles)
     for step in steps:
         table.add_row(
             step["name"],
-            f"{step['peak_bytes'] / MIB:,.1f}",
+            f"{step['peak_bytes'] / unit:,.2f}",
             f"{1000 * step['step_seconds']:,.2f}",
             f"{step['step_seconds'] / plain['step_seconds'] - 1:+.1%}" if plain["step_seconds"] else "",
             f"{1000 * step['replay_seconds']:,.2f}",
             str(step["regions"]),
-            *([f"{step['host_bytes'] / MIB:,.1f}"] if hosted else []),
+            *([f"{step['host_bytes'] / unit:,.2f}"] if hosted else []),
             style="bold" if step is chosen else "",
         )
     console.print(table)
@@ -250,7 +251,7 @@ def _draw(path: Path, data: Mapping[str, Any]) -> None:
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, strip, below = figure.subplots(3, 1, height_ratios=(10, 0.6, 6))
-    word, unit = ("GiB", GIB) if data["steps"][data["plain"]]["peak_bytes"] >= GIB else ("MiB", MIB)
+    unit, word = errors.unit_of(data["steps"][data["plain"]]["peak_bytes"])
     _draw_step(above, strip, data, unit)
     _draw_curve(below, data, unit)
     above.set_ylabel(f"alive, {word}")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from .. import errors
 from .._text import shown, table
 from .plan import Plan
-from .profile import MIB, VERSION, made, read
+from .profile import VERSION, made, read
 from .roles import inside
 
 
@@ -144,16 +144,19 @@ class StagePlans:
         return dataclasses.replace(plan, choices=tuple(choices), modules=modules)
 
     def __str__(self) -> str:
-        head = ("stage", "rank", "in flight", "layers", "with regions", "peak MiB", "of MiB", "costs")
+        promises = [plan.prediction for plan in self if plan.prediction is not None]
+        unit, name = errors.unit_of(max((promise.peak_bytes for promise in promises), default=0))
+        head = "stage", "rank", "in flight", "layers", "with regions", f"peak {name}", f"of {name}", "costs", "gap"
         rows: list[tuple[str, ...]] = [head]
         for stage in self.stages:
             chosen = [path for choice in stage.plan for path in choice.paths]
             begun = sum(any(inside(path, layer) for path in chosen) for layer in stage.layers)
             numbers = stage.stage, stage.rank, stage.in_flight, len(stage.layers), begun
-            promised, figures = stage.plan.prediction, ("", "", "")
+            promised, figures = stage.plan.prediction, ("", "", "", "")
             if promised is not None:
-                peak, budget = (f"{count / MIB:,.1f}" for count in (promised.peak_bytes, promised.budget_bytes))
-                figures = peak, budget, f"{promised.step_seconds / promised.plain_step_seconds - 1:+.1%}"
+                peak, budget = (f"{count / unit:,.1f}" for count in (promised.peak_bytes, promised.budget_bytes))
+                costs = f"{promised.step_seconds / promised.plain_step_seconds - 1:+.1%}"
+                figures = peak, budget, costs, f"{promised.gap:.1%}"
             rows.append((*map(str, numbers), *figures))
         made = f", from {self.source}" if self.source else ""
         return "\n".join([f"plans of {len(self)} stages{made}", *table(rows)])

@@ -166,7 +166,7 @@ function figures() {
     ["step", seconds(step.step_seconds), step === PLAIN ? "" : `${share(step.step_seconds / PLAIN.step_seconds - 1)} on ${seconds(PLAIN.step_seconds)} without recomputation`],
     ["replays", seconds(step.replay_seconds), flops(step.replay_flops)],
     ["kept for backward", bytes(step.kept_bytes), step === PLAIN ? "" : `${bytes(PLAIN.kept_bytes)} without recomputation`],
-    ["regions", String(step.regions), step.promised ? `for a budget of ${bytes(step.promised.budget_bytes)}` : ""],
+    ["regions", String(step.regions), step.promised ? `for a budget of ${state.shown === DATA.chosen ? step.promised.budget : bytes(step.promised.budget_bytes)}` : ""],
   ];
   if (HOSTED) shown.push(["in host memory", bytes(step.host_bytes), "at most, not on the device"]);
   by("figures").replaceChildren(...shown.map(([word, value, more]) => {
