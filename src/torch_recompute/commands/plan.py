@@ -353,8 +353,8 @@ def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[Ra
     console.print(
         f"Sizes in {name}. In flight: microbatches of a chunk at the peak, over all chunks. Gap: no schedule of "
         "keeping and recomputing saves more of the rank's time. Links: collectives inside a layer, counted in a "
-        "microbatch. Not counted: what is sent between stages and between replicas. Replicas share the optimizer's state, as "
-        "Megatron's distributed optimizer does; gradients are in buffers of the weights' type.",
+        "microbatch. Not counted: what is sent between stages and between replicas. Replicas share the optimizer's "
+        "state, as Megatron's distributed optimizer does; gradients are in buffers of the weights' type.",
         style="dim",
     )
 
