@@ -56,6 +56,7 @@ def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         warnings.filterwarnings(
             "ignore", r".torch\.jit\.script_method. is deprecated", DeprecationWarning
         )  # torch's own
+        warnings.filterwarnings("ignore", ".isinstance.treespec, LeafSpec", FutureWarning)  # torch's own, in its copies
         warnings.filterwarnings("ignore", "OnHost: torch sees no CUDA device", RuntimeWarning)  # which is so in tests
         for line, code in blocks(page):
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), scope)
