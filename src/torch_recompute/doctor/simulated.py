@@ -92,9 +92,10 @@ class Accounts(Observer):
         """Called with each operation of the step."""
         run, op, func = thread.run, op_of(ran), ran.func
         flops = 0 if op is None else flops_of(op)
-        self._made.update({id(storage): weakref.ref(storage) for _, storage in ran.made})
-        for _, storage in ran.made:
-            self._inside.pop(id(storage), None)  # of one that is gone
+        new = {id(storage): weakref.ref(storage) for _, storage in ran.made}
+        self._made.update(new)
+        for key in new:
+            self._inside.pop(key, None)  # of one that is gone
         if run is None:
             self.flops["backward" if _torch.in_backward() else "forward"] += flops
             return
