@@ -101,7 +101,7 @@ VERDICTS = {
     "dies": (OUT, "killed by SIGKILL"),
     "fails": (FAILED, "exit code 1: KeyError: 'lost'"),
     "no such label": (REFUSED, "recompute_modules: 'experts' matches nothing"),
-    "too small": (NO_PLAN, "budget=1.00 KiB is too small"),
+    "too small": (NO_PLAN, "budget=1KiB is too small"),
     "half": (OK, ""),
     "by hand": (OK, ""),
 }

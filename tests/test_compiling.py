@@ -12,7 +12,6 @@ from allocated import levels
 from torch import nn
 
 from torch_recompute import Choice, Plan, apply, make_plan
-from torch_recompute._torch.partitioning import storages
 from torch_recompute.compiling import Partition, compile
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
@@ -107,12 +106,10 @@ class Graphs:
         joint = Joint(copy.deepcopy(graph).graph, more["num_fwd_outputs"])
         self.joints.append(joint)
         forward, backward = self.partition(graph, inputs, **more)
-        nodes = {node.name: node for node in joint.graph.nodes}
+        by_name = {value.node.name: value for value in joint.values}
         (last,) = forward.graph.find_nodes(op="output")
-        saved = [nodes[node.name] for node in last.args[0][more["num_fwd_outputs"] :] if node.name in nodes]
-        values = {joint.index[key]: None for node in saved for key, _ in storages(node)}
-        found = map(joint.values.__getitem__, values)
-        self.saved.append([value for value in found if value.maker is not None and not value.output])
+        saved = [by_name[node.name] for node in last.args[0][more["num_fwd_outputs"] :] if node.name in by_name]
+        self.saved.append([value for value in saved if value.maker is not None and not value.output])
         self.again.append(sum(flops_in(joint, node) for node in backward.graph.nodes if node.op == "call_function"))
         return forward, backward
 
