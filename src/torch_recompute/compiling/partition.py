@@ -69,8 +69,8 @@ class Partition(CustomPartitionerFn):
         train_step()
         print(partition)
 
-    In the place of `torch._functorch.config.activation_memory_budget`, which knows shares only. Here a smaller budget
-    never has a higher predicted peak, and dropout masks are those of the forward.
+    In the place of `torch._functorch.config.activation_memory_budget`, which knows shares only. Here the predicted peak
+    is at most the bytes that were allowed, and dropout masks are those of the forward.
 
     Counted is what a compiled forward and backward allocate: what is saved, what operations make, the gradients that
     are returned. Parameters, the batch and the optimizer are not. Each graph has the whole budget: compile the whole
