@@ -2,7 +2,7 @@
 
 Private: `torch._inductor.graph.GraphLowering` and the step around it in `compile_fx`, the names in the Python that it
 writes, and the pass over its schedule (`_post_fusion_custom_pass`). Run on torch 2.13; where one of these is missing or
-other, `generated` raises, and who asks counts in the graph alone.
+other, `generated` raises, and the caller counts in the graph alone.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -36,9 +36,9 @@ _COMPILER = "from torch._inductor.async_compile import AsyncCompile"
 
 
 class InOrder(_PASS):
-    """Keeps the kernels in the order of the graph, each where the last of what was joined into it stands.
+    """Keeps kernels in the order of the graph: each at the place of the latest operation that is fused into it.
 
-    Inductor sorts a kernel that joins an early operation and a late one to where the early one stands, and all that the
+    Inductor sorts a kernel that fuses an early operation and a late one to the place of the early one, and all that the
     late one needs before it. In the backward of an encoder and a decoder that share an embedding, this is the whole
     backward but for the gradients of weights, whose inputs then wait: 58 MiB where 34 are enough.
     """
