@@ -22,6 +22,8 @@ SOURCES := $(shell find src -not -name '__pycache__' -not -name '*.pyc') pyproje
 
 # A source tree on PYTHONPATH would hide the wheel.
 unexport PYTHONPATH
+# Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages clean
 .DELETE_ON_ERROR:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from laws.table import for_each
 from torch_recompute import (
     ArgumentError,
     ChangedError,
@@ -256,9 +257,8 @@ def assert_same(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", PROGRAMS)
+@for_each(inside=INSIDE, grad=[True, False])
 def test_gradients_are_those_of_the_plain_program(name: str, inside: str, grad: bool) -> None:
     """Results and gradients are the plain program's to the last bit, wherever it stands."""
     # the plain program goes through the same surroundings, so that random numbers are drawn alike
@@ -284,9 +284,8 @@ def test_autograd_grad_touches_nothing_else(name: str) -> None:
     assert all(p.grad is None for p in w.parameters())
 
 
-@pytest.mark.parametrize("inside", ["alone", "in a region", "in a saved call"])
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("way", ["backward", "dropped", "never discarded"])
+@for_each(inside=["alone", "in a region", "in a saved call"], way=["backward", "dropped", "never discarded"])
 def test_nothing_leaks(name: str, inside: str, way: str) -> None:
     """After backward, after a graph that is dropped, and without the discard, no byte is left; no collector needed."""
 

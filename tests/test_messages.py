@@ -1214,10 +1214,17 @@ VERSION = "TORCH_VERSION"  # stands in a text for torch's
 def as_written() -> list[str]:
     """The misuses as they are written above, each on one line."""
     source = Path(__file__).read_text(encoding="utf-8")
+    lines = source.encode().splitlines(keepends=True)  # `ast.get_source_segment` would split the file for each row
     tables = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
     (rows,) = [table.value.elts for table in tables if ast.unparse(table.target) == "MISUSES"]  # type: ignore[union-attr]
-    segments = [ast.get_source_segment(source, row) or "" for row in rows]
-    return [" ".join(segment.split()).removeprefix("lambda: ") for segment in segments]
+    found: list[str] = []
+    for row in rows:
+        assert row.end_lineno is not None
+        segment = b"".join(lines[row.lineno - 1 : row.end_lineno])
+        rest = len(lines[row.end_lineno - 1]) - (row.end_col_offset or 0)
+        text = segment[row.col_offset : len(segment) - rest].decode()
+        found.append(" ".join(text.split()).removeprefix("lambda: "))
+    return found
 
 
 def pinned() -> dict[str, tuple[type[Exception], str]]:

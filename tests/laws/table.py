@@ -7,7 +7,9 @@ one before returned. `placements.py` puts regions and saved calls around them. `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,31 @@ from torch import nn
 from torch.utils import _pytree
 
 Stage = Callable[..., Any]
+
+
+def for_each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `pytest.mark.parametrize`, in one test: thousands of small ones take longer to tell than to run.
+
+    The first value that fails is named in the error.
+    """
+    product = list(itertools.product(*values.values()))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            row: tuple[Any, ...] = ()
+            try:
+                for row in product:
+                    test(**given, **dict(zip(values, row, strict=True)))
+            except Exception as error:
+                raise AssertionError(f"for {', '.join(str(getattr(v, 'name', v)) for v in row)}: {error}") from error
+
+        functools.update_wrapper(run, test)
+        signature = inspect.signature(test)
+        others = [p for name, p in signature.parameters.items() if name not in values]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 @dataclass

@@ -11,11 +11,12 @@ from torch import nn
 
 from laws.cases import BY_NAME, CASES
 from laws.placements import PLACEMENTS, PLAIN, chain
+from laws.table import for_each
 from laws.watch import assert_same, backward, floating, left_by, plain_step, step, weights_of
 from torch_recompute import checkpoint, checkpoint_sequential, no_recompute, recompute
 
 table = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+places = for_each(placement=PLACEMENTS)
 smooth = [case for case in CASES if case.double]
 IN_PLACE = re.compile("in.?place")
 
@@ -35,8 +36,7 @@ def test_a_step_leaves_what_the_plain_step_leaves(case, placement):
 
 
 @table
-@pytest.mark.parametrize("check", ["metadata", "values", "none"])
-@pytest.mark.parametrize("early_stop", [False, True])
+@for_each(check=["metadata", "values", "none"], early_stop=[False, True])
 def test_options_do_not_change_gradients(case, check, early_stop):
     """Neither what is checked nor where the replay ends shows in the result."""
     program = case.build()
@@ -89,8 +89,8 @@ def test_retained_graphs_give_the_same_gradients_twice(case, placement):
     assert_same(got, wanted)
 
 
-@places
 @pytest.mark.parametrize("case", smooth, ids=lambda case: case.name)
+@places
 def test_second_derivatives(case, placement):
     """`gradgradcheck` holds, and `create_graph` gives the second derivatives of the plain program to the last bit."""
     program = case.build()

@@ -9,10 +9,11 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from laws.cases import CASES
 from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
+from laws.table import for_each
 from laws.watch import Counted, Operations, backward
 from torch_recompute import checkpoint, no_recompute, recompute
 
-places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+places = for_each(placement=PLACEMENTS)
 
 
 def placed(placement, count, make=lambda: torch.exp):

@@ -11,10 +11,11 @@ from torch import nn
 
 from laws.cases import BY_NAME, CASES
 from laws.placements import PLACEMENTS, PLAIN, chain
+from laws.table import for_each
 from laws.watch import backward, floating, weights_of
 from torch_recompute import no_recompute, recompute
 
-places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+places = for_each(placement=PLACEMENTS)
 SAMPLE = [
     "mlp",
     "encoder_layer",

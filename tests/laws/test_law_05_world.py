@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN
+from laws.table import for_each
 from laws.watch import Operations, assert_same, backward, left_by, ones
 from torch_recompute import recompute
 
-places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+places = for_each(placement=PLACEMENTS)
 
 
 # --- settings that are active around forward only -------------------------------------------------------------------
@@ -65,9 +66,9 @@ SETTINGS = {
 }
 
 
-@places
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["encoder_layer", "conv_batchnorm", "dropouts"])
+@places
 def test_a_setting_around_forward_only(name, setting, placement):
     """What was active around forward is active in the replay and in nothing else."""
     assert_same(left_after(name, setting, placement), once(name, setting, PLAIN))

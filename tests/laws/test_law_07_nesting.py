@@ -9,6 +9,7 @@ import torch
 
 from laws.cases import BY_NAME
 from laws.placements import PLAIN, chain
+from laws.table import for_each
 from laws.watch import Counted, assert_same, backward, left_by, ones, step
 from torch_recompute import doing_recompute, get_recompute_data, no_recompute, recompute, replay, save_for_recompute
 
@@ -75,7 +76,7 @@ def wrap_at_random(stages, draw):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(40))
+@for_each(seed=range(40))
 def test_random_trees(name, seed):
     """Any tree of regions and saved calls leaves what the plain program leaves, also after two backwards."""
     results = []

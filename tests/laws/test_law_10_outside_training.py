@@ -10,6 +10,7 @@ from torch import nn
 
 from laws.cases import CASES
 from laws.placements import PLACEMENTS, PLAIN
+from laws.table import for_each
 from laws.watch import Bytes, Counted, Operations, assert_same, left_by, no_collector
 from torch_recompute import OnHost, checkpoint, doing_recompute, get_recompute_data, no_recompute, recompute, replay
 from torch_recompute import save_for_recompute as save
@@ -21,9 +22,8 @@ def hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-@modes
 @pytest.mark.parametrize("case", [c for c in CASES if not c.backward_inside], ids=lambda case: case.name)
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+@for_each(placement=PLACEMENTS, mode=[torch.no_grad, torch.inference_mode])
 def test_the_result_is_the_plain_one(case, placement, mode):
     """Outputs, buffers and the random state are those of the plain call, whatever is placed around it."""
     assert_same(left_without_grad(case, placement, mode), once(case, PLAIN, mode))

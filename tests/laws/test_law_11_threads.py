@@ -10,6 +10,7 @@ from torch import nn
 
 from laws.cases import BY_NAME
 from laws.placements import NAMES, PLACEMENTS, PLAIN, chain
+from laws.table import for_each
 from laws.watch import Counted, InBackward, assert_same, backward, left_by, on_threads
 from torch_recompute import (
     _torch,
@@ -22,7 +23,7 @@ from torch_recompute import (
 )
 from torch_recompute.engine.backward_task import this_task
 
-places = pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.name)
+places = for_each(placement=PLACEMENTS)
 ORDERS = {"first in first out": (0, 1, 2, 3), "last in first out": (3, 2, 1, 0), "mixed": (2, 0, 3, 1)}
 
 
