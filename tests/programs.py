@@ -1117,14 +1117,13 @@ def _in_a_thread(fn: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Without the garbage collector, and with everything that exists out of the count."""
+    """Without the garbage collector."""
     enabled = gc.isenabled()
+    gc.collect()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -328,43 +328,46 @@ def test_a_region_in_a_region_has_the_inner_name() -> None:
     assert the_row(kept, kind="region").held_by == ("inner",)
 
 
-def escapes() -> Iterator[tuple[str, Callable[..., Any], str]]:
+def escapes() -> Iterator[tuple[Callable[..., Any], str]]:
     """Ways past saved-tensor hooks, with the words that name each."""
-    yield "ctx", Stash.apply, "ctx.result of StashBackward"
-    yield "attribute", nn.Sequential(Cache()), "0.last"
+    yield Stash.apply, "ctx.result of StashBackward"
+    yield nn.Sequential(Cache()), "0.last"
 
     class Keeper:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             self.kept = {"seen": (x + 1).detach()}
             return x.sin()
 
-    yield "object", Keeper(), f"{Keeper.__qualname__}.kept['seen']"
+    yield Keeper(), f"{Keeper.__qualname__}.kept['seen']"
     hidden: list[torch.Tensor] = []
 
     def closure(x: torch.Tensor) -> torch.Tensor:
         hidden[:] = [x.detach(), (x + 1).detach()]
         return x.sin()
 
-    yield "closure", closure, f"closure variable 'hidden' of {closure.__qualname__}[1]"
+    yield closure, f"closure variable 'hidden' of {closure.__qualname__}[1]"
 
     def module_global(x: torch.Tensor) -> torch.Tensor:
         GLOBAL["x"] = (x + 1).detach()
         return x.sin()
 
-    yield "global", module_global, f"global 'GLOBAL' of {__name__}['x']"
+    yield module_global, f"global 'GLOBAL' of {__name__}['x']"
 
 
 GLOBAL: dict[str, torch.Tensor] = {}
 
 
-@pytest.mark.parametrize(("model", "name"), [pytest.param(m, n, id=i) for i, m, n in escapes()])
-def test_what_escapes_is_named(model: Callable[..., Any], name: str) -> None:
+def test_what_escapes_is_named() -> None:
     """Memory that no node saved is called escaped, with the operation that made it and the place that refers to it."""
-    row = the_row(saved_activations(model, (leaf(),)), kind="escaped")
-    assert row.bytes == BLOCK
-    assert row.op in ("aten.exp", "aten.add", "aten.mul")
-    assert name in row.held_by
+    for model, name in escapes():
+        if "GLOBAL" in name:
+            gc.unfreeze()  # this module is older than its tests
+        row = the_row(saved_activations(model, (leaf(),)), kind="escaped")
+        assert row.bytes == BLOCK
+        assert row.op in ("aten.exp", "aten.add", "aten.mul")
+        assert name in row.held_by
     GLOBAL.clear()
+    gc.freeze()
 
 
 def test_a_reference_cycle_is_named() -> None:
