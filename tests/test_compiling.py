@@ -12,6 +12,7 @@ from allocated import levels
 from torch import nn
 
 from torch_recompute import Choice, Plan, apply, make_plan
+from torch_recompute._torch.partitioning import outputs_of, storages
 from torch_recompute.compiling import Partition, compile
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
@@ -106,9 +107,9 @@ class Graphs:
         joint = Joint(copy.deepcopy(graph).graph, more["num_fwd_outputs"])
         self.joints.append(joint)
         forward, backward = self.partition(graph, inputs, **more)
-        by_name = {value.node.name: value for value in joint.values}
-        (last,) = forward.graph.find_nodes(op="output")
-        saved = [by_name[node.name] for node in last.args[0][more["num_fwd_outputs"] :] if node.name in by_name]
+        kept = [node for node in outputs_of(forward.graph)[more["num_fwd_outputs"] :] if isinstance(node, torch.fx.Node)]
+        keys = dict.fromkeys(key for node in kept for key, _ in storages(node))
+        saved = [joint.values[joint.index[key]] for key in keys if key in joint.index]  # besides states of generators
         self.saved.append([value for value in saved if value.maker is not None and not value.output])
         self.again.append(sum(flops_in(joint, node) for node in backward.graph.nodes if node.op == "call_function"))
         return forward, backward

@@ -3,7 +3,7 @@
 The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
 saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
 with a price for a saved byte, the cheapest set of operations to run again is a minimum cut (`plan/bound.py`), and each
-price gives one. What a way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`).
+price gives one; between two of these lie those that save one value more at a time. What a way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`).
 From there on it is the problem of any other plan, and `plan/solve.py` chooses a way for each segment.
 
 Segments that are the same but for their weights share their ways, so many layers take little longer than one.
@@ -12,8 +12,8 @@ Segments that are the same but for their weights share their ways, so many layer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..plan.bound import selection
@@ -23,9 +23,11 @@ from ..plan.solve import choose, smallest
 from .joint import Joint, Lives
 
 SMALL = 0.002  # of the largest value: what may cross a cut besides the one
-LONG = 0.5  # of the forward: what lives longer belongs to no segment, such as a mask or positions
+LONG = 1 / 3  # of the forward: what lives longer belongs to no segment, such as a mask or positions
 PLAIN = 0.1  # price of a byte, in FLOPs, at which nothing is run again but what is a part of other kernels
+NEVER = 2**60  # bytes of what cannot be saved
 DEPTH = 8  # of the halvings between the lowest price and the highest
+WORTH = 0.01  # of what a way costs: an operation that costs less is not saved by itself
 TRIES = 12  # choices that are counted in the whole graph, with more room or less, until none that fits is cheaper
 
 Way = tuple[int, ...]
@@ -149,8 +151,11 @@ class Chooser:
             made = [values[value] for value in one.makes if value not in free and not values[value].output]
             made = [value for value in made if value.uses or value.readers]
             cost = math.inf if not one.again else one.cost if one.required else 0.0
+            size, read = sum(value.bytes for value in made), sum(values[value].bytes for value in one.reads)
+            # Torch's partitioner runs what backward alone needs there, unless saving it takes half of what it reads.
+            savable = one.required or not one.again or 2 * size <= read
             needed = any(value.uses for value in made)
-            nodes.append(Node(cost, sum(value.bytes for value in made), tuple(sorted(reads)), needed))
+            nodes.append(Node(cost, size if savable else NEVER, tuple(sorted(reads)), needed))
         return Graph(tuple(nodes), max(len(nodes) - 1, 0), 0)
 
     def _described(self, graph: Graph, members: Sequence[int]) -> str:
@@ -228,7 +233,7 @@ def _cuts(joint: Joint) -> tuple[set[int], set[int]]:
 
 
 def _ways(graph: Graph) -> list[Way]:
-    """The ways of a segment at all prices of a byte, from the lowest up."""
+    """The ways of a segment at all prices of a byte, from the lowest up, and those between them."""
     found: dict[Way, float] = {}
 
     def at(price: float) -> tuple[float, int]:
@@ -246,4 +251,22 @@ def _ways(graph: Graph) -> list[Way]:
 
     most = 4 * (1 + sum(node.seconds for node in graph.nodes if node.seconds < math.inf))
     between(at(PLAIN), at(most), DEPTH)
-    return sorted(found, key=found.__getitem__)
+    ways = sorted(found, key=found.__getitem__)
+    return [*ways[:1], *dict.fromkeys(way for pair in pairwise(ways) for way in (*_between(graph, *pair), pair[1]))]
+
+
+def _between(graph: Graph, cheap: Way, small: Way) -> Iterator[Way]:
+    """From the smaller of two ways to the cheaper: one value more is saved at a time, the dearest per byte first."""
+    nodes = graph.nodes
+    least = WORTH * math.fsum(nodes[place].seconds for place in small)
+    more = [place for place in {*small} - {*cheap} if nodes[place].bytes and nodes[place].seconds > least]
+    saved: set[int] = set()
+    for place in sorted(more, key=lambda place: nodes[place].seconds / nodes[place].bytes, reverse=True)[:-1]:
+        saved.add(place)
+        wanted = {number for number, node in enumerate(nodes) if node.needed}
+        way: list[int] = []
+        for number in sorted({*small} - saved, reverse=True):
+            if number in wanted:
+                way.append(number)
+                wanted.update(nodes[number].inputs)
+        yield tuple(reversed(way))
