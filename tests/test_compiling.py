@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocated import levels
+from partitions import replayed_by, saved_by
 from torch import nn
 
 from torch_recompute import Choice, Plan, apply, make_plan
-from torch_recompute._torch.partitioning import outputs_of, storages
 from torch_recompute.compiling import Partition, compile
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
@@ -107,20 +107,9 @@ class Graphs:
         joint = Joint(copy.deepcopy(graph).graph, more["num_fwd_outputs"])
         self.joints.append(joint)
         forward, backward = self.partition(graph, inputs, **more)
-        kept = [node for node in outputs_of(forward.graph)[more["num_fwd_outputs"] :] if isinstance(node, torch.fx.Node)]
-        keys = dict.fromkeys(key for node in kept for key, _ in storages(node))
-        saved = [joint.values[joint.index[key]] for key in keys if key in joint.index]  # besides states of generators
-        self.saved.append([value for value in saved if value.maker is not None and not value.output])
-        self.again.append(sum(flops_in(joint, node) for node in backward.graph.nodes if node.op == "call_function"))
+        self.saved.append(saved_by(joint, forward, more["num_fwd_outputs"]))
+        self.again.append(replayed_by(joint, backward))
         return forward, backward
-
-
-def flops_in(joint, node):
-    """The FLOPs of an operation of the forward that the graph of backward has as well, by itself or with its seed."""
-    made = {one.node.name: one for one in joint.operations}
-    if "run_with_rng_state" in str(node.target):
-        return next(one.flops for one in joint.operations if one.node.target in node.args)
-    return made[node.name].flops if node.name in made and made[node.name].required else 0
 
 
 def used(model):
@@ -150,7 +139,7 @@ def joint_of(model):
             graphs.grads = step(torch.compile(model, backend=graphs.backend, fullgraph=True), model)
         found.append(graphs)
     (joint,), (saved,) = found[1].joints, found[1].saved
-    return joint, [joint.values.index(value) for value in saved], found[0].grads
+    return joint, saved, found[0].grads
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -178,7 +167,7 @@ def test_a_smaller_budget_never_has_a_higher_peak(kind):
     graphs = Graphs(Partition(0.4, exact=False))
     grads = step(torch.compile(model, backend=graphs.backend, fullgraph=True), model)
     (one,) = graphs.partition.graphs
-    assert sum(value.bytes for value in graphs.saved[0]) <= one.saved_bytes
+    assert sum(graphs.joints[0].values[number].bytes for number in graphs.saved[0]) <= one.saved_bytes
     assert graphs.again[0] <= one.replay_flops
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b)

@@ -3,8 +3,9 @@
 The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
 saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
 with a price for a saved byte, the cheapest set of operations to run again is a minimum cut (`plan/bound.py`), and each
-price gives one; between two of these lie those that save one value more at a time. What a way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`).
-From there on it is the problem of any other plan, and `plan/solve.py` chooses a way for each segment.
+price gives one; between two of these lie those that save one value more at a time. What a way saves, and what lives in
+its backward, is counted in the whole graph (`Joint.simulate`). From there on it is the problem of any other plan, and
+`plan/solve.py` chooses a way for each segment.
 
 Segments that are the same but for their weights share their ways, so many layers take little longer than one.
 """
@@ -12,7 +13,7 @@ Segments that are the same but for their weights share their ways, so many layer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -29,9 +30,45 @@ NEVER = 2**60  # bytes of what cannot be saved
 DEPTH = 8  # of the halvings between the lowest price and the highest
 WORTH = 0.01  # of what a way costs: an operation that costs less is not saved by itself
 TRIES = 12  # choices that are counted in the whole graph, with more room or less, until none that fits is cheaper
+CLOSE = 0.01  # of the room: a choice that leaves less of the budget free is taken
 
 Way = tuple[int, ...]
 """The operations of a segment that backward runs again, by their places in it."""
+
+
+class Attempt(NamedTuple):
+    """What came of choosing within a room, where the peak was then counted exactly.
+
+    Attributes:
+        over: Bytes by which the peak is above the budget; below it, negative.
+        peak: The peak that was counted in the graph.
+        plain: Whether nothing is run again.
+    """
+
+    over: int
+    peak: int
+    plain: bool
+
+
+def approach(attempt: Callable[[int], Attempt | None], room: int, least: int, tries: int) -> None:
+    """Searches for the room to choose in with which the exact peak is within the budget, and leaves little free.
+
+    The exact peak differs from the one in the graph by nearly the same for all choices, so two or three attempts do.
+
+    Args:
+        attempt: Chooses within so many bytes; None where that is the choice of an earlier attempt.
+        room: The bytes to begin with.
+        least: The fewest that any choice needs; the last attempt has these, if none was within the budget.
+        tries: The most attempts.
+    """
+    fits = False
+    for left in reversed(range(tries)):
+        room = max(room, least)
+        came = attempt(room)
+        if came is None or -CLOSE * room <= came.over <= 0 or (came.over < 0 and came.plain):
+            return
+        fits = fits or came.over <= 0
+        room = least if left == 1 and not fits else (min(room, came.peak) if came.over > 0 else room) - came.over
 
 
 class Chosen(NamedTuple):

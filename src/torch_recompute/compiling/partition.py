@@ -29,13 +29,12 @@ from ..plan.apply import apply
 from ..plan.budget import Budget, read_budget
 from ..plan.plan import Plan
 from ..plan.solve import bytes_meant
-from .choosing import Chooser, Chosen
+from .choosing import Attempt, Chooser, Chosen, approach
 from .joint import Joint
 from .schedule import peak_of
 
 VERSION = 2  # of the choice, in the key of the cache
 TRIES = 3  # choices whose code is generated
-CLOSE = 0.02  # of the budget: a choice that leaves less of it free is taken
 
 
 class Partitioned(NamedTuple):
@@ -154,11 +153,12 @@ class Partition(CustomPartitionerFn):
         def peak_with(chosen: Chosen) -> int:
             return peak_of(*split(copy.deepcopy(marked(chosen)), joint_inputs, **more), more["num_fwd_outputs"])
 
-        room, found = allowed, list[tuple[int, Chosen]]()
-        for left in reversed(range(TRIES if self._exact else 0)):
-            chosen = chooser.choose(max(room, least))
+        found: list[tuple[int, Chosen]] = []
+
+        def attempt(room: int) -> Attempt | None:
+            chosen = chooser.choose(room)
             if any(chosen.saved == before.saved for _, before in found):
-                break
+                return None
             try:
                 found.append((peak_with(chosen), chosen))
             except Exception as error:
@@ -167,13 +167,11 @@ class Partition(CustomPartitionerFn):
                     f"{type(error).__name__}: {error}. It may be a tenth too low.",
                     stacklevel=2,
                 )
-                break
-            over = found[-1][0] - allowed
-            if self._budget.bytes is None or -CLOSE * allowed <= over <= 0 or (over < 0 and not chosen.flops):
-                break
-            room = (min(room, chosen.lives.peak) if over > 0 else room) - over
-            if left == 1 and all(peak > allowed for peak, _ in found):
-                room = least
+                return None
+            return Attempt(found[-1][0] - allowed, chosen.lives.peak, not chosen.flops)
+
+        if self._exact:
+            approach(attempt, allowed, least, TRIES if self._budget.bytes is not None else 1)
         words = "the code" if found else "the graph"
         if not found:
             chosen = chooser.choose(max(allowed, least))

@@ -23,6 +23,7 @@ from .._text import doing
 from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
 from ..arguments import mapped
+from ..compiling.choosing import Attempt, approach
 from ..compiling.partition import Partition, Partitioned
 from ..memory.free import free_bytes
 from ..memory.loop import Loop
@@ -33,8 +34,7 @@ from ..simulation import Simulation, simulate_step
 from .ops import Meta, Op, op_of
 from .prices import Measured, prices_for, where
 
-TRIES = 4  # steps that are simulated
-CLOSE = 0.01  # of the graph's bytes: a choice that leaves less of the budget free is taken
+TRIES = 3  # steps that are simulated, besides that without recomputation
 PLENTY = 2**60
 
 aten: Any = torch.ops.aten
@@ -87,19 +87,16 @@ def plan_compiled(
     free = partial(free_bytes, model, plain.simulation.device, optimizer, call)
     wanted = bytes_meant(budget, lambda: min(most, rest + plain.graph.least_bytes), most, free)
     found = [plain]
-    allowed = wanted - rest
-    while len(found) < TRIES:
-        over = found[-1].simulation.peak_bytes - wanted
-        if over <= 0 and (not found[-1].graph.replay_flops or -over <= CLOSE * found[-1].graph.peak_bytes):
-            break
-        if len(found) > 1:
-            allowed = min(allowed, found[-1].graph.peak_bytes) - over if over > 0 else allowed - over
-        if len(found) == TRIES - 1 and all(one.simulation.peak_bytes > wanted for one in found):
-            allowed = 0
-        allowed = max(allowed, plain.graph.least_bytes)
-        if any(one.graph.budget_bytes == allowed for one in found):
-            break
-        found.append(_step(model, call, how, allowed))
+
+    def attempt(room: int) -> Attempt | None:
+        if any(one.graph.budget_bytes == room for one in found):
+            return None
+        found.append(_step(model, call, how, room))
+        graph = found[-1].graph
+        return Attempt(found[-1].simulation.peak_bytes - wanted, graph.peak_bytes, not graph.replay_flops)
+
+    if most > wanted:
+        approach(attempt, wanted - rest, plain.graph.least_bytes, TRIES)
 
     def worth(one: Step) -> tuple[int, int]:
         peak = one.simulation.peak_bytes
