@@ -39,7 +39,7 @@ from frontier.models import MODELS as BUILT
 from frontier.models import stacks
 from partitions import replayed_by, saved_by
 
-SHAPE = (4, 256, 256, 4)  # layers, width, tokens, batch
+SHAPE = (3, 256, 256, 4)  # layers, width, tokens, batch
 LAYERS = ", by layers"
 MODELS = ("gpt", "gpt, dropout", "llama", "encoder-decoder", "moe", "gpt, dropout" + LAYERS, "llama" + LAYERS)
 SHARES = (0.5, 0.1, 0.0)

@@ -1,6 +1,6 @@
 """Claim: a saved call costs at most 0.25 x what selective activation checkpointing adds.
 
-A transformer block is recomputed but for its attention call, by `no_recompute` around that call, and by torch's
+A transformer block is recomputed except for its attention call, by `no_recompute` around that call, and by torch's
 `create_selective_checkpoint_contexts` with the attention operation in its list (a dispatch mode, which sees every
 operation of the block). What each adds is its step less the step of the same engine recomputing the whole block, plus
 the attention that the latter repeats and the former does not. The tensors are small, so that nearly all is engine.

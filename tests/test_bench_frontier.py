@@ -196,7 +196,7 @@ def test_goals() -> None:
 
 
 def test_peaks_are_those_of_the_lens() -> None:
-    """The allocator's peak of a checkpointed step is what the lens says, but for what lives inside one operation."""
+    """The allocator's peak of a checkpointed step is what the lens says, except for what lives inside one operation."""
     model, text = build("gpt", *SIZE)
     step = Step(model, text, peers(TINY)[1])
     seen = step.seen()

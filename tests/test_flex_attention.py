@@ -1,7 +1,7 @@
 """Operators of functions: eager `flex_attention` in regions, plans, simulations and audits.
 
-It has no backward on the CPU but for a check of the device, which is taken away here; what runs is PyTorch's own eager
-implementation. The operator is called as such where torch cannot compile it, which is under any mode.
+It has no backward on the CPU except for a check of the device, which is taken away here; what runs is PyTorch's own
+eager implementation. The operator is called as such where torch cannot compile it, which is under any mode.
 """
 
 from typing import Any

@@ -176,7 +176,7 @@ def _kernels() -> list[Any]:
 def _open_files() -> list[str]:
     folder = Path("/proc/self/fd")
     links = [folder / name for name in os.listdir(folder)] if folder.is_dir() else []
-    return [os.readlink(link) for link in links if link.is_symlink()]  # but for that of the listing itself
+    return [os.readlink(link) for link in links if link.is_symlink()]  # except for that of the listing itself
 
 
 def _planned(scene: Scene, **options: Any) -> Any:

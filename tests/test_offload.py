@@ -360,7 +360,7 @@ def test_the_budget_is_kept() -> None:
 @pytest.mark.parametrize("fraction", [0, 0.1, 0.25, 1 / 3, 0.5, 0.75, 0.9, 1])
 @pytest.mark.parametrize("sizes", [[10] * 60, [1, 5, 30] * 20])
 def test_a_share_of_the_bytes_is_sent(fraction: float, sizes: list[int]) -> None:
-    """The bytes sent are the share asked for, but for one tensor, evenly, and the same tensors in every step."""
+    """The bytes sent are the share asked for, except for one tensor, evenly, and the same tensors in every step."""
     steps: list[list[bool]] = []
     store = OnHost(fraction=fraction)
     for _ in range(2):

@@ -252,7 +252,7 @@ def test_bytes_are_those_worked_out_by_hand(case: Case) -> None:
 
 
 def test_nothing_is_left_behind(case: Case) -> None:
-    """After the call every tensor that it made is gone at once, but for what the model itself has put aside."""
+    """After the call every tensor that it made is gone at once, except for what the model itself has put aside."""
     model, args = case.model(), case.args()
     before = [t.grad for t in args]
     gc.disable()

@@ -600,7 +600,7 @@ def test_a_tensor_of_another_device_has_no_stream(streams: SimpleNamespace, monk
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations, but for those that only look at memory in another way."""
+    """Counts operations, except for those that only look at memory in another way."""
 
     def __init__(self) -> None:
         super().__init__()

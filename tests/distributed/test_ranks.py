@@ -36,7 +36,7 @@ def test_every_rank_answers(ranks):
 
 
 def test_a_failure_is_told_and_does_not_last(ranks):
-    """The traceback of the rank that failed is told, the other does not wait for ever, and the next scenario works."""
+    """The traceback of the rank that failed is told, the other does not wait forever, and the next scenario works."""
     with pytest.raises(RankError, match="rank one has had enough"):
         ranks.run(fails_on_one)
     assert ranks.run(total, 0)[0].tolist() == [1.0, 1.0]

@@ -121,7 +121,7 @@ def kept_bytes() -> Any:
 
 
 def test_an_nth_of_the_bytes(ranks) -> None:
-    """What regions keep of their inputs is a third of them, rounded up, but for the smallest."""
+    """What regions keep of their inputs is a third of them, rounded up, except for the smallest."""
     for freed, expected in ranks.run(kept_bytes):
         assert freed == expected > 0
 

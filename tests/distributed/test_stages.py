@@ -31,7 +31,7 @@ def test_the_promise_is_kept(ranks: Any, schedule: str) -> None:
 
 
 def agreeing(plans: StagePlans) -> str:
-    """Plans made on this rank by itself, and the same but for one rank's."""
+    """Plans made on this rank by itself, and the same except for one rank's."""
     mine = agree_on(plans_for("1F1B", 0.5))
     other = replace(plans.stages[1], plan=Plan()) if dist.get_rank() else plans.stages[1]
     try:

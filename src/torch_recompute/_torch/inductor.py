@@ -40,7 +40,7 @@ class InOrder(_PASS):
 
     Inductor sorts a kernel that fuses an early operation and a late one to the place of the early one, and all that the
     late one needs before it. In the backward of an encoder and a decoder that share an embedding, this is the whole
-    backward but for the gradients of weights, whose inputs then wait: 58 MiB where 34 are enough.
+    backward except for the gradients of weights, whose inputs then wait: 58 MiB where 34 are enough.
     """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -170,7 +170,7 @@ class _Kernels:
 def on_fakes(
     function: Callable[..., Any], options: dict[str, Any], kernel: Callable[[Sequence[Any]], object]
 ) -> Callable[..., Any]:
-    """A function as inductor compiles it with some options, but for the kernels, to be called with fake tensors.
+    """A function as inductor compiles it with some options, except for the kernels, to be called with fake tensors.
 
     Its operations are shown to the dispatch modes that are active where it is called.
 

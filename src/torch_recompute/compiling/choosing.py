@@ -7,7 +7,7 @@ price gives one; between two of these lie those that save one value more at a ti
 its backward, is counted in the whole graph (`Joint.simulate`). From there on it is the problem of any other plan, and
 `plan/solve.py` chooses a way for each segment.
 
-Segments that are the same but for their weights share their ways, so many layers take little longer than one.
+Segments that are the same except for their weights share their ways, so many layers take little longer than one.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _ways(graph: Graph) -> list[Way]:
 
 
 def _between(graph: Graph, cheap: Way, small: Way) -> Iterator[Way]:
-    """From the smaller of two ways to the cheaper: one value more is saved at a time, the dearest per byte first."""
+    """From the smaller of two ways to the cheaper: each saves one value more, the most expensive per byte first."""
     nodes = graph.nodes
     least = WORTH * math.fsum(nodes[place].seconds for place in small)
     more = [place for place in {*small} - {*cheap} if nodes[place].bytes and nodes[place].seconds > least]

@@ -2,7 +2,7 @@
 
 Where a data or tensor parallel rank recomputes other layers than its peers do, nothing fails: it only runs out of
 memory first, or every step waits for it; and where a region repeats a collective, ranks with different plans wait for
-each other for ever. So ranks compare before training: first a hash of each plan, and only if these differ the plans,
+each other forever. So ranks compare before training: first a hash of each plan, and only if these differ the plans,
 for the error to say who differs and where. It is raised on every rank, because a rank that goes on alone waits for the
 others in its next collective. The first rank's plan is not sent to the others: a rank whose configuration is wrong in
 this is wrong in more.

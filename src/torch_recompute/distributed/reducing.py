@@ -1,7 +1,7 @@
 """The all-reduce of a whole step's gradients, in a few large messages: PaddlePaddle's `fused_allreduce_gradients`.
 
 Code that runs its steps under `no_sync()` reduces the gradients by hand. One message per parameter is slow, one for all
-doubles the memory of the gradients, and a parameter that was unused on one rank leaves the others waiting for ever.
+doubles the memory of the gradients, and a parameter that was unused on one rank leaves the others waiting forever.
 
 Gradients of one dtype on one device are copied into buckets of bounded size, and while one bucket is being summed the
 next is filled; two exist at a time. Ranks first exchange five numbers: checksums of what they are about to reduce. If

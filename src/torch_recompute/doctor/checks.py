@@ -224,7 +224,7 @@ def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
 def _audited(
     *kinds: str, confirmed: str = "each region was run twice, as a replay runs it, with every operation written down."
 ) -> Callable[[Evidence, Audit], Iterator[_Found]]:
-    """A check that reads the rows of some kinds of an audit; those alike but for numbers are one finding."""
+    """A check that reads the rows of some kinds of an audit; those alike except for numbers are one finding."""
 
     def look(_: Evidence, audit: Audit) -> Iterator[_Found]:
         rows = [row for row in audit.rows if row.kind in kinds]

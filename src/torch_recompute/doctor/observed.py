@@ -93,7 +93,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class _Step:
-    """What the modules returned in one call of the model, but for what that returned itself."""
+    """What the modules returned in one call of the model, except for what that returned itself."""
 
     backward: bool = False  # has gone through it
     nbytes: int = 0

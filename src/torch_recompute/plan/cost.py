@@ -98,7 +98,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Kind:
-    """Segments that are the same but for their weights.
+    """Segments that are the same except for their weights.
 
     Attributes:
         options: The ways to treat one, none of which another equals or beats in everything; the first is "no region".

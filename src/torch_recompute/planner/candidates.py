@@ -11,8 +11,8 @@ the calls of one module, the members of a list of experts, the parts of a produc
 A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
 with its norm) and, in each, the calls that are kept. There are hundreds. What each costs is guessed from the graph by
 three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what backward
-needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed, but for
-the products of which nothing that is made again reads the values. Guesses only leave out choices: those worse than
+needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed, except
+for the products of which nothing that is made again reads the values. Guesses only leave out choices: those worse than
 another in everything, and those far from the convex hull of seconds over bytes, since a mixture of two layers on the
 hull is as good as any choice above it. Bytes are meant twice: those stored, which add up over the layers, and with them
 those that a replay makes, which decide the peak in a layer's backward. Half of the choices are taken by each.

@@ -35,7 +35,7 @@ from ..state import DEFAULT
 from .prices import now, on
 
 TIMES, MOST_TIMES = 3, 20
-STEADY = 0.03  # as soon as the last TIMES steps took the same time but for this share, no more are run
+STEADY = 0.03  # as soon as the last TIMES steps took the same time except for this share, no more are run
 ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than TIMES are run, after the other none
 
 

@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 
 @shown
 class Simulation(NamedTuple):
-    """The figures of a simulated step, all in bytes but for the FLOPs; made by `simulate`. `print` shows a table.
+    """The figures of a simulated step, all in bytes except for the FLOPs; made by `simulate`. `print` shows a table.
 
     Attributes:
         device: The device that the figures are of.

@@ -100,7 +100,7 @@ class OnHost:
 
     From a CUDA device tensors leave on a stream of their own while the next region is computed, and come back on
     another one, one region ahead of the replay that needs them. Tensors that share memory are copied once and come
-    back as views of one tensor. Strides are kept, but for a view with gaps that is a small part of its memory, which
+    back as views of one tensor. Strides are kept, except for a view with gaps that is a small part of its memory, which
     comes back without them. One object may serve any number of regions, live microbatches and threads.
 
     A tensor may be changed in place once its copy is done, which is when `ahead` + 1 more regions have been called; a
