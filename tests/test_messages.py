@@ -341,6 +341,16 @@ def among(count: int, rank: int, misuse: Callable[[], Any]) -> Any:
         return misuse()
 
 
+def no_plan_on_another_rank() -> None:
+    def another_fails(held: list[Any], mine: Any) -> None:
+        held[:] = [mine, (mine[0], "no plan fits.", True)]
+
+    group = {"get_world_size": lambda: 2, "get_rank": lambda: 0, "all_gather_object": another_fails}
+    with patch.multiple("torch.distributed", is_initialized=lambda: True, **group):
+        model, args, loss = small_stack()
+        auto(model, args, loss=loss, budget="1GiB", device="h100")
+
+
 def opened_out_of_step() -> None:
     store = ShardedOver(compared=0)
     handles = [store.put(torch.ones(64, 64)) for _ in range(3)]
@@ -1089,6 +1099,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: compare({0: TWO, 1: TWO, 2: Plan(TWO.choices[:1]), 3: Plan((Choice(("a",), carry=True), TWO.choices[1]))}),
     lambda: compare({0: TWO, 1: "NoneType"}),
     lambda: agree_on(TWO),
+    no_plan_on_another_rank,
     # the doctor
     lambda: doctor.examine(nn.Linear(2, 2, device="meta"), (vector(),), run=True),
     lambda: inside(watching := doctor.watch(nn.Linear(2, 2)), watching.report),

@@ -191,6 +191,12 @@ def ground(png: bytes) -> tuple[int, ...]:
     return tuple(zlib.decompress(packed)[1 : 1 + size][:3])  # it is the same under any filter
 
 
+def better(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a step needs no more memory and no more time than another, and less of one of them."""
+    pairs = [(one[key], other[key]) for key in ("peak_bytes", "step_seconds")]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
 @in_browser
 def test_it_runs_and_fetches_nothing(page: Browser, data: dict[str, Any]) -> None:
     """The page opens without an error, asks for nothing but itself, and shows the plan: its layers, phases and peak."""
@@ -206,6 +212,11 @@ def test_it_runs_and_fetches_nothing(page: Browser, data: dict[str, Any]) -> Non
     assert text(page, "h1") == TITLE
     across = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert across == 0
+    on_the_line = page.evaluate("document.querySelector('#frontier polyline').getAttribute('points')").split()
+    best = [step for step in data["steps"] if not any(better(other, step) for other in data["steps"])]
+    assert len(on_the_line) == len(best) > 1
+    marked = page.evaluate("[...document.querySelectorAll('#legend i.line')].length")
+    assert marked == 1
 
 
 @in_browser
@@ -259,7 +270,7 @@ def test_the_slider_shows_other_plans(page: Browser, data: dict[str, Any]) -> No
     assert page.evaluate("state.shown") == chosen + 1
     peak = data["steps"][chosen + 1]["peak_bytes"]
     assert page.evaluate(f"bytes({peak})") in text(page, "#figures")
-    assert text(page, "#shown").startswith("On the frontier: peak ")
+    assert text(page, "#shown").startswith("For another budget: peak ")
     assert page.evaluate("by('slider').getAttribute('aria-valuetext')") == text(page, "#shown")
     assert page.evaluate("document.querySelectorAll('#placements tbody tr').length") == len(
         data["steps"][chosen + 1]["placements"]

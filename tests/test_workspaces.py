@@ -290,10 +290,10 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[
     crowded = simulate(model, (x,), loss=mean_loss)
     assert not asked
     assert named.assumed == (
-        "workspaces of aten.convolution are not known and counted as none: operations are not run on cuda here",
+        "the workspace of aten.convolution is not known and counted as 0 bytes: there is no cuda device here to ask",
     )
     assert crowded.assumed == (
-        "workspaces of aten.convolution are not known and counted as none: there is no memory to run it alone",
+        "the workspace of aten.convolution is not known and counted as 0 bytes: there is no memory to run it alone",
     )
     assert crowded.peak_bytes == named.peak_bytes - kept_by_cublas((8, 0))
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from models import Residual
-from torch_recompute import Choice, Plan, RecomputeError, apply, measure, no_recompute, recompute
+from torch_recompute import Choice, Plan, RecomputeError, apply, auto, make_plan, measure, no_recompute, recompute
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
 
 WORLD = 2
@@ -472,3 +472,35 @@ def test_regions_and_other_checkpoints_are_not_named():
     """Regions, and PyTorch's checkpoints that are not reentrant, call no backward inside backward: not listed."""
     layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
     assert find_reentrant(torch_checkpoint(layer, recompute(layer)(x), use_reentrant=False)) == []
+
+
+def planned_everywhere(budgets, folder):
+    """What `auto` puts into the model of each rank, which is given a budget of its own, and the plan of that budget."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual(WIDTH) for _ in range(4))), torch.randn(64, WIDTH)
+    if budgets == "stages" and dist.get_rank():
+        model = model[1:]  # another stage of a pipeline
+    share = 0.5 if budgets == "stages" else budgets[dist.get_rank()]
+    step = {"loss": lambda out: out.square().mean(), "device": "h100", "budget": share}
+    file = folder / "plan.json"
+    try:
+        handle = auto(model, x, cache=file, **step)
+    except RecomputeError as error:
+        dist.barrier()  # nobody waits in a collective
+        return str(error), None
+    handle.remove()
+    return handle.plan.digest(), make_plan(model, x, **step).digest()
+
+
+@pytest.mark.parametrize("budgets", [(0.9, 0.2), "stages"])
+def test_auto_gives_ranks_one_plan(ranks, budgets, tmp_path):
+    """Ranks with the same parameters use the plan with the lowest peak; stages of a pipeline have one each."""
+    (first, alone), (second, other) = ranks.run(planned_everywhere, budgets, tmp_path)
+    assert alone != other
+    assert (first, second) == ((alone, other) if budgets == "stages" else (other, other))
+
+
+def test_auto_fails_on_all_ranks_or_none(ranks, tmp_path):
+    """Where one rank finds no plan, every rank says so, with its words."""
+    for text, _ in ranks.run(planned_everywhere, (0.5, "1KiB"), tmp_path):
+        assert "1KiB" in text

@@ -257,7 +257,10 @@ def _built(
         named = getattr(transformers, (fields.get("architectures") or ["AutoModel"])[0], None)
         build = getattr(named, "_from_config", None) or transformers.AutoModel.from_config
         with torch.device(device):
-            return build(config)
+            built = build(config)
+        if getattr(built, "loss_type", "") is None:  # transformers takes this one then, and warns of it (GPT-2)
+            built.loss_type = "ForCausalLM"
+        return built
     except Exception as error:
         raise _not_built(model, error) from error
 

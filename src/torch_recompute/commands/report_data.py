@@ -158,7 +158,7 @@ def collect(
     plain = clock.timed(Plan())
     done("without recomputation")
     steps = [("without recomputation", Plan(), plain)] if plan.all_choices else []
-    for name, one in (("the plan", plan), *(("the frontier", other) for other in others)):
+    for name, one in (("the plan", plan), *(("another budget", other) for other in others)):
         steps.append((name, one, clock.timed(one) if one.all_choices else plain))
         done(name)
     steps.sort(key=lambda item: (item[2].simulation.peak_bytes, -item[2].seconds))
@@ -244,7 +244,7 @@ def _step(timed: Timed, names: dict[str, int]) -> dict[str, Any]:
             "ends": [end for end, _ in after],
             "phase": [number(moment.phase) for moment in moments],
             "module": [number(moment.module) for moment in moments],
-            "op": [number(moment.op) for moment in moments],
+            "op": [number(moment.op.removesuffix(".default")) for moment in moments],
             "layers": {layer: series for layer, series in layers.items() if any(series)},
             "host": [hosted for _, hosted in after] if timed.sent else [],
         },

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .. import errors
@@ -102,8 +103,8 @@ def auto(
         handle.remove()
 
     It is `apply(model, make_plan(model, batch, ...))`, before a trainer, `torch.compile` or a wrapper for several
-    devices takes the model. In a process group the first rank prints, and each rank plans by itself: `agree_on(plan)`
-    compares.
+    devices takes the model. In a process group every rank has to call it: each plans for itself, and those whose models
+    have the same parameters then use one plan, that with the lowest peak. The first rank prints.
 
     Args:
         model: The model, without a plan in it.
@@ -126,7 +127,7 @@ def auto(
 
     Raises:
         BudgetError: No plan fits.
-        ArgumentError: See `make_plan` and `apply`; or the file holds something else.
+        ArgumentError: See `make_plan` and `apply`; or the file holds something else; or another rank found no plan.
     """
     call = call_of("auto", model, batch, kwargs, a_module=True)
     make = optimizer_of("auto", optimizer, model)
@@ -139,14 +140,43 @@ def auto(
         free = free_bytes(model, device_of(model, where(device, model).device), make, call)
         if free < (plan.predicted_peak_bytes or 0):
             plan, file.said = None, "planned again: less memory is free"
-    if plan is None:
-        plan = make_plan(model, *call, **step, **loop.words)
-        if file is not None:
-            file.write(plan)
-    handle = apply(model, plan)
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        sys.stdout.write("; ".join(filter(None, [plan.summary, file and file.said])) + "\n")
+    in_ranks = dist.is_available() and dist.is_initialized()
+    try:
+        found = plan or make_plan(model, *call, **step, **loop.words)
+    except errors.RecomputeError as error:
+        if in_ranks:
+            _one_plan(model, str(error))
+        raise
+    if in_ranks:
+        found = _one_plan(model, found)
+    first = not in_ranks or dist.get_rank() == 0
+    if file is not None and found is not plan and first:
+        file.write(found)
+    handle = apply(model, found)
+    if first:
+        sys.stdout.write("; ".join(filter(None, [found.summary, file and file.said])) + "\n")
     return handle
+
+
+def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
+    """The plan with the lowest peak of all ranks whose models have the same parameters; a text is a rank's error.
+
+    Prices are measured and memory is free on each rank by itself, so ranks find different plans for one budget.
+    """
+    layers = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, (layers, mine if isinstance(mine, str) else mine.to_json(), isinstance(mine, str)))
+    if isinstance(mine, str):
+        return Plan()  # this rank raises its own error, and the others know of it
+    rank, text = next(((rank, text) for rank, (_, text, is_error) in enumerate(held) if is_error), (0, ""))
+    if text:
+        raise errors.ArgumentError(
+            f"auto found no plan on rank {rank}, so it gives none to the other ranks. There it said: {text}\n"
+            "  Pass auto a budget that is enough on every rank; it is the memory of one rank, not of all."
+        )
+    plans = [Plan.from_json(text) for other, text, _ in held if other == layers]
+    least = min(plans, key=lambda plan: plan.predicted_peak_bytes or 0)
+    return mine if isinstance(mine, Plan) and least.to_json() == mine.to_json() else least
 
 
 if TYPE_CHECKING:

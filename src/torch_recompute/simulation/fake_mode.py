@@ -160,13 +160,13 @@ class FakeMode(TorchDispatchMode):
         """Bytes that an operation takes while it runs; where they are not known, that is noted."""
         if self._composed:
             known = attention_on_cuda(func, inputs[0]) if self.capability else None
-            unknown = f"operations are not run on {self._composed} here" if takes(func) else 0
+            unknown = f"there is no {self._composed} device here to ask" if takes(func) else 0
             taken = unknown if known is None else known
         else:
             taken = workspace(func, inputs)
         if isinstance(taken, str):
             kind = str(func).partition(".default")[0].removesuffix("_backward")
-            self.assumed[f"workspaces of {kind} are not known and counted as none: {taken}"] = None
+            self.assumed[f"the workspace of {kind} is not known and counted as 0 bytes: {taken}"] = None
             return 0
         return taken
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._text import counted
 from .._torch.fakes import FakeTensorMode
 from .._torch.flops import flops
 from .._torch.modes import uncompiled
@@ -40,7 +41,6 @@ from ..memory.ledger import (
     blocks_of,
     by_category,
     leaves,
-    storages,
 )
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import Measurement
@@ -312,13 +312,11 @@ class _Step:
             output = self._model(*args, **kwargs)
             returned = books.events
             self._modules.step = "loss"
-            logits = books.made(first_floating(getattr(output, "logits", output)))
             value, words = loss_in(output) if loss is None else (loss(output), _called(loss))
             _check(value)
             if not loop.hold_output:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
-            logits = books.logits or logits
             books.forward_is_over()
             self._modules.step = "backward"
             self._backward(value)
@@ -356,7 +354,7 @@ class _Step:
         in_first = peak in timeline[: len(books.here.timeline)]
         alive = parts[0 if in_first else -1].here.alive_after(peak.event)
         activations = [(entry, nbytes) for entry, nbytes in alive if entry.rank == ACTIVATIONS]
-        wide = _as_wide_as(logits, activations)  # what a loss is of, or the output
+        wide = _as_wide_as(books.logits, activations)
         categories = by_category(alive)
         if in_first:
             categories["optimizer"] += state
@@ -381,8 +379,8 @@ class _Step:
             flops={phase: count * loop.accumulate for phase, count in books.flops.items()},
             rounding=self._rounding,
             assumed=(*self._faker.assumed, *self._pretend.assumed),
-            logits_bytes=sum(wide) if books.logits else 0,
-            advice=_advise(wide, peak.live_bytes, logits),
+            logits_bytes=sum(wide),
+            advice=_advise(wide, peak.live_bytes, books.logits),
             loop=loop,
         )
 
@@ -521,16 +519,6 @@ class Recording(SimulatedMeasurement):
                 if storage is not None:
                     mine.mark(storage, entry.rank, entry.place)
 
-    def made(self, tensor: torch.Tensor | None) -> _Made | None:
-        """The operation that made a tensor of two dimensions or more, and how wide that is."""
-        if tensor is None or tensor.dim() < 2:
-            return None
-        for device, storage in storages(tensor):
-            for entry, _ in self._ledgers[device].alive():
-                if entry() is storage:
-                    return entry.place.event, int(tensor.shape[-1])
-        return None
-
     def _product(self, width: int) -> _Made | None:
         """The last product so far whose result is this wide."""
         for event, place in reversed(self.at.items()):
@@ -599,13 +587,15 @@ def _advise(wide: list[int], peak_bytes: int, logits: _Made | None) -> str:
     """The advice on the loss head's share of the peak, which no plan can free; "" where that is small.
 
     A loss over a large vocabulary keeps the logits, their copy in float32, the logarithm of their softmax, and in
-    backward their gradients alive at once. `logits`: the operation that made them, and how wide they are.
+    backward their gradients alive at once. `logits`: the operation that made what a cross-entropy is of, and how wide
+    that is; None where there is no cross-entropy, as in a regression.
     """
     share = sum(wide) / peak_bytes if peak_bytes else 0.0
     if logits is None or share < _WORTH_ADVICE:
         return ""
     return (
-        f"{share:.0%} of the peak are {len(wide)} tensors of the loss as wide as the logits ({logits[1]:,}), "
-        f"{sum(wide):,} bytes, which no recomputation of layers frees. Compute the head and the loss for some tokens "
-        "at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
+        f"{share:.0%} of the peak ({errors.size(sum(wide))}) are {counted(len(wide), 'tensor')} of the loss as wide as "
+        f"the logits ({logits[1]:,}), which no recomputation of layers frees. Compute the head and the loss for some "
+        "tokens at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per "
+        "token."
     )

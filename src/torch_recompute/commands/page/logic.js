@@ -23,6 +23,10 @@ function share(more) {
   return `${more < 0 ? "−" : "+"}${Math.abs(100 * more).toFixed(1)}%`;
 }
 
+/** Whether a step needs no more memory and no more time than another one, and less of one of them. */
+const isBetter = (a, b) => a.peak_bytes <= b.peak_bytes && a.step_seconds <= b.step_seconds
+  && (a.peak_bytes < b.peak_bytes || a.step_seconds < b.step_seconds);
+
 /** Round numbers from the least to the most, in a unit in which they are short. */
 function ticks(least, most, count, units) {
   const [word, size] = unitOf(most, units);
@@ -78,7 +82,7 @@ function sorted(rows, key, direction) {
 
 /** What one plan is, in a line. */
 function inWords(step, plain) {
-  const name = { "the plan": "The plan", "without recomputation": "Without recomputation", "the frontier": "On the frontier" }[step.name];
+  const name = { "the plan": "The plan", "without recomputation": "Without recomputation", "another budget": "For another budget" }[step.name];
   const more = plain.step_seconds ? share(step.step_seconds / plain.step_seconds - 1) : "";
   return `${name}: peak ${bytes(step.peak_bytes)}, step ${seconds(step.step_seconds)} (${more}), ${step.regions} regions`;
 }

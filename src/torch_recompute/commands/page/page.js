@@ -108,7 +108,7 @@ function drawFrontier() {
   svg.setAttribute("viewBox", `0 0 ${WIDE} ${high}`);
   svg.replaceChildren();
   axes(svg, high, 46, across, up, ticks(x0, x1, 8, BYTES), ticks(y0, y1, 5, SECONDS), "peak of the step", "step");
-  const line = DATA.steps.filter((step) => step.name !== "the plan").map((step) => `${across(step.peak_bytes)},${up(step.step_seconds)}`);
+  const line = DATA.steps.filter((step) => !DATA.steps.some((other) => isBetter(other, step))).map((step) => `${across(step.peak_bytes)},${up(step.step_seconds)}`);
   svg.append(element("polyline", { class: "curve", points: line.join(" ") }));
   const order = DATA.steps.map((_, number) => number).sort((a, b) => (a === DATA.chosen) - (b === DATA.chosen));
   for (const number of order) {
@@ -211,7 +211,7 @@ function timeUnder(event) {
 function legend(id, keys) {
   by(id).replaceChildren(...keys.map(([colour, word]) => {
     const item = element("li");
-    if (colour !== "none") item.append(element("i", { style: `background: ${colour}` }));
+    if (colour !== "none") item.append(element("i", { style: `background: ${colour}`, class: word.includes("line: ") ? "line" : "" }));
     item.append(word);
     return item;
   }));
