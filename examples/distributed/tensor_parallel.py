@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_recompute import Choice, Plan, RecomputeConfig, apply, doing_recompute, measure
 from torch_recompute.distributed import RngStreams, ShardedOver
 
-WIDTH, HEAD, DEPTH, TOKENS, BATCH, STEPS = 64, 16, 3, 32, 4, 4
+WIDTH, HEAD, DEPTH, TOKENS, BATCH, STEPS = 64, 16, 3, 32, 4, 3
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ ends), with the seed 0 and one thread. A scenario that fails on one rank therefo
   scenarios that are to fail, or to kill a rank.
 - Arguments and results are pickled: numbers, texts, containers, tensors, plans.
 - A collective that waits longer than `PATIENCE` fails by itself. A rank that has said nothing within `LIMIT` writes
-  all its stacks to stderr, is killed, and a new set of ranks is started for the next scenario.
+  all its stacks to stderr and is killed. For each rank that died another is started for the next scenario.
 
 A scenario is found by its file and name, so it may stand in the test's own file; that file is then imported by the
 ranks too. Ranks make no errors of warnings.
@@ -76,22 +76,23 @@ class Pool:
         self.scenarios = 0
 
     def grow(self, count: int) -> None:
-        """Starts processes until there are `count`."""
+        """Starts processes until there are `count`, and others for those that died."""
         self.folder = self.folder or tempfile.TemporaryDirectory()
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not be known to itself
         context = multiprocessing.get_context("spawn")
-        there = len(self.processes)
+        dead = [rank for rank, process in enumerate(self.processes[:count]) if process.exitcode is not None]
+        missing = [*dead, *range(len(self.processes), count)]
         with mock.patch.dict(os.environ, environment):
-            for rank in range(there, count):
+            for rank in missing:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
                 process.start()
                 theirs.close()
-                self.processes.append(process)
-                self.pipes.append(ours)
-        for pipe in self.pipes[there:]:
+                self.processes[rank : rank + 1] = [process]
+                self.pipes[rank : rank + 1] = [ours]
+        for pipe in (self.pipes[rank] for rank in missing):
             if not pipe.poll(STARTING):
                 raise RankError(f"a rank has not started within {STARTING:.0f} s")
             pipe.recv_bytes()
@@ -134,10 +135,7 @@ class Ranks:
         for pipe in pool.pipes[: self.count]:
             pipe.send_bytes(task)
         deadline = time.monotonic() + LIMIT + 5
-        outcomes = [self._answer(rank, deadline) for rank in range(self.count)]
-        if any(process.exitcode is not None for process in pool.processes):
-            pool.close()
-        return outcomes
+        return [self._answer(rank, deadline) for rank in range(self.count)]
 
     def _answer(self, rank: int, deadline: float) -> Outcome:
         pipe, process = self._pool.pipes[rank], self._pool.processes[rank]

@@ -23,7 +23,7 @@ from torch_recompute.distributed import agree_on
 
 RANKS = 4
 
-STEPS, WINDOW = 80, 3
+STEPS, WINDOW = 40, 3
 LOOKS = (10, 20, STEPS - 2 * WINDOW)  # before these steps objects are counted; the first look makes some of its own
 PIPELINED = 40  # a step of a pipeline over four ranks takes ten times one of DDP
 PATIENCE = datetime.timedelta(seconds=5)
@@ -177,7 +177,7 @@ def test_stages_agree_each_over_its_own_group(ranks):
     assert "rank 3 holds another" in second
 
 
-def test_eighty_steps_are_those_of_the_plain_run(ranks):
+def test_forty_steps_are_those_of_the_plain_run(ranks):
     """DDP, regions, carried routing, dropout, accumulation: the plain losses to the last bit, and nothing piles up."""
     plain, ours = ranks.run(train, False), ranks.run(train, True)
     for (wanted, *_), (losses, left, (_, early, late), groups) in zip(plain, ours, strict=True):

@@ -374,8 +374,9 @@ def first_generation(strategy, original):
     return {way: trained(wrapped(way, strategy, original)) for way in WAYS}
 
 
-@pytest.mark.parametrize("original", [True, False], ids=["original parameters", "flat parameters"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("strategy", "original"), [("FULL_SHARD", True), ("FULL_SHARD", False), ("SHARD_GRAD_OP", True)]
+)
 def test_first_generation(ranks, strategy, original):
     """FullyShardedDataParallel with regions: plain gradients to the last bit, no gather more, and a lower peak."""
     for results in ranks.run(first_generation, strategy, original):
