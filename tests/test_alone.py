@@ -79,7 +79,7 @@ def test_what_expects_more_than_shapes_is_not_run(case: str) -> None:
     price = Measured(CPU)
     price._times = lambda _: pytest.fail("it was run")  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     assert price(op) > 0
-    assert price.timing == f"single operations timed on cpu, aten.{name} by its speeds"
+    assert price.timing == f"operations timed one by one on cpu (aten.{name} estimated)"
 
 
 def test_a_custom_operation_is_not_run() -> None:

@@ -227,5 +227,5 @@ def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch
         assert abs(again - round(again)) < 0.1  # operations that are run again; what they take alone is far less
     nodes = [node for kind in planner.costs.kinds.values() for node in kind.graph.nodes]
     assert all(node.seconds >= 5.0 or node.seconds == 0 for node in nodes)  # 0: the other result of an operation
-    assert planner.profile.timing.startswith("single operations timed on cpu")
+    assert planner.profile.timing.startswith("operations timed one by one on cpu")
     assert "and 5000000 us for each operation in it" in planner.profile.timing

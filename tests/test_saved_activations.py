@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_recompute import OnHost, measure, no_recompute, recompute, replay, saved_activations
+from torch_recompute import OnHost, errors, measure, no_recompute, recompute, replay, saved_activations
 from torch_recompute.memory import Row, SavedActivations
 
 BLOCK = 64 * 64 * 4  # bytes of one [64, 64] float32 tensor, the unit of the programs below
@@ -243,7 +243,7 @@ def test_bytes_are_those_worked_out_by_hand(case: Case) -> None:
         assert row.op.startswith("aten.")
         assert row.line.rpartition(":")[0].endswith(".py")
         assert row.saved_by if row.kind == "saved" else row.held_by
-    assert str(kept).startswith(f"{kept.total_bytes:,} bytes kept for backward in {len(kept.rows)} tensor")
+    assert str(kept).startswith(f"{errors.size(kept.total_bytes)} kept for backward in {len(kept.rows)} tensor")
     model = case.model()
     with measure() as m:
         result = model(*args)
@@ -609,8 +609,8 @@ def test_the_table_groups_alike_layers() -> None:
     """Layers of a stack share a line of the table; its columns are aligned; the largest comes first."""
     kept = saved_activations(nn.Sequential(*(mlp(nn.GELU()) for _ in range(5))), (leaf(),))
     title, result, head, *lines = str(kept).splitlines()
-    assert title == f"{kept.total_bytes:,} bytes kept for backward in 14 tensors: saved {kept.total_bytes:,}"
-    assert result == f"{BLOCK:,} more are alive as long as the result is"
+    assert title == f"{errors.size(kept.total_bytes)} kept for backward in 14 tensors"
+    assert result == f"{errors.size(BLOCK)} more as long as the output is alive"
     assert [line.split()[:5] for line in lines] == [
         ["327,680", "5", "x", "saved", "aten.addmm"],
         ["327,680", "5", "x", "saved", "aten.gelu"],

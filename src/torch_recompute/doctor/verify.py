@@ -92,14 +92,16 @@ class Verification:
 
     def __str__(self) -> str:
         compared = ", ".join(f"{count} {_WORDS.get(kind, kind)}" for kind, count in self.counts.items() if count)
-        noise = f"two plain steps differ by {self.noise:.2g}" if self.noise else "two plain steps are the same"
-        head = f"{self.model} on {self.device}, {counted(self.regions, 'region')}, against the plain step ({noise}): "
-        if self.ok:
-            within = " within its noise" if self.noise else " to the last bit"
-            return "\n".join(paragraph(f"{head}the same{within}: {compared}", hanging=2))
-        lines = paragraph(
-            f"{head}{len(self.differences)} of {sum(self.counts.values())} differ ({compared})", hanging=2
+        noise = (
+            f"two steps without it differ by {self.noise:.2g}" if self.noise else "two steps without it are the same"
         )
+        regions = counted(self.regions, "region")
+        steps = f"{self.model} on {self.device}, a step with the plan ({regions}) beside one without"
+        if self.ok:
+            within = " within that noise" if self.noise else " to the last bit"
+            return "\n".join(paragraph(f"the same{within}: {compared}. {steps}; {noise}", hanging=2))
+        found = f"{len(self.differences)} of {sum(self.counts.values())} differ ({compared})"
+        lines = paragraph(f"{found}. {steps}; {noise}", hanging=2)
         for row in self.differences[:SHOWN]:
             lines += paragraph(str(row), 2, hanging=2)
         if len(self.differences) > SHOWN:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import arguments
+from .. import arguments, errors
 from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
 from ..arguments import Batch, Captures, call_of
@@ -320,11 +320,11 @@ class SavedActivations(NamedTuple):
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_kind().items() if nbytes)
-        title = f"{self.total_bytes:,} bytes kept for backward in {counted(len(self.rows), 'tensor')}"
-        lines = [f"{title}: {kinds}" if kinds else title]
+        kinds = [f"{kind} {errors.size(nbytes)}" for kind, nbytes in self.by_kind().items() if nbytes]
+        title = f"{errors.size(self.total_bytes)} kept for backward in {counted(len(self.rows), 'tensor')}"
+        lines = [f"{title}: {', '.join(kinds)}" if len(kinds) > 1 else title]
         if self.result_bytes:
-            lines.append(f"{self.result_bytes:,} more are alive as long as the result is")
+            lines.append(f"{errors.size(self.result_bytes)} more as long as the output is alive")
         if not self.rows:
             return "\n".join(lines)
         listed = sorted(grouped(self.rows, _alike).values(), key=lambda rows: -sum(row.bytes for row in rows))

@@ -187,10 +187,14 @@ class Prediction:
             freed = costs = rate = ""
             if line.what != NOT_RECOMPUTED:
                 freed, costs = f"{line.freed_bytes / unit:,.2f}", f"{1000 * line.seconds:,.3f}"
-                rate = f"{line.freed_bytes / unit / (1000 * line.seconds):,.1f}" if line.seconds else "no cost"
+                rate = _rate(line.freed_bytes / unit / (1000 * line.seconds)) if line.seconds else "no cost"
             kept = f"{line.saved_bytes / unit:,.2f}"
             rows.append((f"{line.count} x", kept, freed, costs, rate, f"{line.where}: {line.what}"))
         return "\n".join([*head, *(table(rows, right=5) if self.lines else []), *filter(None, [self.advice])])
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _ms(seconds: float) -> str:

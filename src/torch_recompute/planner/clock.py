@@ -79,7 +79,7 @@ class Scale:
         return Scale(more / added if added and more else 1.0, without + optimizer, ran)
 
     def __str__(self) -> str:
-        return f"scaled to a step that was run {self.ran}: what regions add x {self.replays:.2f}"
+        return f"then what regions add x {self.replays:.2f}, as in a step that was run {self.ran}"
 
     def __call__(self, costs: Costs) -> Costs:
         """The costs in these seconds."""

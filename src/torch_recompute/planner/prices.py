@@ -300,7 +300,7 @@ class Measured:
     def timing(self) -> str:
         """Where its seconds are from, in words."""
         others = ", ".join(sorted(self._not_run))
-        return f"single operations timed on {self.name}{others and f', {others} by its speeds'}"
+        return f"operations timed one by one on {self.name}{others and f' ({others} estimated)'}"
 
     @property
     def overhead(self) -> Overhead:
