@@ -25,7 +25,7 @@ unexport PYTHONPATH
 # Tests start dozens of processes; what the first has compiled of torch and of ours serves the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages clean
+.PHONY: help demo test quick test-gpu browser lint types wheel check-archives bench bench-discard bench-frontier docs pages first-minutes clean
 .DELETE_ON_ERROR:
 # Steps share one .venv.
 .NOTPARALLEL:
@@ -85,6 +85,9 @@ docs: $(VENV)/.stamp-docs  ## the manual, into site (Python 3.11 or newer)
 
 pages: $(VENV)/.stamp-installed $(VENV)/.stamp-dev  ## what in docs is made from results and drawings
 	$(BIN)/python tools/pages.py
+
+first-minutes: $(VENV)/.stamp-dev browser  ## follow the quick start in an empty folder, timed, with pictures: docs/first-minutes.md
+	$(BIN)/python tools/first_minutes.py $(ARGS)
 
 clean:  ## remove every .venv and everything built
 	rm -rf .venv .venv-* dist build site .pytest_cache .ruff_cache .hypothesis

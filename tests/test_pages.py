@@ -61,6 +61,16 @@ def test_figures_of_the_readme_are_made() -> None:
     assert not re.search(r"\d\s*(%|[kKMGT]i?B|[mun]?s\b|x\b|times)", text)
 
 
+def test_the_first_minutes_are_of_this_quick_start(tool: ModuleType) -> None:
+    """The transcript holds each command and block of the quick start, and its pictures are there."""
+    asked = [text for _, text in importlib.import_module("first_minutes").parts()]
+    page = (DOCS / "first-minutes.md").read_text("utf-8")
+    assert [text for text in asked if text not in page and not text.startswith("pip install torch")] == []
+    assert len(asked) > 10
+    for picture in re.findall(r"\]\((pictures/.+?)\)", page):
+        assert (DOCS / picture).read_bytes().startswith(b"\x89PNG"), "make first-minutes"
+
+
 def test_quotes_are_of_real_errors() -> None:
     """What `docs/troubleshooting.md` quotes in italics, between its dots, is part of a text that the tests pin."""
     texts = "\n".join(text for _, text, _ in ROWS)

@@ -285,6 +285,19 @@ def test_the_slider_shows_other_plans(page: Browser, data: dict[str, Any]) -> No
 
 
 @in_browser
+def test_the_notes_follow_the_slider(page: Browser, data: dict[str, Any], tmp_path: Path) -> None:
+    """What is said of the loss's share is that of the plan which is shown."""
+    steps = [{**step, "advice": f"advice on {number}."} for number, step in enumerate(data["steps"])]
+    path = tmp_path / "advised.html"
+    path.write_text(render({**data, "steps": steps}), encoding="utf-8")
+    page.open(path)
+    for number in range(len(steps)):
+        page.evaluate(f"show({number})")
+        assert text(page, "#notes").count("advice on") == 1
+        assert f"advice on {number}." in text(page, "#notes")
+
+
+@in_browser
 def test_the_table_sorts(page: Browser, data: dict[str, Any]) -> None:
     """A click on a column's head sorts by it, figures from the largest, a second one the other way; it says so."""
     rows = data["steps"][data["chosen"]]["placements"]

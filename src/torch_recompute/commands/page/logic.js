@@ -83,6 +83,6 @@ function sorted(rows, key, direction) {
 /** What one plan is, in a line. */
 function inWords(step, plain) {
   const name = { "the plan": "The plan", "without recomputation": "Without recomputation", "another budget": "For another budget" }[step.name];
-  const more = plain.step_seconds ? share(step.step_seconds / plain.step_seconds - 1) : "";
-  return `${name}: peak ${bytes(step.peak_bytes)}, step ${seconds(step.step_seconds)} (${more}), ${step.regions} regions`;
+  const more = step === plain || !plain.step_seconds ? "" : ` (${share(step.step_seconds / plain.step_seconds - 1)})`;
+  return `${name}: peak ${bytes(step.peak_bytes)}, step ${seconds(step.step_seconds)}${more}, ${step.regions} regions`;
 }
