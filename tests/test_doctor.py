@@ -621,7 +621,7 @@ def test_fragmentation(books: AllocatorStats, found: bool, monkeypatch: pytest.M
     findings = look_for(CHECKS, evidence).findings
     assert [f.figures["reserved_bytes"] for f in findings] == [books.reserved_bytes] * found
     for finding in findings:
-        assert "30,720.00 MiB lay unused in pieces" in finding.seen
+        assert "30.00 GiB lay unused in pieces" in finding.seen
         assert finding.write.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert all("is on already" in finding.write for finding in look_for(CHECKS, evidence).findings)

@@ -164,7 +164,7 @@ class Evidence:
         if plain is None or self.simulated is None:
             return ""
         kept = self.simulated.step.saved_bytes
-        return f"; a step keeps {_mib(kept)} for backward with it and {_mib(plain.saved_bytes)} without"
+        return f"; a step keeps {_size(kept)} for backward with it and {_size(plain.saved_bytes)} without"
 
 
 _Found = tuple[str, str, str, str, dict[str, Any]]
@@ -344,7 +344,7 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     for (backward, in_graph, holder), of in by_holder.items():
         nbytes, steps = sum(kept.nbytes for _, kept in of), max(kept.steps for _, kept in of)
         modules = list(dict.fromkeys(starred(path) for path, _ in of))
-        what = f"{_mib(nbytes)} that {', '.join(modules[:SHOWN])} returned in {counted(steps, 'step')} are alive"
+        what = f"{_size(nbytes)} that {', '.join(modules[:SHOWN])} returned in {counted(steps, 'step')} are alive"
         refers = holder or "a variable"
         if not backward:
             seen = f"{what}: no backward went through them, and their losses are kept."
@@ -371,7 +371,7 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     if observed.zeroed_bytes:
         yield _found(
             "the training loop",
-            f"{_mib(observed.zeroed_bytes)} of gradients are alive in forward, and all of them are zero.",
+            f"{_size(observed.zeroed_bytes)} of gradients are alive in forward, and all of them are zero.",
             "real steps: the gradients were looked at when a forward began.",
             "optimizer.zero_grad(), whose set_to_none is True.",
             nbytes=observed.zeroed_bytes,
@@ -384,10 +384,10 @@ def _over_budget(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     if budget is None or step.peak_bytes <= budget:
         return
     where = f" of {step.peak.module}" if step.peak.module else ""
-    kinds = ", ".join(f"{name} {_mib(count)}" for name, count in step.by_category.items() if count)
+    kinds = ", ".join(f"{name} {_size(count)}" for name, count in step.by_category.items() if count)
     yield _found(
         evidence.name,
-        f"the peak is {_mib(step.peak_bytes)}, {_mib(step.peak_bytes - budget)} more than the budget, in "
+        f"the peak is {_size(step.peak_bytes)}, {_size(step.peak_bytes - budget)} more than the budget, in "
         f"{step.peak.phase}{where}: {kinds}.",
         f"one simulated step, counted: {step.loop}.",
         _plan_within(simulated, budget),
@@ -402,7 +402,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     except errors.BudgetError as error:
         return (
             f"a smaller batch, or an optimizer with less state, or shard the model: no plan takes less than "
-            f"{_mib(error.smallest)}."
+            f"{_size(error.smallest)}."
         )
     except errors.ArgumentError as error:
         return f"recompute(fn) around its largest parts: the planner cannot plan it ({str(error).splitlines()[0]})"
@@ -410,7 +410,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     assert promise is not None
     return (
         f'apply(model, make_plan(..., budget="{errors.as_budget(budget)}")): {len(plan)} regions, a peak of '
-        f"{_mib(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
+        f"{_size(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
     )
 
 
@@ -432,8 +432,8 @@ def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Foun
         )
     yield _found(
         stats.device,
-        f"{_mib(stats.allocated_bytes)} were allocated at most and {_mib(stats.reserved_bytes)} reserved, of "
-        f"{_mib(stats.total_bytes)}: {_mib(unused)} lay unused in pieces. The allocator had to give memory back and "
+        f"{_size(stats.allocated_bytes)} were allocated at most and {_size(stats.reserved_bytes)} reserved, of "
+        f"{_size(stats.total_bytes)}: {_size(unused)} lay unused in pieces. The allocator had to give memory back and "
         f"ask again {times(stats.retries)}.",
         "torch.cuda.memory_stats, the peaks of the steps that were watched.",
         write,
@@ -452,7 +452,7 @@ def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found
         return
     yield _found(
         evidence.name,
-        f"the peak is {_mib(step.peak_bytes)}, and {_mib(plain.peak_bytes)} without the plan. "
+        f"the peak is {_size(step.peak_bytes)}, and {_size(plain.peak_bytes)} without the plan. "
         + step.advice.partition(" Compute ")[0],
         "two simulated steps, with the plan and without, and the tensors alive at the peak.",
         "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token.",
@@ -472,9 +472,9 @@ def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
         return
     yield _found(
         "the training loop",
-        f"`out` of `out = model(...)` keeps {_mib(step.loop.output_bytes)} alive through backward, the optimizer's "
-        f"step and the next forward, where the loss alone is needed: the peak is {_mib(step.peak_bytes)}, and "
-        f"{_mib(released.peak_bytes)} if the output is let go of.",
+        f"`out` of `out = model(...)` keeps {_size(step.loop.output_bytes)} alive through backward, the optimizer's "
+        f"step and the next forward, where the loss alone is needed: the peak is {_size(step.peak_bytes)}, and "
+        f"{_size(released.peak_bytes)} if the output is let go of.",
         "two simulated steps, with the output held and without.",
         "loss = model(**batch).loss; loss.backward(), or `del out` before backward; and plan with "
         "hold_output=False. The Trainers of Hugging Face and Lightning let go of it by themselves: say "
@@ -494,12 +494,12 @@ def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[
     fills = budget is not None and lasting > FILLED * budget
     if not fills and not (in_step and (budget is None or step.peak_bytes > budget)):
         return
-    of = f" of a budget of {_mib(budget)}" if budget is not None else f" of a peak of {_mib(step.peak_bytes)}"
+    of = f" of a budget of {_size(budget)}" if budget is not None else f" of a peak of {_size(step.peak_bytes)}"
     where = " The peak is in the optimizer's step, where no activation is alive." if in_step else ""
     yield _found(
         evidence.name,
-        f"parameters and buffers {_mib(kept['parameters'] + kept['buffers'])}, gradients {_mib(gradients)}, "
-        f"optimizer state {_mib(kept['optimizer'])}: {_mib(lasting)}{of}. No recomputation frees any of it.{where}",
+        f"parameters and buffers {_size(kept['parameters'] + kept['buffers'])}, gradients {_size(gradients)}, "
+        f"optimizer state {_size(kept['optimizer'])}: {_size(lasting)}{of}. No recomputation frees any of it.{where}",
         "one simulated step, with every storage counted by what it is for.",
         "fully_shard(model), an optimizer with less state (8-bit, or factored as Adafactor), or gradients that are "
         "released in backward (register_post_accumulate_grad_hook).",
@@ -528,8 +528,8 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
         if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
             yield _found(
                 account.name,
-                f"{counted(account.calls, 'region')} dropped {_mib(account.dropped_bytes)} and kept "
-                f"{_mib(account.pinned_bytes + account.held_bytes)} that would not be kept without: they free nothing.",
+                f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
+                f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
                 f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
                 f"a plan without {account.name}, or a region that reaches further back, to where its input is made.",
                 regions=account.calls,
@@ -577,7 +577,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
         if account.stashed_bytes > HELD * simulated.step.saved_bytes:
             yield _found(
                 account.name,
-                f"{counted(account.calls, 'region')} keep {_mib(account.stashed_bytes)} in {account.stashed_by[0]}: a "
+                f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
                 "region drops what is saved for backward, and attributes of ctx are not.",
                 "one simulated step: the graph was walked when the loss was there.",
                 "ctx.save_for_backward(...) in the place of the attribute.",
@@ -588,8 +588,8 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
             continue  # what is worse than this has a kind of its own
         yield _found(
             account.name,
-            f"{counted(account.calls, 'region')} dropped {_mib(account.dropped_bytes)}, of which "
-            f"{_mib(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
+            f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)}, of which "
+            f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
             "a region that reaches through the consumer, the consumer being a saved call: "
             "recompute(lambda x: no_recompute(consumer)(fn(x)))(x); or none here.",
@@ -608,8 +608,8 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
             continue
         yield _found(
             account.name,
-            f"{counted(account.calls, 'region')} keep {_mib(account.held_bytes)} of inputs that nothing else keeps, "
-            f"and free {_mib(account.dropped_bytes - account.pinned_bytes)}: {_mib(-account.freed_bytes)} more than "
+            f"{counted(account.calls, 'region')} keep {_size(account.held_bytes)} of inputs that nothing else keeps, "
+            f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
             "the plain call.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
             f"a plan without {account.name}: the result of such an operation is all that its backward needs.",
@@ -648,7 +648,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             if outer is not None:
                 if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
                     continue  # it pays: in the replay of the outer one, less is alive at once
-                confirmed += f"; the peak is {_mib(step.peak_bytes)} with it and {_mib(outer.peak_bytes)} without"
+                confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
             yield _found(
                 account.name,
                 f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
@@ -665,7 +665,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 account.name,
                 f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
                 f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
-                f"{_mib(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
+                f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
                 "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
                 "what.",
                 f'no region on {account.name}; in a region around the whole layer, keep it: keep=("@attention",).',
@@ -677,8 +677,8 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             yield _found(
                 account.name,
                 f"{counted(account.calls, 'region')} run a fused attention again "
-                f"({_gflop(account.attention_replays)}), and free {_mib(account.freed_bytes)}, no more than its "
-                f"results are ({_mib(account.attention_bytes)}): the scores are not kept without the region either.",
+                f"({_gflop(account.attention_replays)}), and free {_size(account.freed_bytes)}, no more than its "
+                f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
                 "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
                 "what.",
                 f"a plan without {account.name} (recompute_modules without core_attn); or a region around more than "
@@ -872,9 +872,9 @@ KINDS = tuple(check.kind for check in CHECKS)
 # --- words and figures ------------------------------------------------------------------------------------------------
 
 
-def _mib(count: float) -> str:
-    """Bytes in MiB, or exactly where they are few."""
-    return f"{count / 2**20:,.2f} MiB" if abs(count) >= 2**20 else f"{int(count):,} bytes"
+def _size(count: float) -> str:
+    """Bytes in the unit that suits them, or exactly where they are few."""
+    return errors.size(round(count)) if count >= 2**20 else f"{int(count):,} bytes"
 
 
 def _gflop(count: float) -> str:
