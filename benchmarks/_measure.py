@@ -44,11 +44,11 @@ def arguments(description: str, **lists: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def finish(options: argparse.Namespace, figures: list[dict[str, Any]], passed: bool) -> None:
-    """Prints the verdict and saves the figures."""
+def finish(options: argparse.Namespace, figures: list[dict[str, Any]], passed: bool, **more: Any) -> None:
+    """Prints the verdict and saves the figures, with what else there is to save."""
     print("verdict:", "reached" if passed else "NOT reached")
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{options.save}.json"
-        path.write_text(json.dumps({**machine(), "reached": passed, "figures": figures}, indent=1) + "\n")
+        path.write_text(json.dumps({**machine(), "reached": passed, **more, "figures": figures}, indent=1) + "\n")
         print("saved to", path)
