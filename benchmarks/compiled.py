@@ -43,7 +43,7 @@ SHAPE = (3, 256, 256, 4)  # layers, width, tokens, batch
 LAYERS = ", by layers"
 MODELS = ("gpt", "gpt, dropout", "llama", "encoder-decoder", "moe", "gpt, dropout" + LAYERS, "llama" + LAYERS)
 SHARES = (0.5, 0.1, 0.0)
-OWN = {"gpt, dropout": 10, "encoder-decoder": 10, "gpt, dropout" + LAYERS: 10, "llama" + LAYERS: 10}
+OWN = {"gpt, dropout": 10, "encoder-decoder": 10, "gpt, dropout" + LAYERS: 19, "llama" + LAYERS: 19}
 """Budgets from the least that any choice needs to the peak of the step without one; of other models `FEW`."""
 FEW = 3
 LEAST = 0.001  # a share as small as none
@@ -112,17 +112,19 @@ def variants(name: str) -> Iterator[Variant]:
     """A model compiled without a budget, with torch's, and with ours."""
     plain = Variant(name, "torch", "none", split)
     yield plain
+    own, layers = OWN.get(name, FEW), SHAPE[0] if LAYERS in name else 1
+    first = Variant(name, "its own", "0%", Partition(LEAST, layers=layers))
     for share in SHARES:
         theirs = Variant(name, "torch", f"{share:.0%}", split, share)
         yield theirs
-        if LAYERS not in name:
-            yield Variant(name, "at torch's", f"{share:.0%}", Partition(theirs.peak), allowed=theirs.peak)
-    own = OWN.get(name, FEW)
-    first = Variant(name, "its own", "0%", Partition(LEAST))
+        if layers == 1 and theirs.peak >= first.peak:
+            yield Variant(name, "at torch's", theirs.budget, Partition(theirs.peak), allowed=theirs.peak)
     yield first
     for share in (step / (own - 1) for step in range(1, own)):
-        budget = 0 if LAYERS in name else int(first.peak + share * (plain.peak - first.peak))
-        yield Variant(name, "its own", f"{share:.0%}", Partition(budget or min(share, 1 - LEAST)), allowed=budget)
+        # What is not compiled with the layers is in their step's peak, too, so bytes would not be comparable.
+        budget = 0 if layers > 1 else int(first.peak + share * (plain.peak - first.peak))
+        inner = Partition(budget or min(share, 1 - LEAST), layers=layers)
+        yield Variant(name, "its own", f"{share:.0%}", inner, allowed=budget)
 
 
 def rows(name: str, rounds: int) -> list[Row]:

@@ -126,7 +126,7 @@ def tag(graph: fx.Graph, backward: Collection[fx.Node], saved: Collection[int], 
         node.meta.pop("ac_graph_id", None)
         keys = {key for key, _ in storages(node)}
         source = node.args[0] if node.target is operator.getitem else node
-        if keys & set(saved):
+        if keys & set(saved) and node not in again:  # an operation may run again for another of its results
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif source in again or keys & made:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

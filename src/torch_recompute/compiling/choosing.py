@@ -78,11 +78,13 @@ class Chosen(NamedTuple):
         saved: Values of the graph, by number.
         lives: What lives with them.
         flops: FLOPs that backward runs again.
+        peak: The most bytes alive at any time, with the graphs of all layers.
     """
 
     saved: frozenset[int]
     lives: Lives
     flops: int
+    peak: int
 
 
 class Chooser:
@@ -90,14 +92,15 @@ class Chooser:
 
     Args:
         joint: The graph.
+        layers: How many graphs like this follow one another, each with the same choice.
 
     Attributes:
         least: The fewest bytes that any choice needs.
-        plain: What lives where nothing is run again but what is a part of other kernels.
+        plain: The choice that runs nothing again but what is a part of other kernels.
     """
 
-    def __init__(self, joint: Joint) -> None:
-        self._joint = joint
+    def __init__(self, joint: Joint, layers: int = 1) -> None:
+        self._joint, self._others = joint, layers - 1
         self._cuts, self._long = _cuts(joint)
         self._segment = self._segments()
         self._members: list[list[int]] = [[] for _ in range(1 + max(self._segment, default=0))]
@@ -110,7 +113,7 @@ class Chooser:
         for kind, graph in zip(self._kinds, graphs, strict=True):
             if kind not in self._ways:
                 self._ways[kind] = _ways(graph)
-        self.plain = joint.simulate(self._values([self._ways[kind][0] for kind in self._kinds]))
+        self.plain = self._chosen([self._ways[kind][0] for kind in self._kinds])
         self._of: dict[tuple[str, Option], Way] = {}
         self._costs = Costs(
             {kind: self._options(kind) for kind in self._ways},
@@ -121,7 +124,7 @@ class Chooser:
         )
         narrow = smallest(self._costs)
         self._narrow, self._room = self._count(narrow.options), narrow.peak_bytes
-        self.least = self._narrow.lives.peak
+        self.least = self._narrow.peak
 
     def choose(self, budget: int) -> Chosen:
         """Chooses what to save.
@@ -135,18 +138,23 @@ class Chooser:
         for _ in range(TRIES):
             room = (low + high) // 2
             tried = self._count(choose(self._costs, room).options)
-            if tried.lives.peak <= budget:
+            if tried.peak <= budget:
                 best, low = tried, room
             else:
                 high = room
         return best
 
     def _count(self, options: Sequence[Option]) -> Chosen:
-        """What a choice saves and runs again, and what lives with it."""
-        saved = self._values([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
+        return self._chosen([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
+
+    def _chosen(self, ways: Sequence[Way]) -> Chosen:
+        """What these ways save and run again, and what lives with them."""
+        saved = self._values(ways)
         lives = self._joint.simulate(saved)
         again = (self._joint.operations[number] for number in lives.again)
-        return Chosen(saved, lives, sum(one.flops for one in again if one.required))
+        # Beside one layer's backward live what those before it save, and the gradients of those after it.
+        beside = self._others * max(lives.saved, *self._joint.gradient_bytes[-1:], 0)
+        return Chosen(saved, lives, sum(one.flops for one in again if one.required), lives.peak + beside)
 
     def _segments(self) -> list[int]:
         """The segment of each operation; one that backward alone needs goes where what it reads is made."""
@@ -232,11 +240,12 @@ class Chooser:
         backward = [lives.backward[use] - joint.gradient_bytes[use] - before for use in self._spans[index]]
         mine = set(members)
         again = [one for number in lives.again if number in mine and (one := joint.operations[number]).required]
+        beside = self._others * saved
         return Option(
             (Choice(("",)),) if ways[index] else (),
-            saved,
-            max([saved, *forward]),
-            max([saved, *backward]),
+            saved + beside,
+            max([saved, *forward]) + beside,
+            max([saved, *backward]) + beside,
             math.fsum(one.cost for one in again),
             sum(one.flops for one in again),
         )

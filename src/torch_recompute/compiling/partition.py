@@ -38,14 +38,14 @@ TRIES = 3  # choices whose code is generated
 
 
 class Partitioned(NamedTuple):
-    """What was chosen for one graph. Bytes are those that its forward and backward allocate.
+    """What was chosen for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
 
     Attributes:
         budget_bytes: The most bytes that were allowed.
         peak_bytes: The most bytes alive at any time, as predicted.
         plain_peak_bytes: The same where nothing is run again but what other kernels take in, counted in the graph.
         least_bytes: The same of the choice that needs the least.
-        saved_bytes: What backward keeps from the forward.
+        saved_bytes: What backward keeps from the forward, in one layer.
         replay_flops: FLOPs of what backward runs again.
         counted: Where `peak_bytes` was counted: in "the code" that inductor writes, or in "the graph", which is less
             exact.
@@ -73,22 +73,30 @@ class Partition(CustomPartitionerFn):
 
     Counted is what a compiled forward and backward allocate: what is saved, what operations make, the gradients that
     are returned. Parameters, the batch and the optimizer are not. Each graph has the whole budget: compile the whole
-    model for a budget in bytes; for layers that are compiled one by one, or after graph breaks, use a share.
+    model for a budget in bytes, or say how many `layers` are compiled one by one; after graph breaks use a share.
 
     Args:
         budget: Bytes, "2GiB", or a share between 0 and 1 of the way from the least that any choice needs to what the
             graph takes when nothing is run again. Or a plan of `make_plan(compiled=True)`.
         exact: Whether each choice is counted in the code that inductor writes for it, which takes as long as a compile
             without its kernels. Without, the predicted peak is that of the graph, and may be a tenth too low.
+        layers: How many graphs like each there are, where layers are compiled one by one (`layer.compile()`): what one
+            saves is then alive as many times. The budget is for all of them; what they pass on is not counted.
 
     Attributes:
         graphs: What was chosen for each graph that this process has compiled, in order.
 
     Raises:
-        ArgumentError: The budget is none of these, or the plan is not for a compiled graph.
+        ArgumentError: The budget is none of these, the plan is not for a compiled graph, or `layers` is no number of
+            layers.
     """
 
-    def __init__(self, budget: Plan | int | float | str, *, exact: bool = True) -> None:
+    def __init__(self, budget: Plan | int | float | str, *, exact: bool = True, layers: int = 1) -> None:
+        if not isinstance(layers, int) or layers < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.ArgumentError(
+                f"Partition(layers={layers!r}): how many layers are compiled one by one is a number from 1 up.\n"
+                "  Write layers=len(model.layers), or leave it out where the whole model is compiled."
+            )
         if isinstance(budget, Plan):
             if budget.graph_bytes is None:
                 raise errors.ArgumentError(
@@ -97,7 +105,7 @@ class Partition(CustomPartitionerFn):
                     "  Write apply(model, plan) and then torch.compile(model), or make_plan(..., compiled=True)."
                 )
             budget, exact = budget.graph_bytes, False  # its step was simulated with the choice for these bytes
-        self._budget, self._exact = read_budget(budget), exact
+        self._budget, self._exact, self._layers = read_budget(budget), exact, layers
         self.graphs: list[Partitioned] = []
         if self._budget == Budget():
             raise errors.ArgumentError(
@@ -117,7 +125,7 @@ class Partition(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """The part of the caches' keys that is about this."""
-        return f"torch_recompute.Partition {VERSION} {self._budget} {self._exact}"
+        return f"torch_recompute.Partition {VERSION} {self._budget} {self._exact} {self._layers}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
         return self  # inductor copies its options
@@ -135,7 +143,7 @@ class Partition(CustomPartitionerFn):
         count = len(gm.graph.nodes)
         try:
             joint = Joint(gm.graph, more["num_fwd_outputs"])
-            chooser = Chooser(joint)
+            chooser = Chooser(joint, self._layers)
             least = chooser.least
         except Exception as error:
             raise errors.RecomputeError(
@@ -143,6 +151,7 @@ class Partition(CustomPartitionerFn):
                 "  Compile without options=partition.options, or leave what is unusual out of what is compiled."
             ) from error
         plain = max(chooser.plain.peak, least)
+        beside = "" if self._layers == 1 else f", {self._layers} times,"
         allowed = bytes_meant(self._budget, lambda: least, plain, None)
 
         def marked(chosen: Chosen) -> Any:
@@ -151,7 +160,8 @@ class Partition(CustomPartitionerFn):
             return gm
 
         def peak_with(chosen: Chosen) -> int:
-            return peak_of(*split(copy.deepcopy(marked(chosen)), joint_inputs, **more), more["num_fwd_outputs"])
+            here = peak_of(*split(copy.deepcopy(marked(chosen)), joint_inputs, **more), more["num_fwd_outputs"])
+            return here + chosen.peak - chosen.lives.peak
 
         found: list[tuple[int, Chosen]] = []
 
@@ -168,19 +178,19 @@ class Partition(CustomPartitionerFn):
                     stacklevel=2,
                 )
                 return None
-            return Attempt(found[-1][0] - allowed, chosen.lives.peak, not chosen.flops)
+            return Attempt(found[-1][0] - allowed, chosen.peak, not chosen.flops)
 
         if self._exact:
             approach(attempt, allowed, least, TRIES if self._budget.bytes is not None else 1)
         words = "the code" if found else "the graph"
         if not found:
             chosen = chooser.choose(max(allowed, least))
-            found.append((chosen.lives.peak, chosen))
+            found.append((chosen.peak, chosen))
         fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
         if not fitting:
             least = min(peak for peak, _ in found)
             raise errors.BudgetError(
-                f"a graph of {count} operations needs at least {errors.size(least)}, but budget={allowed.said} "
+                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but budget={allowed.said} "
                 f"allows less. Without a budget it takes {errors.size(plain)}.\n"
                 f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
                 least,
