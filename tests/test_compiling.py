@@ -13,6 +13,7 @@ from partitions import replayed_by, saved_by
 from torch import nn
 
 from torch_recompute import Choice, Plan, apply, make_plan
+from torch_recompute._torch.partitioning import split, tag
 from torch_recompute.compiling import Partition, compile
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
@@ -291,17 +292,46 @@ def test_a_budget_that_is_too_small():
 
 
 def test_layers_compiled_one_by_one_share_a_budget():
-    """A share is of each graph."""
-    model = Model()
-    partition = Partition("40%", exact=False)
-    graphs = Graphs(partition)
-    for layer in model.layers:
-        layer.compile(backend=graphs.backend, fullgraph=True)
-    step(model, model)
-    assert len(partition.graphs) in (1, 2)  # the second layer is compiled again where its input requires grad
-    assert all(
-        one.least_bytes <= one.peak_bytes <= one.budget_bytes <= one.plain_peak_bytes for one in partition.graphs
-    )
+    """A share is of each graph; told how many layers there are, less of each is saved, with the same gradients."""
+    found = []
+    for layers in (1, 8):
+        torch.compiler.reset()
+        model = Model(**MODELS["llama"])
+        partition = Partition("1%", exact=False, layers=layers)
+        graphs = Graphs(partition)
+        wanted = step(model, model)
+        for layer in model.layers:
+            layer.compile(backend=graphs.backend, fullgraph=True)
+        for a, b in zip(step(model, model), wanted, strict=True):
+            torch.testing.assert_close(a, b)
+        assert len(partition.graphs) in (1, 2)  # the second layer is compiled again where its input requires grad
+        for one in partition.graphs:
+            assert one.least_bytes <= one.peak_bytes <= one.budget_bytes <= one.plain_peak_bytes
+        found.append(partition.graphs[0].saved_bytes)
+    assert found[1] < found[0]
+
+
+def test_an_operation_that_runs_again_for_one_of_its_results():
+    """Attention whose output is saved runs again where its statistics are not."""
+    torch.manual_seed(0)
+    model, found = Layer(), []
+
+    class Mixed:
+        def __call__(self, gm, joint_inputs, **more):
+            joint = Joint(gm.graph, more["num_fwd_outputs"])
+            (attention,) = (one for one in joint.operations if len(one.makes) > 1 and one.flops)
+            kept = {key for key, number in joint.index.items() if number not in attention.makes[1:]}
+            tag(gm.graph, joint.backward, kept, {attention.node})
+            forward, backward = split(gm, joint_inputs, **more)
+            found.append(replayed_by(joint, backward))
+            return forward, backward
+
+    x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+    (wanted,) = torch.autograd.grad(model(x).square().sum(), x)
+    run = torch.compile(model, backend=Graphs(Mixed()).backend, fullgraph=True)
+    (got,) = torch.autograd.grad(run(x).square().sum(), x)
+    torch.testing.assert_close(got, wanted)
+    assert found[0] > 0
 
 
 def test_symbolic_shapes():

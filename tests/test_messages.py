@@ -1210,6 +1210,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Partition(8, exact=False)(sines(), (), num_fwd_outputs=1),
     lambda: Partition(0.5)(sines(), ()),
     lambda: Partition("fit"),
+    lambda: Partition(0.5, layers=0),
     lambda: Partition(Plan((Choice(("layers.0",)),))),
     lambda: apply(small_stack()[0], Plan(graph_bytes=2**20)),
     lambda: make_plan(small_stack()[0], small_stack()[1], budget=0.4, compiled=True, offload=True),

@@ -29,6 +29,7 @@ PLAIN = 0.1  # price of a byte, in FLOPs, at which nothing is run again but what
 NEVER = 2**60  # bytes of what cannot be saved
 DEPTH = 8  # of the halvings between the lowest price and the highest
 WORTH = 0.01  # of what a way costs: an operation that costs less is not saved by itself
+WIDER = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)  # times the least room by the costs: where the least that is counted may be
 TRIES = 12  # choices that are counted in the whole graph, with more room or less, until none that fits is cheaper
 CLOSE = 0.01  # of the room: a choice that leaves less of the budget free is taken
 
@@ -123,7 +124,9 @@ class Chooser:
             ),
         )
         narrow = smallest(self._costs)
-        self._narrow, self._room = self._count(narrow.options), narrow.peak_bytes
+        self._room = narrow.peak_bytes
+        wider = (choose(self._costs, int(self._room * more)).options for more in WIDER)  # counted, one may be smaller
+        self._narrow = min(map(self._count, (narrow.options, *wider)), key=lambda one: one.peak)
         self.least = self._narrow.peak
 
     def choose(self, budget: int) -> Chosen:
