@@ -61,9 +61,11 @@ lint: $(VENV)/.stamp-dev  ## ruff check, ruff format --check, codespell
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 
+# Both at once, each on a core of its own; the first line fetches what both run on.
 types: $(VENV)/.stamp-dev  ## pyright: strict on src, basic on benchmarks and tools
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pyright --pythonpath $(BIN)/python -p benchmarks
+	@$(BIN)/pyright --version
+	@$(BIN)/pyright --pythonpath $(BIN)/python & src=$$!; \
+	$(BIN)/pyright --pythonpath $(BIN)/python -p benchmarks; others=$$?; wait $$src && exit $$others
 
 wheel: $(VENV)/.stamp-wheel  ## the source archive and the wheel, in dist
 

@@ -12,6 +12,7 @@ from allocated import levels
 from partitions import replayed_by, saved_by
 from torch import nn
 
+from compiler import COMPILES, as_they_are
 from torch_recompute import Choice, Plan, apply, make_plan
 from torch_recompute._torch.partitioning import split, tag
 from torch_recompute.compiling import Partition, compile
@@ -19,12 +20,7 @@ from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
 from torch_recompute.errors import ArgumentError, BudgetError, RecomputeError
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # the compiler looks at inputs
-]
+pytestmark = COMPILES
 
 WIDTH, TOKENS, BATCH, VOCABULARY = 64, 32, 4, 96
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -92,17 +88,10 @@ class Graphs:
     """An eager backend under a partition: what each graph keeps, and its joint graph."""
 
     def __init__(self, partition):
-        from functorch.compile import make_boxed_func
-        from torch._dynamo.backends.common import aot_autograd
         from torch._inductor.compile_fx import select_decomp_table
 
-        def run(graph, _):
-            return make_boxed_func(graph.forward)
-
         self.partition, self.saved, self.joints, self.again, self.grads = partition, [], [], [], []
-        self.backend = aot_autograd(
-            fw_compiler=run, bw_compiler=run, partition_fn=self.split, decompositions=select_decomp_table()
-        )
+        self.backend = as_they_are(self.split, decompositions=select_decomp_table())
 
     def split(self, graph, inputs, **more):
         joint = Joint(copy.deepcopy(graph).graph, more["num_fwd_outputs"])

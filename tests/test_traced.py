@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from compiler import COMPILES, as_they_are
 from laws.placements import chain
 from torch_recompute import (
     Choice,
@@ -30,12 +31,7 @@ from torch_recompute.compat import paddle
 from torch_recompute.state import NumpyRng
 from torch_recompute.stores import OnHost
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # the compiler looks at inputs
-]
+pytestmark = COMPILES
 
 WIDTH, TOKENS, BATCH, LAYERS = 32, 8, 2, 2
 
@@ -44,16 +40,11 @@ class Split:
     """A backend that runs the two graphs of a partition as they are, and remembers what one keeps for the other."""
 
     def __init__(self):
-        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-        from torch._dynamo.backends.common import aot_autograd
+        from functorch.compile import min_cut_rematerialization_partition
 
         self.kept = []
         self._split = min_cut_rematerialization_partition
-
-        def run(graph, _):
-            return make_boxed_func(graph.forward)
-
-        self.backend = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=self.split)
+        self.backend = as_they_are(self.split)
 
     def split(self, joint, inputs, *, num_fwd_outputs, **more):
         forward, backward = self._split(joint, inputs, num_fwd_outputs=num_fwd_outputs, **more)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compiler import COMPILES, as_they_are
 from laws.placements import NAMES, chain
 from laws.watch import Counted
 from torch_recompute import (
@@ -19,12 +20,7 @@ from torch_recompute import (
     save_for_recompute,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # the compiler looks at inputs
-]
+pytestmark = COMPILES
 
 
 def compiled(fn):
@@ -138,20 +134,15 @@ def test_values_and_choices_inside():
 
 def test_the_graph_is_one_and_recomputes():
     """The partitioner is told: fewer tensors cross from the forward graph to the backward graph."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
+    from functorch.compile import min_cut_rematerialization_partition
 
     saved = []
 
-    def forward(graph, _):
-        saved.append(sum(len(n.args[0]) for n in graph.graph.nodes if n.op == "output"))
-        return make_boxed_func(graph.forward)
+    def partition(*args, **more):
+        forward, backward = min_cut_rematerialization_partition(*args, **more)
+        saved.append(sum(len(n.args[0]) for n in forward.graph.nodes if n.op == "output"))
+        return forward, backward
 
-    def backward(graph, _):
-        return make_boxed_func(graph.forward)
-
-    partition = min_cut_rematerialization_partition
-    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     weight = torch.ones(8, 8, requires_grad=True)
 
     def body(x):
@@ -161,7 +152,8 @@ def test_the_graph_is_one_and_recomputes():
 
     for run in (body, recompute(body)):
         torch.compiler.reset()
-        torch.compile(run, fullgraph=True, backend=backend)(torch.ones(4, 8, requires_grad=True)).sum().backward()
+        step = torch.compile(run, fullgraph=True, backend=as_they_are(partition))
+        step(torch.ones(4, 8, requires_grad=True)).sum().backward()
     assert len(saved) == 2
     assert saved[1] < saved[0]
 
