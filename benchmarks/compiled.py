@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch
-from _measure import RESULTS, arguments, finish
+from _measure import arguments, finish
 
 from torch_recompute._torch.partitioning import CustomPartitionerFn, split
 from torch_recompute.compiling import Partition
@@ -47,6 +47,7 @@ OWN = {"gpt, dropout": 10, "encoder-decoder": 10, "gpt, dropout" + LAYERS: 19, "
 """Budgets from the least that any choice needs to the peak of the step without one; of other models `FEW`."""
 FEW = 3
 LEAST = 0.001  # a share as small as none
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "compiled.png"
 WITHIN = 0.02
 NOISE = 1.02  # of a step's time
 MIB = 2**20
@@ -256,7 +257,7 @@ def main() -> None:
         print(f"{said:60} {figure:>8} {goal:>8}  {'holds' if holds else 'does NOT hold'}")
     finish(options, figures, all(holds for *_, holds in found), claims=found)
     if options.save:
-        draw(figures, RESULTS / f"{options.save}.png")
+        draw(figures, PICTURE)
 
 
 if __name__ == "__main__":
