@@ -176,8 +176,6 @@ def _print(
     if explain:
         words = explained(CURVE_WORDS) if frontier else plans[0].explain()
         console.print(words, style="dim", markup=False)
-    elif console.is_terminal:
-        console.print("add --explain to see what these words mean", style="dim")
     for path, why in profile.left_out:
         console.print(f"not planned: {path} {why}", style="dim", markup=False)
     if frontier and profile.advice:
