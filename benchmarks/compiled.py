@@ -43,7 +43,7 @@ SHAPE = (3, 256, 256, 4)  # layers, width, tokens, batch
 LAYERS = ", by layers"
 MODELS = ("gpt", "gpt, dropout", "llama", "encoder-decoder", "moe", "gpt, dropout" + LAYERS, "llama" + LAYERS)
 SHARES = (0.5, 0.1, 0.0)
-OWN = {"gpt, dropout": 10, "encoder-decoder": 10, "gpt, dropout" + LAYERS: 19, "llama" + LAYERS: 19}
+OWN = {"gpt, dropout": 10, "encoder-decoder": 10, "gpt, dropout" + LAYERS: 10, "llama" + LAYERS: 10}
 """Budgets from the least that any choice needs to the peak of the step without one; of other models `FEW`."""
 FEW = 3
 LEAST = 0.001  # a share as small as none

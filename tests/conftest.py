@@ -118,6 +118,16 @@ def nothing_old_is_looked_at() -> None:
 
 
 @pytest.fixture(autouse=True)
+def the_environment_as_it_was() -> Iterator[None]:
+    """Takes back what packages write into the environment: by Lightning's rank Accelerate starts a group later."""
+    before = dict(os.environ)
+    yield
+    for name in {*os.environ} - {*before}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def nothing_known() -> None:
     """Each test plans as a new process does, whatever it puts in the place of the planner's parts."""
     planned = sys.modules.get("torch_recompute.planner.known")
