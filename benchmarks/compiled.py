@@ -174,7 +174,7 @@ def compared(figures: Sequence[Row]) -> dict[str, list[float]]:
         best = min(low, key=lambda row: row["replayed_gflop"], default=None)
         if theirs["replayed_gflop"] or best is None or best["replayed_gflop"]:
             found["FLOPs"].append(ratio(best["replayed_gflop"], theirs["replayed_gflop"]) if best else math.inf)
-        found["time"].append(min((row["step_ratio"] for row in low), default=math.inf) / theirs["step_ratio"])
+        found["time"].append(best["step_ratio"] / theirs["step_ratio"] if best else math.inf)
         if small:
             found["peak"].append(ratio(min(row["peak_mib"] for row in small), theirs["peak_mib"]))
     return found
