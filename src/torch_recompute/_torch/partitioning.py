@@ -118,7 +118,7 @@ def tag(graph: fx.Graph, backward: Collection[fx.Node], saved: Collection[int], 
         saved: The storages that backward keeps from the forward.
         again: The nodes that backward runs again; what is a view of what they make is made again as well.
     """
-    made = {key for node in again for key, _ in storages(node)}
+    kept, made = set(saved), {key for node in again for key, _ in storages(node)}
     for node in graph.nodes:
         if node.op != "call_function" or node in backward:
             continue
@@ -126,7 +126,7 @@ def tag(graph: fx.Graph, backward: Collection[fx.Node], saved: Collection[int], 
         node.meta.pop("ac_graph_id", None)
         keys = {key for key, _ in storages(node)}
         source = node.args[0] if node.target is operator.getitem else node
-        if keys & set(saved) and node not in again:  # an operation may run again for another of its results
+        if keys & kept and node not in again:  # an operation may run again for another of its results
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif source in again or keys & made:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
