@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -161,6 +162,30 @@ def test_a_smaller_budget_never_has_a_higher_peak(kind):
     assert graphs.again[0] <= one.replay_flops
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_no_set_of_products_of_a_layer_is_better(kind):
+    """Of layers compiled one by one as little is run again as with the best set of products for the same peak."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    model, graphs = Model(layers=1, **MODELS[kind]), Graphs(min_cut_rematerialization_partition)
+    model.layers[0].compile(backend=graphs.backend, fullgraph=True)
+    step(model, model)
+    (joint,) = graphs.joints
+    chooser, others = Chooser(joint, 3), 2
+    products = [number for number, one in enumerate(joint.operations) if one.required and one.flops]
+    cheap = {number for number, one in enumerate(joint.operations) if not one.flops}
+    for chosen in itertools.product((False, True), repeat=len(products)):
+        again = cheap | {number for number, repeated in zip(products, chosen, strict=True) if repeated}
+        kept = {value for number, one in enumerate(joint.operations) if number not in again for value in one.makes}
+        read = {value for number in joint.again(kept) for value in joint.operations[number].reads}
+        read |= {number for number, value in enumerate(joint.values) if value.uses}
+        lives = joint.simulate({number for number in kept & read if not joint.values[number].output})
+        peak = lives.peak + others * lives.saved
+        if peak >= chooser.least:
+            flops = sum(joint.operations[number].flops for number in lives.again if number in products)
+            assert chooser.choose(int(1.02 * peak)).flops <= flops
 
 
 def test_a_plan_of_a_compiled_step(tmp_path, monkeypatch):

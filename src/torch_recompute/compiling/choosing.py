@@ -3,18 +3,20 @@
 The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
 saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
 with a price for a saved byte, the cheapest set of operations to run again is a minimum cut (`plan/bound.py`), and each
-price gives one; between two of these lie those that save one value more at a time. What a way saves, and what lives in
-its backward, is counted in the whole graph (`Joint.simulate`). From there on it is the problem of any other plan, and
-`plan/solve.py` chooses a way for each segment.
+price gives one; between the cheapest and the smallest are those that save some of what the smallest runs again. What a
+way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`). From there on it is the
+problem of any other plan, and `plan/solve.py` chooses a way for each segment.
 
-Segments that are the same except for their weights share their ways, so many layers take little longer than one.
+Segments that are the same except for their weights share their ways, so many layers take little longer than one. Where
+none are, the graph is one layer: nothing of others can live at once with what it runs again, and the values between its
+segments need not be saved. So it is one segment as well, and the better of the two choices is taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..plan.bound import selection
@@ -29,6 +31,7 @@ PLAIN = 0.1  # price of a byte, in FLOPs, at which nothing is run again but what
 NEVER = 2**60  # bytes of what cannot be saved
 DEPTH = 8  # of the halvings between the lowest price and the highest
 WORTH = 0.01  # of what a way costs: an operation that costs less is not saved by itself
+MOST = 32  # ways of a segment between the cheapest and the smallest
 WIDER = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)  # times the least room by the costs: where the least that is counted may be
 TRIES = 12  # choices that are counted in the whole graph, with more room or less, until none that fits is cheaper
 CLOSE = 0.01  # of the room: a choice that leaves less of the budget free is taken
@@ -55,6 +58,7 @@ def approach(attempt: Callable[[int], Attempt | None], room: int, least: int, tr
     """Searches for the room to choose in with which the exact peak is within the budget, and leaves little free.
 
     The exact peak differs from the one in the graph by nearly the same for all choices, so two or three attempts do.
+    Where it does not, the next attempt is halfway between one that fits and one that does not.
 
     Args:
         attempt: Chooses within so many bytes; None where that is the choice of an earlier attempt.
@@ -62,14 +66,21 @@ def approach(attempt: Callable[[int], Attempt | None], room: int, least: int, tr
         least: The fewest that any choice needs; the last attempt has these, if none was within the budget.
         tries: The most attempts.
     """
-    fits = False
+    fits, above = 0, 2**62
     for left in reversed(range(tries)):
         room = max(room, least)
         came = attempt(room)
         if came is None or -CLOSE * room <= came.over <= 0 or (came.over < 0 and came.plain):
             return
-        fits = fits or came.over <= 0
-        room = least if left == 1 and not fits else (min(room, came.peak) if came.over > 0 else room) - came.over
+        if came.over > 0:
+            room = above = min(room, came.peak)
+        else:
+            fits = room
+        room -= came.over
+        if left == 1 and not fits:
+            room = least
+        elif fits and not fits < room < above:
+            room = (fits + above) // 2
 
 
 class Chosen(NamedTuple):
@@ -94,15 +105,16 @@ class Chooser:
     Args:
         joint: The graph.
         layers: How many graphs like this follow one another, each with the same choice.
+        cut: Whether the graph is cut into segments.
 
     Attributes:
         least: The fewest bytes that any choice needs.
         plain: The choice that runs nothing again but what is a part of other kernels.
     """
 
-    def __init__(self, joint: Joint, layers: int = 1) -> None:
+    def __init__(self, joint: Joint, layers: int = 1, cut: bool = True) -> None:
         self._joint, self._others = joint, layers - 1
-        self._cuts, self._long = _cuts(joint)
+        self._cuts, self._long = _cuts(joint) if cut else (set[int](), set[int]())
         self._segment = self._segments()
         self._members: list[list[int]] = [[] for _ in range(1 + max(self._segment, default=0))]
         for number, segment in enumerate(self._segment):
@@ -127,7 +139,10 @@ class Chooser:
         self._room = narrow.peak_bytes
         wider = (choose(self._costs, int(self._room * more)).options for more in WIDER)  # counted, one may be smaller
         self._narrow = min(map(self._count, (narrow.options, *wider)), key=lambda one: one.peak)
-        self.least = self._narrow.peak
+        several = [kind for kind in self._kinds if len(self._ways[kind]) > 1]
+        alone = cut and len(several) == len({*several})
+        self._uncut = Chooser(joint, layers, cut=False) if alone else None
+        self.least = min(self._narrow.peak, self._uncut.least if self._uncut else self._narrow.peak)
 
     def choose(self, budget: int) -> Chosen:
         """Chooses what to save.
@@ -145,7 +160,8 @@ class Chooser:
                 best, low = tried, room
             else:
                 high = room
-        return best
+        other = self._uncut.choose(budget) if self._uncut else best
+        return min(best, other, key=lambda one: (max(one.peak - budget, 0), one.flops, one.peak))
 
     def _count(self, options: Sequence[Option]) -> Chosen:
         return self._chosen([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
@@ -282,7 +298,7 @@ def _cuts(joint: Joint) -> tuple[set[int], set[int]]:
 
 
 def _ways(graph: Graph) -> list[Way]:
-    """The ways of a segment at all prices of a byte, from the lowest up, and those between them."""
+    """The ways of a segment: the cheapest, those between it and the smallest, and those at all prices of a byte."""
     found: dict[Way, float] = {}
 
     def at(price: float) -> tuple[float, int]:
@@ -301,21 +317,32 @@ def _ways(graph: Graph) -> list[Way]:
     most = 4 * (1 + sum(node.seconds for node in graph.nodes if node.seconds < math.inf))
     between(at(PLAIN), at(most), DEPTH)
     ways = sorted(found, key=found.__getitem__)
-    return [*ways[:1], *dict.fromkeys(way for pair in pairwise(ways) for way in (*_between(graph, *pair), pair[1]))]
+    return [*dict.fromkeys([*ways[:1], *_front(graph, *ways[:1], *ways[-1:]), *ways[1:]])]
 
 
-def _between(graph: Graph, cheap: Way, small: Way) -> Iterator[Way]:
-    """From the smaller of two ways to the cheaper: each saves one value more, the most expensive per byte first."""
+def _front(graph: Graph, plain: Way, small: Way) -> Sequence[Way]:
+    """Ways that save some of what the smallest runs again: the cheapest for each number of bytes saved."""
     nodes = graph.nodes
     least = WORTH * math.fsum(nodes[place].seconds for place in small)
-    more = [place for place in {*small} - {*cheap} if nodes[place].bytes and nodes[place].seconds > least]
-    saved: set[int] = set()
-    for place in sorted(more, key=lambda place: nodes[place].seconds / nodes[place].bytes, reverse=True)[:-1]:
-        saved.add(place)
+
+    def way(saved: frozenset[int]) -> tuple[float, int, frozenset[int], Way]:
         wanted = {number for number, node in enumerate(nodes) if node.needed}
-        way: list[int] = []
+        again: list[int] = []
         for number in sorted({*small} - saved, reverse=True):
             if number in wanted:
-                way.append(number)
+                again.append(number)
                 wanted.update(nodes[number].inputs)
-        yield tuple(reversed(way))
+        kept = sum(nodes[number].bytes for number in wanted.difference(again))
+        return math.fsum(nodes[number].seconds for number in again), kept, saved, tuple(reversed(again))
+
+    front = [way(frozenset())]
+    for place in sorted({*small} - {*plain}):
+        if nodes[place].bytes and nodes[place].seconds > least:
+            more = sorted([*front, *(way(one[2] | {place}) for one in front)], key=lambda one: one[:2])
+            front = [
+                one
+                for one, before in zip(more, [math.inf, *accumulate((x[1] for x in more), min)], strict=False)
+                if one[1] < before
+            ]
+            front = front[:: -(-len(front) // MOST)]
+    return [one[3] for one in front]

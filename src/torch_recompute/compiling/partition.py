@@ -33,7 +33,7 @@ from .choosing import Attempt, Chooser, Chosen, approach
 from .joint import Joint
 from .schedule import peak_of
 
-VERSION = 3  # of the choice, in the key of the cache
+VERSION = 4  # of the choice, in the key of the cache
 TRIES = 3  # choices whose code is generated
 
 
