@@ -20,6 +20,7 @@ from torch_recompute.compiling import Partition, compile
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
 from torch_recompute.errors import ArgumentError, BudgetError, RecomputeError
+from torch_recompute.planner import compiled
 
 pytestmark = COMPILES
 
@@ -189,13 +190,25 @@ def test_no_set_of_products_of_a_layer_is_better(kind):
 
 
 def test_a_plan_of_a_compiled_step(tmp_path, monkeypatch):
-    """The allocator's peak of a compiled step is the one that its plan promised, and masks are the forward's."""
+    """The allocator's peak of a compiled step is the one that its plan promised, and masks are the forward's.
+
+    No choice is simulated twice.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = Model(layers=1, dropout=0.5)
     drawn = torch.get_rng_state()
+    steps, real = [], compiled._step
+
+    def simulated(*args):
+        steps.append(real(*args))
+        return steps[-1]
+
+    monkeypatch.setattr(compiled, "_step", simulated)
     plan = make_plan(model, (ids(),), budget=0.3, optimizer=torch.optim.AdamW, compiled=True)
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+    choices = [(one.graph.peak_bytes, one.graph.replay_flops) for one in steps]
+    assert len(choices) == len({*choices}) > 1
     prediction = plan.prediction
     assert prediction.peak_bytes <= prediction.budget_bytes < prediction.plain_peak_bytes
     assert prediction.replay_flops > 0

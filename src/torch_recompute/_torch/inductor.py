@@ -93,7 +93,7 @@ def generated(
     Raises:
         Exception: Whatever a compiler may raise.
     """
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import BoxedBool
@@ -108,6 +108,9 @@ def generated(
     virtual: Any = V
     with (
         no_modes(),
+        config.patch(
+            {"cpp.simdlen": 1}
+        ),  # a third of the time goes into trying vectors in kernels that nobody compiles
         mock.patch.object(GraphLowering, "compile_to_module", stop),
         virtual.set_debug_handler(DebugContext()),
     ):

@@ -85,6 +85,7 @@ class Partition(CustomPartitionerFn):
 
     Attributes:
         graphs: What was chosen for each graph that this process has compiled, in order.
+        chooser: What chose for the last of them.
 
     Raises:
         ArgumentError: The budget is none of these, the plan is not for a compiled graph, or `layers` is no number of
@@ -107,6 +108,7 @@ class Partition(CustomPartitionerFn):
             budget, exact = budget.graph_bytes, False  # its step was simulated with the choice for these bytes
         self._budget, self._exact, self._layers = read_budget(budget), exact, layers
         self.graphs: list[Partitioned] = []
+        self.chooser: Chooser | None = None
         if self._budget == Budget():
             raise errors.ArgumentError(
                 'budget="fit" means what the device has free when a step begins, and a graph is compiled within one.\n'
@@ -143,7 +145,7 @@ class Partition(CustomPartitionerFn):
         count = len(gm.graph.nodes)
         try:
             joint = Joint(gm.graph, more["num_fwd_outputs"])
-            chooser = Chooser(joint, self._layers)
+            chooser = self.chooser = Chooser(joint, self._layers)
             least = chooser.least
         except Exception as error:
             raise errors.RecomputeError(

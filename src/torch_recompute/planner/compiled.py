@@ -23,7 +23,7 @@ from .._text import doing
 from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
 from ..arguments import mapped
-from ..compiling.choosing import Attempt, approach
+from ..compiling.choosing import Attempt, Chooser, approach
 from ..compiling.partition import Partition, Partitioned
 from ..memory.free import free_bytes
 from ..memory.loop import Loop
@@ -46,12 +46,14 @@ class Step(NamedTuple):
     Attributes:
         simulation: The step.
         graph: What was chosen for its graph.
+        chooser: What chose it.
         ran: Its operations, kernels that inductor writes as copies of as many bytes, each with whether it is the
             optimizer's.
     """
 
     simulation: Simulation
     graph: Partitioned
+    chooser: Chooser
     ran: list[tuple[Op, bool]]
 
 
@@ -86,11 +88,13 @@ def plan_compiled(
     rest = most - plain.graph.peak_bytes  # of the step, besides the graph: nearly the same for every choice
     free = partial(free_bytes, model, plain.simulation.device, optimizer, call)
     wanted = bytes_meant(budget, lambda: min(most, rest + plain.graph.least_bytes), most, free)
-    found = [plain]
+    found, tried = [plain], [plain.chooser.choose(PLENTY).saved]
 
     def attempt(room: int) -> Attempt | None:
-        if any(one.graph.budget_bytes == room for one in found):
+        saved = plain.chooser.choose(room).saved
+        if saved in tried:
             return None
+        tried.append(saved)
         found.append(_step(model, call, how, room))
         graph = found[-1].graph
         return Attempt(found[-1].simulation.peak_bytes - wanted, graph.peak_bytes, not graph.replay_flops)
@@ -173,4 +177,5 @@ def _step(model: nn.Module, call: Any, how: dict[str, Any], allowed: int) -> Ste
             "  torch.compile(model, fullgraph=True) shows the line. Without compiled=True the plan's regions hold in "
             "compiled models as well, and around graph breaks."
         ) from error
-    return Step(simulation, partition.graphs[-1], ran)
+    assert partition.chooser is not None
+    return Step(simulation, partition.graphs[-1], partition.chooser, ran)
