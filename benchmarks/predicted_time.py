@@ -1,6 +1,7 @@
 """The time of a training step that a plan predicts, beside the real one, both as a share of the plain step.
 
     python benchmarks/predicted_time.py --rounds 20 --save predicted_time-cpu
+    python benchmarks/predicted_time.py --rounds 20 --models "gpt, compiled"
 
 Each model is planned for several shares of its activation memory. Then the steps with each plan and the step with none
 take turns in one process; a ratio is the median over rounds of a step's seconds to those of the plain step in the same
@@ -20,6 +21,7 @@ import torch
 from _measure import arguments, finish
 
 from torch_recompute import Plan, apply, make_plan
+from torch_recompute.compiling import Partition
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
@@ -30,18 +32,26 @@ MODELS = {  # layers, width, tokens, batch
     "gpt, wide": (2, 512, 64, 4),
     "gpt, small": (4, 64, 64, 2),
     "llama": (4, 256, 128, 4),
+    "gpt, compiled": (3, 256, 256, 4),
 }
+COMPILED = ", compiled"
 SHARES = (0.1, 0.4, 0.7)
+PLENTY = 2**60  # bytes: a compiled step runs nothing again
 WITHIN = 0.10
 
 
 def rows(name: str, rounds: int) -> list[dict[str, Any]]:
     """The figures of one model, a row for each budget."""
     model, text = BUILT[name.split(",", maxsplit=1)[0]].build(*MODELS[name])
-    plans = {share: make_plan(model, (text,), budget=share) for share in SHARES}
+    compiled = name.endswith(COMPILED)
+    plans = {share: make_plan(model, (text,), budget=share, compiled=compiled) for share in SHARES}
     steps = {share: copy.deepcopy(model) for share in (None, *SHARES)}
     for share, step in steps.items():
-        apply(step, Plan() if share is None else plans[share])
+        plan = Plan() if share is None else plans[share]
+        if compiled:
+            step.compile(options=Partition(plan if plan.graph_bytes else PLENTY, exact=False).options)
+        else:
+            apply(step, plan)
     taken: dict[float | None, list[float]] = {share: [] for share in steps}
     for _ in range(rounds + 1):
         for share, step in steps.items():
@@ -72,10 +82,10 @@ def rows(name: str, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Prints one line per model and budget."""
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", models="which of the models")
     print(f"{'model':14} {'budget':>6} {'plain ms':>9} {'predicted':>9} {'step x':>7} {'predicted':>9}")
     figures: list[dict[str, Any]] = []
-    for name in MODELS:
+    for name in options.models or MODELS:
         for row in rows(name, options.rounds):
             figures.append(row)
             print(

@@ -21,6 +21,7 @@ from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
 from torch_recompute.errors import ArgumentError, BudgetError, RecomputeError
 from torch_recompute.planner import compiled
+from torch_recompute.planner.prices import flops_of, runs_alone
 
 pytestmark = COMPILES
 
@@ -192,7 +193,7 @@ def test_no_set_of_products_of_a_layer_is_better(kind):
 def test_a_plan_of_a_compiled_step(tmp_path, monkeypatch):
     """The allocator's peak of a compiled step is the one that its plan promised, and masks are the forward's.
 
-    No choice is simulated twice.
+    No choice is simulated twice, and the products of each are there to be timed, those that run again as well.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = Model(layers=1, dropout=0.5)
@@ -209,6 +210,10 @@ def test_a_plan_of_a_compiled_step(tmp_path, monkeypatch):
     assert all(parameter.grad is None for parameter in model.parameters())
     choices = [(one.graph.peak_bytes, one.graph.replay_flops) for one in steps]
     assert len(choices) == len({*choices}) > 1
+    products = [[op for op, _ in one.ran if flops_of(op)] for one in steps]
+    assert all(runs_alone(op) for op in itertools.chain(*products))
+    for (_, again), ran in zip(choices, products, strict=True):
+        assert sum(map(flops_of, ran)) - sum(map(flops_of, products[0])) == again
     prediction = plan.prediction
     assert prediction.peak_bytes <= prediction.budget_bytes < prediction.plain_peak_bytes
     assert prediction.replay_flops > 0

@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import errors
 from .._text import doing
-from .._torch.fakes import FakeTensor, FakeTensorMode
+from .._torch.fakes import FakeTensor, FakeTensorMode, is_operator
 from .._torch.inductor import BackendError, on_fakes
 from ..arguments import mapped
 from ..compiling.choosing import Attempt, Chooser, approach
@@ -136,6 +136,17 @@ def plan_compiled(
     return plan
 
 
+def _as_eager(ran: Operation) -> Operation:
+    """An operation that a compiled graph calls as an eager step calls it: by itself, and not into a given buffer."""
+    func, args, kwargs = ran.func, ran.args, ran.kwargs
+    inner = next((place for place, x in enumerate(args) if is_operator(x)), None)
+    if inner is not None:  # within one that keeps the state of random numbers
+        func, args = args[inner], args[inner + 1 :]
+    if "out" in kwargs:
+        func, kwargs = getattr(func.overloadpacket, "default", func), {k: v for k, v in kwargs.items() if k != "out"}
+    return ran if func is ran.func else Operation(func, args, kwargs, ran.out)
+
+
 def _step(model: nn.Module, call: Any, how: dict[str, Any], allowed: int) -> Step:
     """Simulates the step with a graph that may allocate so many bytes."""
     doing("compiling the step, up to its kernels")
@@ -149,7 +160,7 @@ def _step(model: nn.Module, call: Any, how: dict[str, Any], allowed: int) -> Ste
         ran.append((Op(aten.copy_.default, (half, half), (), (), 0), False))
 
     def watch(phase: str, operation: Operation) -> None:
-        op = op_of(operation)
+        op = op_of(_as_eager(operation))
         if op is not None:
             ran.append((op, phase == "optimizer"))
 
