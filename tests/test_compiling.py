@@ -247,6 +247,13 @@ def test_a_plan_of_a_compiled_step(tmp_path, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_the_smallest_share_has_a_plan():
+    """A share begins at the least that the code of the compiler needs, which may be more than the graph says."""
+    plan = make_plan(Model(layers=1, **MODELS["llama"]), (ids(),), budget=0.001, compiled=True)
+    prediction = plan.prediction
+    assert prediction.peak_bytes <= prediction.budget_bytes < prediction.plain_peak_bytes
+
+
 def test_counted_in_the_code_of_the_compiler(monkeypatch):
     """A budget in bytes holds for the code that inductor writes, which is kept in the order of the graph."""
 
