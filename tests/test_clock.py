@@ -14,7 +14,7 @@ from torch import nn
 
 from test_sizes import at, gpt
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile
-from torch_recompute.observer import Running
+from torch_recompute.observer import Running, running
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
@@ -64,6 +64,16 @@ def test_a_step_is_run_and_nothing_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model.calls == 1
     assert seen == []
+
+
+def test_the_forward_to_compare_with_builds_its_graph() -> None:
+    """What autograd takes for its graph is no part of what regions add, so all forwards that are run have gradients."""
+    model, seen = gpt(1), list[tuple[bool, bool]]()
+    inner = next(module for module in model.blocks[0].modules() if isinstance(module, nn.Linear))
+    inner.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), bool(running()))))
+    clock(model, (at(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU)
+    assert {grads for grads, _ in seen} == {True}
+    assert {inside for _, inside in seen} == {False, True}  # without the region, and in it
 
 
 def test_replays_are_timed_once() -> None:

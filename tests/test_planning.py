@@ -36,7 +36,7 @@ from torch_recompute.plan.solve import smallest
 from torch_recompute.planner.candidates import all_guesses, trace
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead, Roofline
-from torch_recompute.planner.segments import capture
+from torch_recompute.planner.segments import capture, group, regions
 from zoo import build, mean_loss, scalar_loss
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
@@ -405,6 +405,35 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
     assert "recomputed together, then each again" in str(plans[0])
 
 
+def test_a_share_that_nothing_fits_begins_at_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs may say a floor that no plan reaches: then a share begins at the least peak that was simulated."""
+    planner = Planner(*made("gpt"), None, device="h100", loss=mean_loss)
+    monkeypatch.setattr(planner, "floor", planner.least[1].peak_bytes // 2)
+    plan, least = planner.plan(0.01), planner.least[1].peak_bytes
+    assert plan.prediction is not None
+    assert plan.prediction.budget_bytes == least + int(0.01 * (planner.plain.peak_bytes - least))
+    assert plan.predicted_peak_bytes == least
+
+
+@pytest.mark.parametrize("kind", ["gpt", "deep"])
+def test_trials_of_three_and_four_tell_of_larger_groups(kind: str) -> None:
+    """What eight layers in one region take follows from trials of three and of four, whatever is largest in them."""
+    if kind == "gpt":  # gradients of weights
+        model, batch = Gpt(layers=8), torch.zeros(2, 16, dtype=torch.long)
+    else:  # inputs of layers
+        model, batch = deep_is_made()[0], DEEP
+    planner = Planner(model, (batch,), None, device="h100", loss=mean_loss if kind == "deep" else None)
+    captured = planner._captured
+    with captured.running():
+        for region in regions(("attention", "down") if kind == "gpt" else ()):
+            calls = {span: group(captured, 0, span) for span in (3, 4, 8)}
+            tried = {span: planner._alone("", call, [region], paths) for span, (call, paths) in calls.items()}
+            three, four = tried[3], tried[4]
+            assert three is not None
+            assert four is not None
+            assert three.grown(four, 8 - 3) == tried[8]
+
+
 def test_layers_that_do_not_hand_on_are_not_grouped() -> None:
     """Where something lies between layers, a group would not free the inputs inside it, so none is offered."""
     model = InTurn((Residual(16, dropout=0.1) for _ in range(6)), residual=True)
@@ -452,7 +481,7 @@ def test_the_table_says_what_and_why(gpt: Planner) -> None:
 @pytest.mark.parametrize("written", [0.4, "0.4", "40%"])
 def test_a_share_is_said_as_it_is_written(gpt: Planner, written: float | str) -> None:
     """The same share in other words makes the same plan, which repeats the words and says the bytes."""
-    plan, least, most = gpt.plan(written), gpt.least[1].peak_bytes, gpt.plain.peak_bytes
+    plan, least, most = gpt.plan(written), gpt.floor, gpt.plain.peak_bytes
     assert plan == replace(gpt.plan(0.4), source=plan.source, prediction=plan.prediction)
     assert plan.prediction is not None
     share, allowed = brief(most - least), brief(plan.prediction.budget_bytes)

@@ -1,6 +1,7 @@
 """A simulated step: the bytes of the real one, nothing of the user's touched, and words for what it cannot know."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,38 @@ def test_the_step_is_one_from_the_middle_of_training(optimizer: Any) -> None:
     given = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer(model.parameters()))
     assert made.by_category == given.by_category == real.by_category
     assert made.timeline[0].live_bytes == real.timeline[0].live_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"weight_decay": 0.1, "maximize": True}])
+def test_an_optimizer_that_goes_over_lists_takes_what_it_does(options: dict[str, Any]) -> None:
+    """Where its lists of temporaries are the peak, that is the real step's, whatever layouts are in them."""
+    model, inputs = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), {"input": torch.randn(1, 64)}
+    model[2].weight = nn.Parameter(torch.randn(64, 64).t())
+    make = partial(torch.optim.Adam, foreach=True, **options)
+    real = measured(model, inputs, make(model.parameters()))
+    made = simulate(model, (), inputs, loss=scalar_loss, optimizer=make)
+    assert made.peak.phase == "optimizer"
+    assert (made.peak_bytes, made.by_category) == (real.peak_bytes, real.by_category)
+
+
+class Emptied(nn.Linear):
+    """Holds a tensor whose storage it has emptied: only the storage's size says so."""
+
+    held: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Goes on without it."""
+        with torch.no_grad():
+            self.held = x.repeat(1, 8)
+        self.held.untyped_storage().resize_(0)
+        return super().forward(x).sin()
+
+
+def test_storages_that_are_resized_without_an_operator_are_seen() -> None:
+    """Peak and categories are those of the real step where storages are emptied between operations."""
+    model, inputs = nn.Sequential(*(Emptied(64, 64) for _ in range(3))), {"input": torch.randn(512, 64)}
+    simulated, real = simulate(model, (), inputs, loss=scalar_loss), measured(model, inputs)
+    assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category)
 
 
 def test_nothing_of_the_users_is_changed() -> None:

@@ -12,8 +12,10 @@ from torch import nn
 from distributed.staged import Net, planner, plans_for
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
 from torch_recompute.planner.pipeline import plan_stages
+from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.rank_memory import RankMemory, StageBytes
 from torch_recompute.planner.schedules import one_f_one_b, schedule_steps
+from torch_recompute.planner.stage_runs import StageRunner
 from zoo import mean_loss
 
 PATHS = [f"layers.{i}" for i in range(8)]
@@ -136,6 +138,17 @@ def test_make_plan_hands_over() -> None:
     assert [len(plan) for plan in found] == [0, 0]
     for plain, with_adam in zip(found, adam, strict=True):
         assert (plain.predicted_peak_bytes or 0) < (with_adam.predicted_peak_bytes or 0)
+
+
+def test_an_optimizer_of_a_stage_takes_what_one_of_a_model_takes() -> None:
+    """For a CUDA device it goes over lists of parameters, which keeps something for all of them at once."""
+    with torch.device("meta"):
+        model, batch = Net(), torch.empty(1, 64, dtype=torch.long)
+    whole = Planner(model, (batch,), None, loss=mean_loss, optimizer=torch.optim.AdamW, device="h100")
+    moments = [moment.live_bytes for moment in whole.plain.timeline if moment.phase == "optimizer"]
+    names = [name for name, _ in model.named_parameters()]
+    (_, more), _ = StageRunner(whole, [(0, len(whole.paths))], release=False).optimizer(torch.optim.AdamW, names)
+    assert more == max(moments) - moments[0] >= 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_what_a_rank_holds_is_a_sum() -> None:

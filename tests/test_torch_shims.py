@@ -922,6 +922,20 @@ def test_a_wrapper_of_tensors_is_told_from_a_sharded_one() -> None:
     assert not fakes.is_wrapper(torch.ones(2))
 
 
+def test_resizes_of_storages_are_told() -> None:
+    """Each block hears of a storage's own resize, one inside another too, and torch's method is back afterwards."""
+    outer, inner, storage = list[int](), list[int](), torch.ones(2).untyped_storage()
+    with fakes.resizes(lambda: outer.append(1)):
+        storage.resize_(0)
+        with fakes.resizes(lambda: inner.append(1)):
+            storage.resize_(16)
+            torch.ones(3).resize_(5)  # an operation, which modes are shown
+        torch.ones(2).untyped_storage().resize_(4)
+    storage.resize_(32)
+    assert (len(outer), len(inner), storage.nbytes()) == (3, 1, 32)
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
 def test_fakes_are_made_as_torch_makes_them() -> None:
     """Each of a mode and a device has the attributes and the memory that `FakeTensor` gives, and no address."""
     mode, device = fakes.FakeTensorMode(), torch.device("cpu")

@@ -178,6 +178,26 @@ def lay(
     return made
 
 
+@contextmanager
+def resizes(note: Callable[[], None]) -> Generator[None]:
+    """Calls `note` whenever a storage is resized by its own method in the block, which no dispatch mode is shown."""
+    kind: Any = torch.UntypedStorage
+    method, own = kind.resize_, "resize_" in vars(kind)
+
+    def resize(storage: Any, size: int) -> Any:
+        note()
+        return method(storage, size)
+
+    kind.resize_ = resize
+    try:
+        yield
+    finally:
+        if own:
+            kind.resize_ = method
+        else:
+            del kind.resize_
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a `DTensor`, a part of one that is on several ranks."""
     return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.") for kind in type(tensor).__mro__)

@@ -279,4 +279,4 @@ class SimulatedSteps:
         if simulated:
             plain = self.plain.peak_bytes
             free = partial(free_bytes, model, self.step.device, self._optimizer, self._call[1:])
-        return bytes_meant(budget, lambda: self._planner.least[1].peak_bytes, plain, free)
+        return bytes_meant(budget, lambda: self._planner.floor, plain, free)

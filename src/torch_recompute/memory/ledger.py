@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -83,24 +84,26 @@ class Ledger:
 
     Args:
         rounding: Sizes are rounded up to multiples of this many bytes.
+        told: Whether `resized` is called when a storage is resized by other than an operation. Else sizes are read
+            again at each peak.
 
     Attributes:
         live: Bytes alive.
         peak: The most of them so far.
-        at_peak: The storages that were alive then.
         place: Where the work is, for the entries made from now on.
         timeline: The bytes alive after each operation that changed them.
         changes: An event, an entry, and the bytes that it has from then on.
     """
 
-    def __init__(self, rounding: int = 1) -> None:
+    def __init__(self, rounding: int = 1, told: bool = False) -> None:
         self.live = 0
         self.peak = 0
-        self.at_peak: Entries = []
         self.place = Place()
         self.timeline: list[Sample] = []
         self.changes: list[tuple[int, Entry, int]] = []
         self._rounding = rounding
+        self._told, self._unsure = told, True
+        self._until_peak = 0  # changes, with those that are pending
         self._pending: Entries = []
         self._entries: dict[int, Entry] = {}
         self._empty: dict[int, Entry] = {}
@@ -149,15 +152,20 @@ class Ledger:
         self.book_deaths()
         self._reread(self._entries.values())
 
+    def resized(self) -> None:
+        """Says that a storage was resized by other than an operation."""
+        self._unsure = True
+
     def settle(self) -> None:
         """Raises the peak if this moment is one."""
         if self._empty:
             self._reread(self._empty.values())
-        if self.live > self.peak:
+        if self.live > self.peak and self._unsure:
             self._reread(self._entries.values())
+            self._unsure = not self._told
         if self.live > self.peak:
             self.peak = self.live
-            self.at_peak = self.alive()
+            self._until_peak = len(self.changes) + len(self._pending)
 
     def sample(self, event: int, op: str) -> None:
         """Adds a point to the timeline if the bytes alive have changed."""
@@ -176,12 +184,12 @@ class Ledger:
 
     def alive_after(self, event: int) -> Entries:
         """Returns what was in the books after an event."""
-        found: dict[int, tuple[Entry, int]] = {}
-        for at, entry, nbytes in self.changes:
-            if at > event:
-                break
-            found[id(entry)] = entry, nbytes
-        return [(entry, nbytes) for entry, nbytes in found.values() if nbytes]
+        return _last((entry, nbytes) for at, entry, nbytes in self.changes if at <= event)
+
+    def at_peak(self) -> Entries:
+        """Returns what was in the books at the peak."""
+        changed = chain(((entry, nbytes) for _, entry, nbytes in self.changes), self._pending)
+        return _last(islice(changed, self._until_peak))
 
     def _reread(self, entries: Iterable[Entry]) -> None:
         for entry in [*entries]:
@@ -200,6 +208,12 @@ class Ledger:
         self.live += nbytes - entry.nbytes
         self._pending.append((entry, nbytes))
         entry.nbytes = nbytes
+
+
+def _last(changes: Iterable[tuple[Entry, int]]) -> Entries:
+    """The entries with the bytes of their last change, without those that have none."""
+    found = {id(entry): (entry, nbytes) for entry, nbytes in changes}
+    return [(entry, nbytes) for entry, nbytes in found.values() if nbytes]
 
 
 SCALARS: frozenset[type] = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})

@@ -169,7 +169,7 @@ class Measurement:
                 device=chosen,
                 peak_bytes=ledger.peak,
                 live_bytes=ledger.live,
-                by_category=by_category(ledger.at_peak),
+                by_category=by_category(ledger.at_peak()),
                 live_by_category=by_category(ledger.alive()),
                 timeline=tuple(ledger.timeline),
                 allocator_peak_bytes=None if held is None else held.allocated,

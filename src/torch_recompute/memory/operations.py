@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,14 +54,22 @@ class Operation:
         kwargs: Its keyword arguments.
         out: Its result.
         known: What is known of operations with arguments of these layouts, see `once`.
+        tensors: All tensors among the arguments, where they are known.
     """
 
-    __slots__ = ("_given", "_known", "_results", "args", "func", "kwargs", "out")
+    __slots__ = ("_given", "_known", "_results", "_tensors", "args", "func", "kwargs", "out")
 
     def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: dict[Any, Any] | None = None
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        known: dict[Any, Any] | None = None,
+        tensors: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.func, self.args, self.kwargs, self.out, self._known = func, args, kwargs, out, known
+        self._tensors = tensors
         self._given: Storages | None = None
         self._results: Storages | None = None
 
@@ -81,7 +89,7 @@ class Operation:
     def given(self) -> Storages:
         """The storages among the arguments, with their devices."""
         if self._given is None:
-            self._given = storages((self.args, self.kwargs))
+            self._given = storages((self.args, self.kwargs) if self._tensors is None else self._tensors)
         return self._given
 
     @property

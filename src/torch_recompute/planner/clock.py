@@ -3,9 +3,9 @@
 An operation that is run alone finds its inputs in the cache, its memory at hand and nothing else to do, so sums of
 single operations come out too small: by a little for large products, by half for small ones. So the step that the plan
 is for is run, and all replays are scaled by one number: the choice does not depend on it and comes first, and what is
-run never needs more memory than was asked for. Where the step without recomputation would, it is put together from the
-forward without gradients and the backward less all that replays take. What the plan adds is the difference, and that
-over the sum of the prices is the scale; the cost of the engine is in it, too.
+run never needs more memory than was asked for. Where the step without recomputation would, it is put together from a
+forward that builds its graph and saves nothing in it, and the backward less all that replays take. What the plan adds
+is the difference, and that over the sum of the prices is the scale; the cost of the engine is in it, too.
 
 The step is that of a copy: its parameters are new ones over the same memory, so that gradients and hooks of parameters
 are not touched, and everything else is copied. The optimizer's step is not run, since it would change the weights; its
@@ -43,7 +43,7 @@ ENOUGH, LONGEST = 0.5, 30.0  # seconds: after the one no more than TIMES are run
 class Clocked:
     """Seconds of a step that was run: the fewest of the runs, as for single operations, since noise only adds."""
 
-    plain: float  # the forward with neither gradients nor regions
+    plain: float  # the forward without regions and with nothing saved
     forward: float  # the forward and the loss
     backward: float  # the backward, replays included
     replays: float  # the replays in it, with all that the engine does around them
@@ -127,14 +127,14 @@ def clock(
     states = [(ambient, ambient.capture()) for ambient in DEFAULT]
     try:
         with torch.inference_mode(False), torch.enable_grad(), on(device):
-            same = _copy(model)
+            same, bare = _copy(model), _copy(model)
             apply(same, plan)
             began = time.perf_counter()
 
-            def forward() -> torch.Tensor:
-                return loss(same(*_fresh(args), **_fresh(kwargs)))
+            def forward(model: nn.Module) -> torch.Tensor:
+                return loss(model(*_fresh(args), **_fresh(kwargs)))
 
-            found = [_step(same, forward, device)]  # warms up
+            found = [_step(same, bare, forward, device)]  # warms up
             while True:
                 spent, times = time.perf_counter() - began, len(found)
                 if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
@@ -142,7 +142,7 @@ def clock(
                 steps = [sum(seconds[1:3]) for seconds in found[1:][-TIMES:]]
                 if len(steps) == TIMES and max(steps) <= (1 + STEADY) * min(steps):
                     break
-                found.append(_step(same, forward, device))
+                found.append(_step(same, bare, forward, device))
     finally:
         for ambient, state in states:
             ambient.restore(state)
@@ -160,21 +160,25 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _step(
-    model: nn.Module, forward: Callable[[], torch.Tensor], device: torch.device
+    model: nn.Module, bare: nn.Module, forward: Callable[[nn.Module], torch.Tensor], device: torch.device
 ) -> tuple[float, float, float, float]:
-    """Seconds of one forward without gradients, of one with them, of its backward, and of the replays in that."""
-    with torch.no_grad():
-        early = now(device)
-        forward()
+    """Seconds of a forward that saves nothing, of the model's forward and its backward, and of the replays in that."""
+    early = now(device)
+    with torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):  # without gradients there would be no graph
+        forward(bare)
     replays = Replays(device)
     start = now(device)
     with observing(replays):
-        value = forward()
+        value = forward(model)
     turn = now(device)
     value.backward()
     end = now(device)
     model.zero_grad()
     return start - early, turn - start, end - turn, replays.seconds()
+
+
+def _nothing(_: object) -> Any:
+    """Saves nothing of a tensor."""
 
 
 class Replays(Observer):

@@ -34,6 +34,7 @@ from ..memory.free import free_bytes
 from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
 from ..plan.apply import apply
+from ..plan.budget import Limit, read_budget
 from ..plan.choice import Choice, joined
 from ..plan.cost import (
     Costs,
@@ -62,7 +63,7 @@ from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
 from .prices import Measured, Overhead, Roofline, prices_for, where
-from .segments import CapturedCall, capture, groups
+from .segments import CapturedCall, capture, group, regions, spans
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
@@ -161,15 +162,13 @@ class Planner:
 
     def plan(self, budget: object, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
-        wanted = bytes_meant(budget, lambda: self.least[1].peak_bytes, self.plain.peak_bytes, free)
-        key = wanted, wanted.said
-        if key in self.known.plans:
-            return self.known.plans[key]
-        best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
-        for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
-            if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
-                best = found
+        wanted = self._meant(budget, lambda: self.floor)
+        if (wanted, wanted.said) in self.known.plans:
+            return self.known.plans[wanted, wanted.said]
+        best = self._within(wanted, solver)
+        if best is None and read_budget(budget).share is not None:  # the floor was too low
+            wanted = self._meant(budget, lambda: self.least[1].peak_bytes)
+            best = self._within(wanted, solver)
         solution, simulation, costs = best or self.least
         fits = simulation.peak_bytes <= wanted
         profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
@@ -179,8 +178,25 @@ class Planner:
         if not fits:
             text = errors.no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
-        self.known.plans[key] = plan
+        self.known.plans[wanted, wanted.said] = plan
         return plan
+
+    def _meant(self, budget: object, floor: Callable[[], int]) -> Limit:
+        free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
+        return bytes_meant(budget, floor, self.plain.peak_bytes, free)
+
+    def _within(self, wanted: Limit, solver: str) -> Checked | None:
+        """The cheapest choice that fits into a budget, by its simulation."""
+        best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
+        for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
+            if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
+                best = found
+        return best
+
+    @cached_property
+    def floor(self) -> int:
+        """The smallest peak by the costs, from which a share of the activation memory begins; `least` is simulated."""
+        return min(smallest(self.costs).peak_bytes, self.plain.peak_bytes)
 
     def curve(self, budget: int, most: int) -> list[Plan]:
         """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""
@@ -362,12 +378,23 @@ class Planner:
                 yield replace(here, seconds=here.seconds + wait)
 
     def _grouped(self, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
-        """The options that take several segments of a kind at once."""
-        for call, paths, region in groups(self._captured, first, kinds):
-            doing(f"trying one region for {counted(len(paths), 'segment')}")
-            tried = self._alone("", call, [region], paths)
-            if tried is not None:
-                yield self._option(tried, (region,), plain, len(paths))
+        """The options that take several segments of a kind at once.
+
+        From three on, each more adds the same to all figures of a group, so trials of three and four say those of more.
+        """
+        start, numbers = spans(self._captured, self._captured.kinds[first])
+
+        def tried(region: Choice, span: int) -> Tried | None:
+            doing(f"trying one region for {counted(span, 'segment')}")
+            call, paths = group(self._captured, start, span)
+            return self._alone("", call, [region], paths)
+
+        for region in regions(kinds) if numbers else ():
+            found = {span: tried(region, span) for span in numbers[: 2 if region.nested else 1]}
+            if region.nested and numbers[2:]:
+                three, four = tried(region, 3), found[4]
+                found.update({n: three.grown(four, n - 3) for n in numbers[2:]} if three and four else {})
+            yield from (self._option(one, (region,), plain, span) for span, one in found.items() if one)
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -85,12 +85,16 @@ class RankMemory:
 
     def at(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
         """The most bytes that are alive during an action."""
+        return self._static(stages) + self._during(stages, step)
+
+    def _during(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
+        """Of these, the bytes that other actions may not have."""
         action = step.action
         stage = stages[action.stage]
         own = stage.own[action.kind, self._preallocated or step.weights[action.stage] > 0]
         if action.kind in (BACKWARD, INPUTS) and action.stage in self._here:
             own -= stage.output_bytes  # it is in the buffer of the next
-        return self._static(stages) + sum(self._held(s, stages[s], step) for s in self.stages) + own
+        return sum(self._held(s, stages[s], step) for s in self.stages) + own
 
     def _held(self, number: int, stage: StageBytes, step: ScheduleStep) -> int:
         """What is alive of a stage besides what an action takes."""
@@ -121,7 +125,7 @@ class RankMemory:
 
     def fullest(self, stages: Mapping[int, StageBytes]) -> ScheduleStep:
         """The action during which the most is alive."""
-        return max(self.steps, key=lambda step: self.at(stages, step))
+        return max(self.steps, key=lambda step: self._during(stages, step))
 
     def peak(self, stages: Mapping[int, StageBytes]) -> RankPeak:
         """When the most bytes are alive."""

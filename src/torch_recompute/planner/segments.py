@@ -176,27 +176,30 @@ LARGEST = 8
 KEEPS = ((), (ATTENTION,), (ATTENTION, DOWN))
 
 
-def groups(
-    captured: CapturedCall, start: int, kinds: Sequence[str]
-) -> Iterator[tuple[SegmentCall, tuple[str, ...], Choice]]:
-    """The groups of layers of one kind that are worth a trial: how they are called, their paths, the region in each.
+def spans(captured: CapturedCall, kind: str) -> tuple[int, list[int]]:
+    """How many layers of a kind in a row are worth one region: where the longest row begins, and the numbers."""
+    start, longest = max(_runs(captured, kind), key=lambda run: run[1], default=(0, 0))
+    found = [TOGETHER] if longest else []
+    while found and found[-1] < LARGEST and (2 * found[-1]) ** 2 <= 2 * longest:
+        found.append(2 * found[-1])
+    return start, found
+
+
+def group(captured: CapturedCall, start: int, span: int) -> tuple[SegmentCall, tuple[str, ...]]:
+    """How some layers in a row are called, and their paths."""
+    calls = captured.calls[start : start + span]
+    call = SegmentCall(tuple(call.steps[0] for call in calls), calls[0].autocast)
+    return call, tuple(captured.paths[start : start + span])
+
+
+def regions(kinds: Sequence[str]) -> list[Choice]:
+    """The regions around several layers that are worth a trial.
 
     Args:
-        captured: The segments.
-        start: The first of that kind.
-        kinds: The kinds of calls it makes, such as "attention".
+        kinds: The kinds of calls that a layer makes, such as "attention".
     """
-    start, longest = max(_runs(captured, captured.kinds[start]), key=lambda run: run[1], default=(0, 0))
-    keeps = [keep for keep in KEEPS if all(kind in kinds for kind in keep)]
-    span = TOGETHER
-    while span <= min(longest, LARGEST) and (span == TOGETHER or span * span <= 2 * longest):
-        calls = captured.calls[start : start + span]
-        call = SegmentCall(tuple(call.steps[0] for call in calls), calls[0].autocast)
-        for keep in keeps:
-            kept = tuple(Target.of(calls=kind) for kind in keep)
-            for nested in (False, True) if span == TOGETHER else (True,):
-                yield call, tuple(captured.paths[start : start + span]), Choice(("",), kept, nested=nested)
-        span *= 2
+    keeps = [tuple(Target.of(calls=kind) for kind in keep) for keep in KEEPS if all(kind in kinds for kind in keep)]
+    return [Choice(("",), keep, nested=nested) for keep in keeps for nested in (False, True)]
 
 
 def _runs(captured: CapturedCall, kind: str) -> list[tuple[int, int]]:

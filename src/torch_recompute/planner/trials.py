@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -75,6 +75,19 @@ class Tried:
     watched: int = 0  # operations, in forward and in replays, among which these were found
     host_bytes: int = 0
     at_once_bytes: int = 0  # see `Graph.backward_bytes`
+
+    def grown(self, more: Tried, times: int) -> Tried:
+        """The figures of a trial of so many more segments than this one, where `more` has one more."""
+
+        def at(one: int, other: int) -> int:
+            return one + times * (other - one)
+
+        figures = {
+            field.name: at(getattr(self, field.name), getattr(more, field.name))
+            for field in fields(self)
+            if field.name != "ops"
+        }
+        return Tried(ops=Counter({op: at(self.ops[op], more.ops[op]) for op in more.ops}), **figures)
 
     def option(
         self, regions: tuple[Choice, ...], plain: Tried, price: Callable[[Op], float], host: Overhead, span: int = 1

@@ -178,10 +178,19 @@ class FakeMode(TorchDispatchMode):
         if traced():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        self._known = None
-        out = self._out(func, args, kwargs)
+        tensors: list[FakeTensor] = []
+        try:
+            recipe, known, is_all, _ = _recipes.get(_key(func, args, kwargs, tensors), _UNKNOWN)
+        except TypeError:  # an argument that cannot be looked up
+            recipe, known, is_all, _ = _UNKNOWN
+        if is_all:
+            self._known = known
+            out = self._remade(recipe, tensors)
+        else:
+            self._known = None
+            out = self._out(func, args, kwargs)
         if self._seen is not None and out is not NotImplemented:
-            self._seen(Operation(func, args, kwargs, out, self._known))
+            self._seen(Operation(func, args, kwargs, out, self._known, tensors if is_all else None))
         return out
 
     def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,8 +290,7 @@ class FakeMode(TorchDispatchMode):
         """The results, with made-up integers as far as they are small."""
 
         def decide(value: Any) -> Any:
-            integers = type(value) is FakeTensor and not _floats(value) and value.dtype not in _NO_CHOICE
-            return self._choice(func, args, value) if integers and value.numel() <= MADE_UP else value
+            return self._choice(func, args, value) if type(value) is FakeTensor and _is_decided(value) else value
 
         if isinstance(out, torch.Tensor):
             return decide(out)
@@ -358,24 +366,50 @@ class FakeMode(TorchDispatchMode):
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[FakeTensor] = []
         like = _LAID_OUT_AS.get(func, func)
+        key = _key(func, args, kwargs, tensors)
         try:
-            key = (func, torch.get_default_dtype(), _layout(args, tensors), _layout(tuple(kwargs.items()), tensors))
-            recipe, self._known = _recipes.get(key, (None, None))
+            recipe, self._known, *_ = _recipes.get(key, _UNKNOWN)
         except TypeError:  # an argument that cannot be looked up
             return on_fakes(self._fakes, like, args, kwargs)
         if recipe is None:
             before = [_layout(t, []) for t in tensors]
-            out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
-            same = before == [_layout(t, []) for t in tensors]
+            recipe = None if kwargs else self._in_lists(func, args)
+            if recipe is None:
+                out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
+                recipe = _recipe(out, tensors, set())
+            else:
+                out = self._remade(recipe, tensors)
+            if before != [_layout(t, []) for t in tensors]:
+                recipe = _ASK
             if len(_recipes) >= _MOST:
                 _recipes.clear()
-            recipe = _recipe(out, tensors, set()) if same else _ASK
             self._known = None if recipe is _ASK else {}
-            _recipes[key] = recipe, self._known
+            is_all = recipe is not _ASK and bool(tensors) and _is_all(func, out)
+            _recipes[key] = recipe, self._known, is_all, func
             return out
         if recipe is _ASK:
             return on_fakes(self._fakes, like, args, kwargs)
         return self._remade(recipe, tensors)
+
+    def _in_lists(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The recipe of an operation that treats each place of some lists alone; None for another one.
+
+        An optimizer's lists have hundreds of places and some ten layouts, so torch is asked for one place of each.
+        """
+        lists = [value for value in args if isinstance(value, (list, tuple))]
+        if not func.name().startswith("aten::_foreach_") or len({*map(len, lists)}) != 1:
+            return None
+        kinds: dict[Any, int] = {}
+        like = [kinds.setdefault(_layout(place, []), len(kinds)) for place in zip(*lists, strict=True)]
+        firsts = [like.index(kind) for kind in range(len(kinds))]
+        fewer = tuple([v[i] for i in firsts] if isinstance(v, (list, tuple)) else v for v in args)
+        out = on_fakes(self._fakes, func, fewer, {})
+        recipe = _recipe(out, [tensor for tensor in leaves(fewer) if type(tensor) is FakeTensor], set())
+        if recipe is _NOTHING:
+            return recipe
+        parts = [] if recipe is _ASK else recipe[1]
+        alone = parts and all(type(part) is _Made and part.source is None for part in parts)
+        return (list, [parts[kind] for kind in like]) if alone else None
 
     def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
         """The results, of which no two are one tensor: some fakes return the gradient of two biases so."""
@@ -391,23 +425,28 @@ class FakeMode(TorchDispatchMode):
         return tuple(made)
 
     def _remade(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
+        if type(recipe) is _Made:
+            shape, stride, offset, dtype, device, source = recipe
+            if source is None:
+                made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
+            return self._make(made, device)
         if recipe is _NOTHING:
             return None
         if type(recipe) is int:
             return tensors[recipe]
-        if type(recipe) is not _Made:
-            kind, parts = recipe
-            return kind(self._remade(part, tensors) for part in parts)
-        shape, stride, offset, dtype, device, source = recipe
-        if source is None:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
-        return self._make(made, device)
+        kind, parts = recipe
+        return kind([self._remade(part, tensors) for part in parts])
 
 
 def _floats(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _is_decided(result: torch.Tensor) -> bool:
+    """Whether values are made up for the result of an operation on fake tensors."""
+    return not _floats(result) and result.dtype not in _NO_CHOICE and result.numel() <= MADE_UP
 
 
 def _stays(tensor: torch.Tensor) -> bool:
@@ -446,11 +485,16 @@ _UNREDUCED = {  # losses that write every element into the memory of their resul
 _LAID_OUT_AS = {aten.copysign.Tensor: aten.atan2.default}
 """Operations whose fakes have another layout than their results, and one with the same result whose fakes have it."""
 _BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+_BESIDES = frozenset({*_MASKED, *RECURRENT, *_UNREDUCED, *_BATCH_NORMS, _GROUPED})
+"""Operations of which more is to be found out than what the fake ones return."""
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _ASK = object()
 _NOTHING = object()
 _MOST = 2**16
-_recipes: dict[Any, tuple[Any, dict[Any, Any] | None]] = {}  # with what `Operation.once` knows of them
+_recipes: dict[Any, tuple[Any, dict[Any, Any] | None, bool, Any]] = {}
+"""By layouts: the recipe; what `Operation.once` knows of such operations; whether the recipe is all there is to do; the
+operation, which the key has by `id`."""
+_UNKNOWN = None, None, False, None
 
 
 def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
@@ -462,14 +506,29 @@ def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
     return (first, *rest)
 
 
+def _is_all(func: Any, out: Any) -> bool:
+    """Whether nothing but what an operation on fake tensors returns is to be found out for it."""
+    views, writing, reads = _kind(func)
+    if reads or func in _BESIDES or _status(func) is not None:
+        return False
+    return views or writing or func in _DRAWS or not any(map(_is_decided, leaves(out)))
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
+    """What the result of an operation depends on. Adds its tensors to a list."""
+    named = tuple([(name, _layout(value, tensors)) for name, value in kwargs.items()]) if kwargs else ()
+    return id(func), torch.get_default_dtype(), tuple([_layout(value, tensors) for value in args]), named
+
+
 def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
     """The part of an argument that the result depends on; adds its tensors to a list."""
     if type(value) is FakeTensor:
         tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(_layout(item, tensors) for item in value)
-    return type(value), value
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind, tuple([_layout(item, tensors) for item in value])
+    return kind, value
 
 
 def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:

@@ -27,7 +27,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._text import counted
-from .._torch.fakes import FakeTensorMode
+from .._torch.fakes import FakeTensorMode, resizes
 from .._torch.flops import flops
 from .._torch.modes import uncompiled
 from ..memory.ledger import (
@@ -274,7 +274,7 @@ class _Step:
                     "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
                 )
         if self._optimizer is not None and (self._device.type == "cuda" or self._pretend.capability is not None):
-            _as_on_cuda(self._optimizer)
+            as_on_cuda(self._optimizer)
         if prepare is not None:
             prepare(self._model)
 
@@ -403,11 +403,16 @@ class SimulatedMeasurement(Measurement):
 
     def __init__(self, device: torch.device | None, pretend: FakeMode, booked: Seen | None = None) -> None:
         super().__init__(device)
+        self._ledgers = defaultdict(partial(Ledger, told=True))
         self._pretend, self._booked = pretend, booked
 
     @contextmanager
     def _watching(self) -> Generator[None]:
-        with observing(), self._pretend.showing(self._book):
+        def resized() -> None:
+            for ledger in self._ledgers.values():
+                ledger.resized()
+
+        with observing(), self._pretend.showing(self._book), resizes(resized):
             yield
 
     def _workspace(self, func: Any, inputs: Any) -> int:
@@ -438,7 +443,7 @@ class Recording(SimulatedMeasurement):
         super().__init__(device, pretend)
         self._here = device
         self._held: torch.UntypedStorage | None = None
-        self._ledgers = defaultdict(partial(Ledger, rounding))
+        self._ledgers = defaultdict(partial(Ledger, rounding, told=True))
         self._modules, self._watched = modules, watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
@@ -545,7 +550,7 @@ def _called(loss: Any) -> str:
     return f"loss={getattr(loss, '__name__', type(loss).__name__)}"
 
 
-def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Makes an optimizer take the way over lists of tensors that it takes by itself on CUDA, where it knows one.
 
     It looks at the class of its parameters, and does not know that of fakes.
