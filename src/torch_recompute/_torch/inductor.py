@@ -1,8 +1,8 @@
 """Inductor's generated code without its kernels: in which order a graph's buffers are allocated, reused and freed.
 
 Private: `torch._inductor.graph.GraphLowering` and the step around it in `compile_fx`, the names in the Python that it
-writes, and the pass over its schedule (`_post_fusion_custom_pass`). Run on torch 2.13 and 2.14.1; where one of these is
-missing or other, `generated` raises, and the caller counts in the graph alone.
+writes, and the pass over its schedule (`_post_fusion_custom_pass`). Run on torch 2.13, 2.14.1 and 2.15; where one of
+these is missing or other, `generated` raises, and the caller counts in the graph alone.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
