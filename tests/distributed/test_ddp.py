@@ -481,11 +481,17 @@ def planned_everywhere(budgets, folder):
     if budgets == "stages" and dist.get_rank():
         model = model[1:]  # another stage of a pipeline
     share = 0.5 if budgets == "stages" else budgets[dist.get_rank()]
-    step = {"loss": lambda out: out.square().mean(), "device": "h100", "budget": share}
+
+    def loss(out):
+        if share == "raises":
+            raise ValueError("no labels here")
+        return out.square().mean()
+
+    step = {"loss": loss, "device": "h100", "budget": 0.5 if share == "raises" else share}
     file = folder / "plan.json"
     try:
         handle = auto(model, x, cache=file, **step)
-    except RecomputeError as error:
+    except (RecomputeError, ValueError) as error:
         dist.barrier()  # nobody waits in a collective
         return str(error), None
     handle.remove()
@@ -500,7 +506,8 @@ def test_auto_gives_ranks_one_plan(ranks, budgets, tmp_path):
     assert (first, second) == ((alone, other) if budgets == "stages" else (other, other))
 
 
-def test_auto_fails_on_all_ranks_or_none(ranks, tmp_path):
-    """Where one rank finds no plan, every rank says so, with its words."""
-    for text, _ in ranks.run(planned_everywhere, (0.5, "1KiB"), tmp_path):
-        assert "1KiB" in text
+@pytest.mark.parametrize(("budget", "words"), [("1KiB", "1KiB"), ("raises", "no labels here")])
+def test_auto_fails_on_all_ranks_or_none(ranks, tmp_path, budget, words):
+    """Where one rank finds no plan, or the model's code raises there, every rank says so, with its words."""
+    for text, _ in ranks.run(planned_everywhere, (0.5, budget), tmp_path):
+        assert words in text

@@ -143,9 +143,9 @@ def auto(
     in_ranks = dist.is_available() and dist.is_initialized()
     try:
         found = plan or make_plan(model, *call, **step, **loop.words)
-    except errors.RecomputeError as error:
+    except Exception as error:  # whatever it is: the other ranks wait for this one
         if in_ranks:
-            _one_plan(model, str(error))
+            _one_plan(model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
         raise
     if in_ranks:
         found = _one_plan(model, found)
