@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from torch_recompute._torch import function_modes
 from torch_recompute.planner import prices
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.planner import Planner
@@ -207,6 +208,15 @@ def test_what_a_region_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert Measured(CPU).overhead == first.overhead
     assert str(Overhead(2e-4, 1e-5, 75e-6)).startswith(", 0.20 ms for each region, 75 us for each call")
     assert str(Overhead()) == ""
+
+
+def test_what_a_region_takes_is_measured_under_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function mode, as `with torch.device("cpu")` is one, doubles what it takes to keep a call."""
+    active: list[Any] = []
+    run = prices._seconds
+    monkeypatch.setattr(prices, "_seconds", lambda *args: active.extend(function_modes()) or run(*args))
+    assert min(Measured(CPU).overhead) > 0
+    assert not active
 
 
 def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,12 +242,12 @@ class Overhead(NamedTuple):
 def _overhead(kept: PriceFile) -> Overhead:
     """What a region takes on this machine's processor, measured once."""
     if not {*Overhead._fields} <= kept.seconds.keys():
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), CPU:
-            x = torch.ones(8, requires_grad=True)
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            x = torch.ones(8, requires_grad=True, device=CPU)
             region, again = _added(x, torch.nn.Tanh)
             looked = _added(x, torch.nn.Tanh, "@attention")[1] - again  # in forward and in the replay
             with torch.random.fork_rng([]):
-                call = _added(x, functools.partial(torch.nn.Linear, 8, 8), "@product")[1] - looked
+                call = _added(x, functools.partial(torch.nn.Linear, 8, 8, device=CPU), "@product")[1] - looked
             with without_modes(), torch.no_grad():
                 again -= min(_seconds(x.tanh, 50, CPU))
         found = region, again, call, looked / 2
