@@ -14,7 +14,7 @@ from torch import nn
 
 from test_sizes import at, gpt
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile
-from torch_recompute.observer import Running
+from torch_recompute.observer import Running, running
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
@@ -63,6 +63,16 @@ def test_a_step_is_run_and_nothing_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model.calls == 1
     assert seen == []
+
+
+def test_forwards_with_and_without_regions_are_compared_under_the_same_conditions() -> None:
+    """Both build a graph, as a step's does, and keep nothing in it, so that only what regions take is between them."""
+    model, seen = gpt(1), list[tuple[bool, bool]]()
+    inner = next(module for module in model.blocks[0].modules() if isinstance(module, nn.Linear))
+    inner.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), bool(running()))))
+    clock(model, (at(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU)
+    assert {grads for grads, _ in seen} == {True}
+    assert [inside for _, inside in seen[:4]] == [True, True, False, False]  # the step and its replay, then forwards
 
 
 def test_replays_are_timed_once() -> None:
@@ -155,6 +165,8 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
     assert (both.replays, both.step_seconds) == (5.0, 7.0)  # 9 s against 6.5 s
     alone = Scale.of(regions, None, 0.5, 0.0)
     assert (alone.replays, alone.step_seconds) == (3.0, 7.5)  # without what the replays took
+    entered = Scale.of(Clocked(3.0, 6.0, 1.5, 0.25), None, 0.5, 0.0)
+    assert (entered.replays, entered.step_seconds) == (4.0, 7.0)  # and without what regions took in both directions
     noisy = Scale.of(Clocked(2.0, 3.0, 1.5), plain, 0.5, 0.0)
     assert noisy.replays == 3.0  # never less than the replays themselves
     option = Option((Choice(("",)),), 1, 1, 1, 0.2, 7)
