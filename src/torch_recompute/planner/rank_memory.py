@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, ScheduleStep
 
@@ -77,6 +78,7 @@ class RankMemory:
         self._microbatches, self._to_the_end, self._here = microbatches, to_the_end, here
         self._optimizer, self._preallocated, self._reserved = optimizer, preallocated, reserved
         self._filling = {s: max(step.live(s) for step in steps) for s in self.stages}
+        self._counts = {id(step): [(s, self._alive(s, step)) for s in self.stages] for step in steps}
 
     def _static(self, stages: Mapping[int, StageBytes]) -> int:
         each = [stages[stage] for stage in self.stages]
@@ -84,7 +86,7 @@ class RankMemory:
         return sum(stage.static_bytes for stage in each) + buffers + self._optimizer[0] + self._reserved
 
     def at(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
-        """The most bytes that are alive during an action."""
+        """The most bytes that are alive during one of its actions."""
         return self._static(stages) + self._during(stages, step)
 
     def _during(self, stages: Mapping[int, StageBytes], step: ScheduleStep) -> int:
@@ -94,25 +96,26 @@ class RankMemory:
         own = stage.own[action.kind, self._preallocated or step.weights[action.stage] > 0]
         if action.kind in (BACKWARD, INPUTS) and action.stage in self._here:
             own -= stage.output_bytes  # it is in the buffer of the next
-        return sum(self._held(s, stages[s], step) for s in self.stages) + own
+        for number, counts in self._counts[id(step)]:
+            s = stages[number]
+            each = s.gradient_bytes, s.whole_bytes, s.half_bytes, s.through_bytes, s.input_bytes, s.output_bytes
+            own += sum(map(mul, counts, each))
+        return own
 
-    def _held(self, number: int, stage: StageBytes, step: ScheduleStep) -> int:
-        """What is alive of a stage besides what an action takes."""
-        ended = step.inputs[number]
-        outputs = 0 if number in self._here else stage.output_bytes
-        inputs = 0 if number - 1 in self._here else stage.input_bytes
-        sent = ended * (outputs + inputs)
+    def _alive(self, number: int, step: ScheduleStep) -> tuple[int, ...]:
+        """How often each of a stage's bytes is alive, besides what an action takes.
+
+        They are those of gradients, of microbatches that are whole, half and through, of inputs and of outputs.
+        """
+        ended, whole = step.inputs[number], step.whole(number)
+        inputs, outputs = number - 1 not in self._here, number not in self._here  # whether it has buffers for them
+        received, sent = ended * inputs, ended * outputs
         if not self._to_the_end:
             # The last one that was sent while the pipeline filled stays in a variable of the schedule's.
             filling = self._filling[number] > 1 and ended >= self._filling[number] - 1
-            sent = min(ended, 1) * inputs + filling * outputs
-        return (
-            (stage.gradient_bytes if self._preallocated or step.weights[number] else 0)
-            + step.whole(number) * (stage.whole_bytes - (stage.output_bytes - outputs))
-            + step.half(number) * stage.half_bytes
-            + ended * stage.through_bytes
-            + sent
-        )
+            received, sent = min(ended, 1) * inputs, filling * outputs
+        has_gradients = self._preallocated or step.weights[number] > 0
+        return has_gradients, whole, step.half(number), ended, received, sent - whole * (not outputs)
 
     def after(self, stages: Mapping[int, StageBytes]) -> list[RankPeak]:
         """What is alive when the last stage's outputs are joined, and in the optimizer's step."""

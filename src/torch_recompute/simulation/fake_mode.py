@@ -525,10 +525,9 @@ def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
     if type(value) is FakeTensor:
         tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind, tuple([_layout(item, tensors) for item in value])
-    return kind, value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple([_layout(item, tensors) for item in value])
+    return type(value), value
 
 
 def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:
