@@ -70,7 +70,8 @@ def test_forwards_with_and_without_regions_are_compared_under_the_same_condition
     model, seen = gpt(1), list[tuple[bool, bool]]()
     inner = next(module for module in model.blocks[0].modules() if isinstance(module, nn.Linear))
     inner.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), bool(running()))))
-    clock(model, (at(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU)
+    found = clock(model, (at(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU, region=100.0)
+    assert 100 <= found.regions < 101  # its price, for one region
     assert {grads for grads, _ in seen} == {True}
     assert [inside for _, inside in seen[:4]] == [True, True, False, False]  # the step and its replay, then forwards
 
@@ -166,7 +167,7 @@ def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
     alone = Scale.of(regions, None, 0.5, 0.0)
     assert (alone.replays, alone.step_seconds) == (3.0, 7.5)  # without what the replays took
     entered = Scale.of(Clocked(3.0, 6.0, 1.5, 0.25), None, 0.5, 0.0)
-    assert (entered.replays, entered.step_seconds) == (4.0, 7.0)  # and without what regions took in both directions
+    assert (entered.replays, entered.step_seconds) == (3.5, 7.25)  # and without what regions took besides
     noisy = Scale.of(Clocked(2.0, 3.0, 1.5), plain, 0.5, 0.0)
     assert noisy.replays == 3.0  # never less than the replays themselves
     option = Option((Choice(("",)),), 1, 1, 1, 0.2, 7)

@@ -265,7 +265,8 @@ class Planner:
             key = tuple(plan)
             if key not in self.known.clocked:
                 doing("running the step to time it")
-                self.known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device)
+                region = self._host_seconds.region
+                self.known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device, region)
             return self.known.clocked[key]
 
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
