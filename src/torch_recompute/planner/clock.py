@@ -170,7 +170,7 @@ def _copy(model: nn.Module) -> nn.Module:
 def _step(
     model: nn.Module, both: Sequence[nn.Module], forward: Callable[[nn.Module], torch.Tensor], device: torch.device
 ) -> tuple[float, float, float, int, float]:
-    """Seconds of a forward, its backward, the replays in that, and the difference of forwards of `both` models."""
+    """Seconds of a forward, its backward and the replays in that; their number; how far `both` forwards differ."""
     replays = Replays(device)
     start = now(device)
     with observing(replays):
