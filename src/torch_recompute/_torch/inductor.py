@@ -108,9 +108,7 @@ def generated(
     virtual: Any = V
     with (
         no_modes(),
-        config.patch(
-            {"cpp.simdlen": 1}
-        ),  # a third of the time goes into trying vectors in kernels that nobody compiles
+        config.patch({"cpp.simdlen": 1}),  # to try vectors takes a third of the time, and no kernel is compiled
         mock.patch.object(GraphLowering, "compile_to_module", stop),
         virtual.set_debug_handler(DebugContext()),
     ):

@@ -32,7 +32,7 @@ from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
 from ..simulation.fake_mode import FakeMode, Faker
-from ..simulation.step import Recording, as_on_cuda
+from ..simulation.step import Recording, step_as_there
 from .ops import Op, op_of
 from .planner import Planner
 from .rank_memory import StageBytes
@@ -161,8 +161,7 @@ class StageRunner:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             optimizer = make(parameters)
-            if self.device.type == "cuda" or self.pretend.capability is not None:
-                as_on_cuda(optimizer)
+            step_as_there(optimizer, self.device, self.pretend)
             optimizer.step()
             books = self.books(lambda _, operation: ran.update(filter(None, [op_of(operation)])))
             books.track(optimizer)

@@ -273,8 +273,8 @@ class _Step:
                     f"of parameters to one, but {errors.say(optimizer)} returned {errors.say(self._optimizer)}\n"
                     "  Write optimizer=torch.optim.AdamW, or optimizer=lambda p: torch.optim.SGD(p, lr=0.1)."
                 )
-        if self._optimizer is not None and (self._device.type == "cuda" or self._pretend.capability is not None):
-            as_on_cuda(self._optimizer)
+        if self._optimizer is not None:
+            step_as_there(self._optimizer, self._device, self._pretend)
         if prepare is not None:
             prepare(self._model)
 
@@ -550,12 +550,13 @@ def _called(loss: Any) -> str:
     return f"loss={getattr(loss, '__name__', type(loss).__name__)}"
 
 
-def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer take the way over lists of tensors that it takes by itself on CUDA, where it knows one.
+def step_as_there(optimizer: torch.optim.Optimizer, device: torch.device, pretend: FakeMode) -> None:
+    """Makes an optimizer take the way over lists of tensors where that is its own way, which it is on CUDA.
 
     It looks at the class of its parameters, and does not know that of fakes.
     """
-    for group in optimizer.param_groups:
+    on_cuda = device.type == "cuda" or pretend.capability is not None
+    for group in optimizer.param_groups if on_cuda else ():
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not group.get("differentiable", False)
 
