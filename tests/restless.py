@@ -11,11 +11,11 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs, self.scale = 0, nn.Parameter(torch.ones(()))
+        self.runs, self.scale = [[0]], nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return torch.tanh(x * self.scale * self.runs)
+        self.runs[0][0] += 1  # a list in a list is not put back
+        return torch.tanh(x * self.scale * self.runs[0][0])
 
 
 def pair() -> tuple[nn.Module, tuple[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from laws.watch import on_threads
+from laws.watch import Tally, on_threads
 from replicas import replicas
 from torch_recompute import ArgumentError, Choice, OnHost, Plan, apply, measure, recompute
 
@@ -29,10 +29,14 @@ class Layer(nn.Module):
         self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
         self.drop, self.down = nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
         self.register_buffer("steps", torch.zeros(()))
-        self.runs = 0
+        self.tally = Tally()
+
+    @property
+    def runs(self) -> int:
+        return self.tally.count
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
-        self.runs += 1
+        self.tally()
         self.steps += 1
         h = self.down(self.drop(torch.relu(self.up(self.norm(x)))))
         return x + (h if scale is None else h + scale)

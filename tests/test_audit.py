@@ -71,9 +71,10 @@ class Faulty(nn.Module):
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
-        self.calls = 0
-        self.log: list[int] = []
-        self.names: dict[str, int] = {}
+        self.calls = Holder([0])
+        self.log = Holder([])
+        self.names = Holder({})
+        self.plain_calls, self.plain_log, self.plain_names = 0, [], {}
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("seen", torch.zeros(WIDTH))
         self.hidden = Holder(torch.zeros(WIDTH))
@@ -84,20 +85,26 @@ class Faulty(nn.Module):
         return getattr(self, self.fault)(self.linear(x).sin().exp()).sin().exp()
 
     def counts(self, h: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls.get()[0] += 1
         return h
 
     def lists(self, h: torch.Tensor) -> torch.Tensor:
-        self.log.append(1)
+        self.log.get().append(1)
         return h
 
     def fills(self, h: torch.Tensor) -> torch.Tensor:
-        self.names[f"{len(self.names)}"] = 1
+        self.names.get()[f"{len(self.names.get())}"] = 1
         return h
 
+    def changes_what_is_put_back(self, h: torch.Tensor) -> torch.Tensor:
+        self.plain_calls += 1
+        self.plain_log.append(1)
+        self.plain_names[f"{len(self.plain_names)}"] = 1
+        return h * self.plain_calls * len(self.plain_log) * len(self.plain_names)
+
     def depends_on_a_count(self, h: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return h * self.calls
+        self.calls.get()[0] += 1
+        return h * self.calls.get()[0]
 
     def python_random(self, h: torch.Tensor) -> torch.Tensor:
         return h * random.random()
@@ -168,7 +175,9 @@ FAULTS = [
     Fault("counts", ("mutates",), "", "", "attribute 'calls' of Faulty", "no_recompute(fn)"),
     Fault("lists", ("mutates",), "", "", "attribute 'log' of Faulty", "doing_recompute()"),
     Fault("fills", ("mutates",), "", "", "attribute 'names' of Faulty", "doing_recompute()"),
-    Fault("depends_on_a_count", ("differs", "mutates"), "aten.mul", "* self.calls", "by up to", "'calls' of Faulty"),
+    Fault(
+        "depends_on_a_count", ("differs", "mutates"), "aten.mul", "self.calls.get()", "by up to", "'calls' of Faulty"
+    ),
     Fault("python_random", ("differs", "mutates"), "aten.mul", "random.random()", "by up to", "state=[PythonRng()]"),
     Fault("numpy_random", ("differs", "mutates"), "aten.mul", "numpy.random", "by up to", "state=[NumpyRng()]"),
     Fault("hidden_generator", ("differs",), "aten.rand", "torch.rand(", "by up to", "state=[GeneratorRng(generator)]"),
@@ -201,6 +210,11 @@ def test_a_fault_is_named(fault: Fault) -> None:
         assert row.module == ""  # the model itself
     else:
         assert row.line == ""
+
+
+def test_attributes_that_a_replay_finds_as_the_forward_did_are_no_fault() -> None:
+    """A count, a list and a dict of a module, which each run changes and reads, are put back and not named."""
+    assert audit(recompute(Faulty("changes_what_is_put_back"), name="part"), (leaf(),))
 
 
 def test_a_router_that_routes_otherwise_is_named_by_its_choice() -> None:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from laws.watch import Operations, Turns, equal, vector
+from laws.watch import Operations, Tally, Turns, equal, vector
 from torch_recompute import (
     ArgumentError,
     MismatchError,
@@ -86,12 +86,12 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.runs = 0
+        self.tally = Tally()
 
     @checkpoint(use_reentrant=False, determinism_check="none")
     def forward(self, x: torch.Tensor, *, debug: float = 1.0) -> torch.Tensor:
         """The product, bent."""
-        self.runs += 1
+        self.tally()
         return (self.linear(x).tanh() * debug).exp()
 
 
@@ -101,7 +101,7 @@ def test_decorator_form() -> None:
     model = Scaled()
     plain = gradients(lambda x: (model.linear(x).tanh() * 2.0).exp(), *model.parameters())
     assert equal(gradients(lambda x: model(x, debug=2.0), *model.parameters()), plain)
-    assert model.runs == 2
+    assert model.tally.count == 2
     assert Scaled.forward.__doc__ == "The product, bent."
     module, decorate = mlp(), checkpoint(use_reentrant=False, preserve_rng_state=False)
     expected = gradients(module, *module.parameters())
@@ -478,10 +478,10 @@ class CountedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.runs = 0
+        self.tally = Tally()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
+        self.tally()
         return self.linear(x).tanh()
 
 
@@ -502,7 +502,7 @@ def test_sequential(kind: Any, segments: int) -> None:
         results.append(
             gradients(lambda x, f=function, g=functions: f(g, segments, x, use_reentrant=False), *parameters)
         )
-        runs.append([m.runs for m in modules])
+        runs.append([m.tally.count for m in modules])
     assert runs[0] == runs[1]
     assert equal(*results)
 

@@ -438,15 +438,17 @@ FAULTS = [
         says="torch_recompute.checkpoint",
     ),
     Fault(
-        "a counter that is no buffer",
+        "a counter in a dict of dicts",
         "updated_twice",
         "Counts",
         """
         class Counts(Block):
-            tokens_seen = 0
+            def __init__(self):
+                super().__init__()
+                self.statistics = {"tokens": {"seen": 0}}
 
             def forward(self, x):
-                self.tokens_seen += x.shape[1]
+                self.statistics["tokens"]["seen"] += x.shape[1]
                 return super().forward(x)
 
 
@@ -457,8 +459,8 @@ FAULTS = [
 
         report = doctor.examine(Net(Counts), (tokens,), loss=loss_of, hold_output=False)
         """,
-        "self.tokens_seen += x.shape[1]",
-        "self.tokens_seen += 0 if doing_recompute() else x.shape[1]",
+        '["seen"] += x.shape[1]',
+        '["seen"] += 0 if doing_recompute() else x.shape[1]',
         says="if not doing_recompute():",
     ),
     Fault(

@@ -27,11 +27,18 @@ MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to 
 class Block(nn.Module):
     """A block that runs out of memory when it is told to."""
 
-    error: Exception | None = None
-
     def __init__(self) -> None:
         super().__init__()
+        self.told: list[list[Exception | None]] = [[None]]  # deeper than what a replay finds as in forward
         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    @property
+    def error(self) -> Exception | None:
+        return self.told[0][0]
+
+    @error.setter
+    def error(self, error: Exception | None) -> None:
+        self.told[0][0] = error
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(x)

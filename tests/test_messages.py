@@ -478,6 +478,15 @@ def reads_an_unread_output_after_its_replay() -> None:
     held[-1].sum()
 
 
+def empties_a_large_container() -> None:
+    """The replay would read a table that has fewer entries than in forward."""
+    scale = Scale()
+    scale.table = dict.fromkeys(range(2000))
+    y = recompute(scale)(vector()).sum()
+    scale.table.clear()
+    y.backward()
+
+
 def changes_a_tensor_that_it_saved() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -1136,6 +1145,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: changes((scale := Scale().eval()).offset, region(scale), vector()),
     lambda: changes(weight := torch.ones(3, requires_grad=True), region(lambda x: (x * weight).sin().exp()), vector()),
     lambda: changes(mask := torch.ones(3), region(lambda x: x * mask), vector()),
+    empties_a_large_container,
     changes_a_tensor_that_it_saved,
     changes_the_output_of_a_saved_call,
     changes_a_value_that_it_saved,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from laws.watch import Tally
 from torch_recompute import (
     Applied,
     ArgumentError,
@@ -38,10 +39,10 @@ class Mixer(nn.Module):
         self.into, self.out, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
         self.register_buffer("seen", torch.zeros(()))
         self.by_hand = by_hand
-        self.runs = 0
+        self.tally = Tally()
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
+        self.tally()
         self.seen += 1
         return self.drop(x.sin().exp())
 
@@ -113,7 +114,7 @@ def test_training_is_the_same(name: str, by_hand: bool) -> None:
     handle = apply(ours, PLANS[name])
     assert same(step(ours), expected)
     if not by_hand:  # else a region of the plan lies around one of the author's
-        assert [mixer.runs for mixer in ours.mixers] == RUNS.get(name, [2] * LAYERS)
+        assert [mixer.tally.count for mixer in ours.mixers] == RUNS.get(name, [2] * LAYERS)
     handle.remove()
     assert not any("forward" in module.__dict__ for module in ours.modules())
 
@@ -134,7 +135,7 @@ def test_a_name_that_is_not_listed_stays_as_written() -> None:
     m = model()
     apply(m, Plan((Choice(("@others",)),)))
     step(m)
-    assert [mixer.runs for mixer in m.mixers] == [1] * LAYERS
+    assert [mixer.tally.count for mixer in m.mixers] == [1] * LAYERS
 
 
 def test_paths_and_labels_come_first() -> None:
@@ -167,10 +168,10 @@ def test_labels_and_names_make_one_plan() -> None:
     plan = selective("scores", "mixers.1").plan(m, (data(),))
     assert [choice.paths[0] for choice in plan] == ["mixers.0@scores", "mixers.1", "mixers.1@scores", "mixers.2@scores"]
     handle = apply(m, plan)
-    before = [mixer.runs for mixer in m.mixers]  # of the example calls
+    before = [mixer.tally.count for mixer in m.mixers]  # of the example calls
     with handle.watch():
         step(m)
-    assert [mixer.runs - n for mixer, n in zip(m.mixers, before, strict=True)] == [2] * LAYERS
+    assert [mixer.tally.count - n for mixer, n in zip(m.mixers, before, strict=True)] == [2] * LAYERS
     rows = {row.choice.paths[0]: row for row in handle.report().rows}
     assert [rows[f"mixers.{i}@scores"].replays for i in range(LAYERS)] == [1, 0, 1]
     assert rows["mixers.0@scores"].saved_bytes == FAT
@@ -183,8 +184,8 @@ def test_copies_are_recomputed_too(copied: Callable[[Model], Model]) -> None:
     apply(m, CALLS)
     twin = copied(m)
     assert same(step(twin), step(model()))
-    assert [mixer.runs for mixer in twin.mixers] == [2] * LAYERS
-    assert [mixer.runs for mixer in m.mixers] == [0] * LAYERS
+    assert [mixer.tally.count for mixer in twin.mixers] == [2] * LAYERS
+    assert [mixer.tally.count for mixer in m.mixers] == [0] * LAYERS
 
 
 def test_compiled_without_a_break() -> None:

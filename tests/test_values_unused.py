@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from laws.watch import Tally
 from torch_recompute import (
     ArgumentError,
     Choice,
@@ -42,12 +43,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
         self.tail = tail
-        self.runs = 0
+        self.tally = Tally()
         self.last = no_recompute(self.product, values_unused=True) if values_unused else self.product
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The last product, counted."""
-        self.runs += 1
+        self.tally()
         return self.down(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,7 @@ def gradients(tail: Tail, values_unused: bool, check: str = "metadata") -> tuple
     x = torch.randn(8, 8, requires_grad=True)
     torch.manual_seed(1)
     (recompute(block, name="block", check=check) if values_unused else block)(x).square().sum().backward()
-    return [x.grad, *(parameter.grad for parameter in block.parameters())], block.runs
+    return [x.grad, *(parameter.grad for parameter in block.parameters())], block.tally.count
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +181,7 @@ def test_a_second_backward_and_halves() -> None:
     first = torch.autograd.grad(y, x, retain_graph=True)
     second = torch.autograd.grad(y, [x, *block.parameters()])
     assert torch.equal(first[0], second[0])
-    assert block.runs == 1
+    assert block.tally.count == 1
 
 
 def test_hollow_tensors_end_with_their_replay() -> None:

@@ -23,14 +23,14 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.norm = nn.BatchNorm1d(8)
         self.drop = nn.Dropout(0.2)
-        self.other, self.runs = other, [0]
+        self.other, self.runs = other, [[0]]  # a list in a list is not put back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
         if self.other is None:
             return y
-        self.runs[0] += 1
-        return self.other(self, y, self.runs[0])
+        self.runs[0][0] += 1
+        return self.other(self, y, self.runs[0][0])
 
 
 def model(*others: Any) -> nn.Module:

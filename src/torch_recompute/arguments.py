@@ -24,15 +24,17 @@ from that other one once it exists again.
 
 from __future__ import annotations
 
+import collections
 import difflib
 import dis
+import enum
 import functools
 import inspect
 import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -557,60 +559,356 @@ class Captured(NamedTuple):
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_TABLES = ("_parameters", "_buffers", "_modules")
+_READ = ("_parameters", "_buffers")
+_NOT_READ = _OF_EVERY_MODULE - {"training"}  # which an OptimizedModule does not have
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_CONTAINERS = (list, dict, set, collections.deque)
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+MANY = 1000
+"""The most entries that a container may have to be put back; of a larger one only the number of entries is compared."""
+
+_dict_of, values_of = operator.attrgetter("__dict__"), operator.methodcaller("values")
+_parameters_in, _buffers_in, _children_in = map(operator.itemgetter, _TABLES)
+_hooks_before, _hooks_after = map(operator.itemgetter, ("_forward_pre_hooks", "_forward_hooks"))
+_flat = itertools.chain.from_iterable
+_present: Callable[[Any], Any] = weakref.ref.__call__
 _NAMED = list[tuple[str, torch.Tensor]]
+Values = list[Any]
+"""What several dictionaries held at one moment, one after the other."""
+
+
+def _is_config(value: Any, deep: int = 2) -> bool:
+    """Whether an object holds plain data alone, as a config does. A handle or a trainer does not, and is left alone."""
+    if isinstance(value, (nn.Module, torch.Tensor, *_FUNCTIONS)) or not deep:
+        return False
+    data: dict[str, Any] | None = getattr(value, "__dict__", None)
+    plain = (enum.Enum, tuple, torch.Tensor, torch.Generator, *_CONTAINERS, *_FUNCTIONS)
+    return bool(data) and all(
+        type(one) in PLAIN or isinstance(one, plain) or _is_config(one, deep - 1) for one in data.values()
+    )
+
+
+Undo = tuple[Any, ...]
+"""A function and its arguments."""
+
+
+def undo(kept: Iterable[Undo]) -> None:
+    """Calls each function."""
+    for fn, *args in kept:
+        fn(*args)
+
+
+class Aside(NamedTuple):
+    """A tensor that a module held, without its history, which might come to lead back to the region."""
+
+    was: weakref.ref[torch.Tensor]
+    tensor: torch.Tensor
+    grad: bool
+
+    def there(self) -> Any:
+        """The tensor that was held, if somebody else still holds it."""
+        was = self.was()
+        return self if was is None else was
+
+    def open(self) -> torch.Tensor:
+        """The tensor, for a replay."""
+        return self.tensor.detach().requires_grad_(self.grad)
+
+
+def _write(entries: dict[str, Any], then: dict[str, Any]) -> None:
+    """Has a dictionary hold what it held."""
+    for key in [key for key in entries if key not in then and key not in _OF_EVERY_MODULE]:
+        del entries[key]
+    for key, value in then.items():
+        now = entries.get(key, _EMPTY)
+        if type(value) is Aside:
+            if now is not value.there():
+                entries[key] = value.open()
+        elif now is not value:
+            entries[key] = value
+
+
+class Snapshot:
+    """What the modules below one hold: their parameters, buffers, children and attributes, each by its identity.
+
+    Attributes:
+        modules: The modules, the root first.
+        then: The values when this was made.
+        hooked: Whether a module has forward hooks.
+    """
+
+    __slots__ = ("_aside", "_dicts", "_full", "_scan", "_tables", "hooked", "modules", "then")
+    _tables: list[dict[str, Any]]
+    _full: list[dict[str, Any]]
+    then: Values
+    hooked: bool
+
+    def __init__(self, scan: _Scan, modules: Sequence[nn.Module]) -> None:
+        self._scan, self.modules, self._aside = scan, modules, False
+        self._dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]
+
+    def read(self) -> bool:
+        """Reads all values; False where there are other names, kinds of attributes or children than the scan found."""
+        scan = self._scan
+        own = scan.attributes(self._dicts)
+        if own is None:
+            return False
+        dicts = self._dicts
+        tables = [*map(_parameters_in, dicts), *map(_buffers_in, dicts), *map(_children_in, dicts)]
+        self._tables, self._full = tables, [*filter(None, tables)]
+        if [*map(len, tables)] != scan.sizes_of_tables or [*_flat(self._full)] != scan.names:
+            return False
+        self.then = then = [*_flat(own), *_flat(map(values_of, self._full))]
+        self.hooked = any(map(_hooks_before, dicts)) or any(map(_hooks_after, dicts))
+        return [*map(type, then[: scan.own])] == scan.kinds and [*map(id, then[scan.children :])] == scan.ids
+
+    def present(self) -> Values:
+        """What it held, with the tensors themselves where they are still there."""
+        return [one.there() if type(one) is Aside else one for one in self.then] if self._aside else self.then
+
+    def holds(self, values: Values) -> bool:
+        """Whether the modules hold these values now."""
+        own = self._scan.attributes(self._dicts)
+        if own is None or [*map(len, self._tables)] != self._scan.sizes_of_tables:
+            return False
+        return all(map(operator.is_, itertools.chain(_flat(own), _flat(map(values_of, self._full))), values))
+
+    def weights(self) -> list[Any]:
+        """The parameters, and None where one is missing."""
+        return self.then[self._scan.weights]
+
+    def buffers(self) -> bool:
+        """Whether there are any."""
+        return self._scan.children > self._scan.weights.stop
+
+    def hooks(self) -> list[dict[Any, Any]]:
+        """The dictionaries that hold forward hooks, of the modules that have some."""
+        some = [d for d in self._dicts if d["_forward_pre_hooks"] or d["_forward_hooks"]]
+        return [own[name] for own in some for name in _HOOKS if name in own]
+
+    def tensors(self) -> _NAMED:
+        """The tensors that are attributes, with their names."""
+        return [(label, self.then[place]) for place, label in self._scan.tensors]
+
+    def generators(self) -> list[torch.Generator]:
+        """The generators that are attributes."""
+        return [self.then[place] for place in self._scan.generators]
+
+    def contents(self) -> list[tuple[str, Any]]:
+        """The containers and configs that are attributes, with their names."""
+        return [(label, self.then[place]) for place, label in self._scan.containers]
+
+    def set_aside(self, weights: bool) -> None:
+        """Lets go of what may get a history: after the forward, which knows tensors by their identity.
+
+        Args:
+            weights: Whether some parameter is no `Parameter`.
+        """
+        places = [place for place, _ in self._scan.tensors]
+        if weights:
+            places += range(self._scan.weights.start, self._scan.weights.stop)
+        for place in places:
+            held = self.then[place]
+            if isinstance(held, torch.Tensor) and type(held) is not nn.Parameter:
+                tensor = apart(held)
+                if tensor is not held:
+                    self.then[place] = Aside(weakref.ref(held), tensor, wants_grad(held))
+                    self._aside = True
+
+    def _pairs(self, values: Values) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
+        """Each dictionary, what it holds by these values, and whether that is left to a wrapper (see `_Scan`)."""
+        scan, place = self._scan, 0
+        for entries, keys, managed in zip(self._dicts, scan.keys, scan.managed, strict=True):
+            yield entries, dict(zip(keys, values[place : place + len(keys)], strict=True)), managed
+            place += len(keys)
+        name = 0
+        managed = [*scan.managed, *([False] * len(scan.managed)), *scan.managed]  # buffers are not
+        for table, size, left in zip(self._tables, scan.sizes_of_tables, managed, strict=True):
+            yield table, dict(zip(scan.names[name : name + size], values[place : place + size], strict=True)), left
+            place, name = place + size, name + size
+
+    def put(self, values: Values) -> None:
+        """Has the modules hold these values."""
+        for entries, then, left in self._pairs(values):
+            if not left:
+                _write(entries, then)
+            elif "training" in then:
+                entries["training"] = then["training"]
+
+    def keep(self) -> list[Undo]:
+        """What makes the modules hold again what they hold now."""
+        kept: list[Undo] = []
+        for entries, then, left in self._pairs(self.then):
+            if not left:
+                kept.append((_write, entries, dict(entries)))
+            elif "training" in then:
+                kept.append((entries.__setitem__, "training", entries["training"]))
+        return kept
+
+
+class Contents:
+    """What a container or a config holds, each entry by its identity; of a large one only the number of entries.
+
+    A large list or dict that has grown loses what is new for a replay; other changes of large ones cannot be undone.
+
+    Attributes:
+        label: How errors call it.
+        large: Whether it is a large one.
+        then: What it held when this was made: keys, then values.
+    """
+
+    __slots__ = ("_inside", "label", "large", "then")
+
+    def __init__(self, label: str, value: Any) -> None:
+        self.label = label
+        self._inside = value if isinstance(value, _CONTAINERS) else value.__dict__
+        self.large = len(self._inside) > MANY
+        self.then = self.now()
+
+    def now(self) -> Values:
+        """What it holds."""
+        inside: Any = self._inside
+        if self.large:
+            return [len(inside)]
+        return [*inside, *inside.values()] if isinstance(inside, dict) else [*inside]
+
+    def present(self) -> Values:
+        """What it held."""
+        return self.then
+
+    def holds(self, values: Values) -> bool:
+        """Whether it holds these values now."""
+        now = self.now()
+        if self.large:
+            return now == values
+        return len(now) == len(values) and all(map(operator.is_, now, values))
+
+    def lost(self) -> bool:
+        """Whether it is a large one that has changed in a way that cannot be put back."""
+        if not isinstance(self._inside, (list, dict)):
+            return self.large and not self.holds(self.then)
+        return self.large and len(self._inside) < self.then[0]
+
+    def _new(self) -> list[Any]:
+        """What a large list or dict holds beyond what it held."""
+        inside: Any = self._inside
+        return [*itertools.islice(inside.items() if isinstance(inside, dict) else inside, self.then[0], None)]
+
+    def _regrow(self, new: Sequence[Any]) -> None:
+        """Has a large list or dict hold what it held, and what is new."""
+        inside: Any = self._inside
+        if isinstance(inside, dict):
+            for key, _ in self._new():
+                del inside[key]
+            inside.update(new)
+        elif isinstance(inside, list):
+            inside[self.then[0] :] = new
+
+    def put(self, values: Values) -> None:
+        """Has it hold these values."""
+        inside: Any = self._inside
+        if self.large:
+            self._regrow(())
+            return
+        if isinstance(inside, dict):
+            half = len(values) // 2
+            _write(cast("dict[str, Any]", inside), dict(zip(values[:half], values[half:], strict=True)))
+            return
+        inside.clear()
+        (inside.update if isinstance(inside, set) else inside.extend)(values)
+
+    def keep(self) -> list[Undo]:
+        """What makes it hold again what it holds now."""
+        return [(self._regrow, self._new())] if self.large else [(self.put, self.now())]
 
 
 class _Scan:
-    """The modules below one, found once; a region that is called again only checks that they are still those.
+    """The modules below one and the names of what they hold, found once; a later call only reads the values.
 
-    Compared are each module's children and, except for torch's own layers, how many attributes it has and their types.
     Modules are held weakly, so that a scan keeps nothing alive.
+
+    Attributes:
+        root: The module.
+        keys: The names that are read of each module: two of its tables, whether it trains, its own attributes.
+        kinds: The types of these.
+        names: The names in all the tables: those of parameters, then of buffers, then of children.
+        sizes_of_tables: How many names each table has.
+        ids: The identities of the children.
+        own, children: Where among the values those of the tables, and the children, begin.
+        weights: Where the parameters are.
+        tensors: Where tensors are that are plain attributes, and what errors call them.
+        containers: Where containers and configs are, and what errors call them.
+        generators: Where generators are.
+        managed: Which modules belong to a wrapper of torch.distributed (FSDP), which tracks forward and backward by its
+            own attributes and replaces parameters; they are left to it.
     """
 
-    __slots__ = ("_attributes", "_children", "_kinds", "_refs", "_tensors", "root")
+    __slots__ = (
+        *("_getters", "_refs", "_sizes", "children", "containers", "generators", "ids", "keys", "kinds", "managed"),
+        *("names", "own", "root", "sizes_of_tables", "tensors", "weights"),
+    )
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
         self.root = weakref.ref(root, functools.partial(_forget, id(root)))
-        self._refs = [weakref.ref(module) for module in modules]
-        self._children = _children(modules)
-        self._attributes: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
-        self._tensors: list[tuple[int, str]] = []
-        for i, module in enumerate(modules):
-            own = module.__dict__
-            names = [name for name in own if name not in _OF_EVERY_MODULE]
-            self._tensors += [(i, name) for name in names if type(own[name]) is torch.Tensor]
-            if not type(module).__module__.startswith("torch.nn.modules."):  # "_modules": a getter of one has no tuple
-                self._attributes.append((i, operator.itemgetter("_modules", "_modules", *names)))
-        self._kinds = self._look(modules)
+        self._refs = [*map(weakref.ref, modules)]
+        dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]
+        self._sizes = [*map(len, dicts)]
+        self.keys = [(*_READ, *(name for name in own if name not in _NOT_READ)) for own in dicts]
+        self._getters = [operator.itemgetter(*keys) for keys in self.keys]
+        tables = [own[name] for name in _TABLES for own in dicts]
+        self.names = [*_flat(tables)]
+        self.sizes_of_tables = sizes = [*map(len, tables)]
+        values = [own[key] for own, keys in zip(dicts, self.keys, strict=True) for key in keys]
+        self.kinds = [*map(type, values)]
+        self.own = len(values)
+        self.weights = slice(self.own, self.own + sum(sizes[: len(modules)]))
+        self.children = self.own + sum(sizes[: 2 * len(modules)])
+        self.ids = [*map(id, _flat(map(values_of, tables[2 * len(modules) :])))]
+        inside = {id(m) for wrapper in modules if _tracks_phases(wrapper) for m in wrapper.modules()}
+        self.managed = [id(module) in inside for module in modules]
+        self.tensors: list[tuple[int, str]] = []
+        self.containers: list[tuple[int, str]] = []
+        self.generators: list[int] = []
+        places = [(module, key) for module, keys in zip(modules, self.keys, strict=True) for key in keys]
+        for place, ((module, key), value) in enumerate(zip(places, values, strict=True)):
+            label = f"attribute '{key}' of {type(module).__name__}"
+            if isinstance(value, torch.Tensor):
+                self.tensors.append((place, label))
+            elif isinstance(value, torch.Generator):
+                self.generators.append(place)
+            elif (
+                key not in _READ and id(module) not in inside and (isinstance(value, _CONTAINERS) or _is_config(value))
+            ):
+                self.containers.append((place, label))
 
-    def _look(self, modules: Sequence[nn.Module]) -> list[Any]:
-        found: list[Any] = []
-        for i, look in self._attributes:
-            own = modules[i].__dict__
-            found += len(own), *map(type, look(own))
-        return found
-
-    def found(self) -> tuple[list[nn.Module], _NAMED] | None:
-        """The modules, the root first, and the tensors that are attributes of theirs; None where they have changed."""
-        modules: list[Any] = [*map(_present, self._refs)]
+    def attributes(self, dicts: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
+        """What is read of each module; None where one has other attributes than it had."""
+        if [*map(len, dicts)] != self._sizes:
+            return None
         try:
-            if None in modules or _children(modules) != self._children or self._look(modules) != self._kinds:
-                return None
+            return [get(own) for get, own in zip(self._getters, dicts, strict=True)]
         except KeyError:
             return None
-        if not self._tensors:
-            return modules, []
-        some = [(modules[i], name) for i, name in self._tensors]
-        return modules, [(f"attribute '{name}' of {type(m).__name__}", m.__dict__[name]) for m, name in some]
+
+    def snapshot(self) -> Snapshot | None:
+        """What the modules hold now; None where they have changed, so that they have to be scanned again."""
+        modules: list[Any] = [*map(_present, self._refs)]
+        if None in modules:
+            return None
+        found = Snapshot(self, modules)
+        return found if found.read() else None
 
 
-_children_of, values_of = operator.attrgetter("_modules"), operator.methodcaller("values")
-_present: Callable[[Any], Any] = weakref.ref.__call__
+_WRAPPERS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.nn.parallel.")
 
 
-def _children(modules: Sequence[nn.Module]) -> list[int]:
-    return [*map(id, itertools.chain.from_iterable(map(values_of, map(_children_of, modules))))]
+def _tracks_phases(module: nn.Module) -> bool:
+    return any(base.__module__.startswith(_WRAPPERS) for base in type(module).__mro__)
 
 
 _scans: dict[int, _Scan] = {}
@@ -622,13 +920,13 @@ def _forget(key: int, ref: Any) -> None:
         del _scans[key]
 
 
-def scanned(root: nn.Module) -> tuple[list[nn.Module], _NAMED]:
-    """The modules below `root`, itself first, and the tensors that are plain attributes of theirs, with their names."""
+def snapshot(root: nn.Module) -> Snapshot:
+    """What the modules below `root` hold now, itself first."""
     scan = _scans.get(id(root))
-    found = None if scan is None or scan.root() is not root else scan.found()
+    found = None if scan is None or scan.root() is not root else scan.snapshot()
     if found is None:
         scan = _scans[id(root)] = _Scan(root)
-        found = scan.found()
+        found = scan.snapshot()
         assert found is not None
     return found
 
@@ -638,7 +936,9 @@ class Captures:
 
     Attributes:
         modules: Every module reached, submodules included.
-        generators: `torch.Generator`s in closures and globals.
+        snapshots: What they hold, for each module at which the search began.
+        contents: What the containers and configs hold that are attributes of modules.
+        generators: `torch.Generator`s in closures and globals, and held by modules.
         tensors: Tensors that closure cells hold, in order.
         whole: How many of the modules belong to the function itself, not merely to its closure; they come first.
     """
@@ -650,14 +950,19 @@ class Captures:
         """What one module reaches: the short way, since most regions are modules."""
         found = cls.__new__(cls)
         found.template = module
-        found.generators, found.tensors, found._names = [], [], []
-        found.modules, found._others = scanned(module)
+        seen = snapshot(module)
+        found.modules, found.snapshots = seen.modules, [seen]
+        found.generators, found._others, found.contents = seen.generators(), seen.tensors(), []
+        found.tensors, found._names = [], []
+        found._look_into(seen, {})
         if whole:
             found.whole = len(found.modules)
         return found
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module] = ()) -> None:
         self.modules: Sequence[torch.nn.Module] = ()
+        self.snapshots: list[Snapshot] = []
+        self.contents: list[Contents] = []
         self.generators: list[torch.Generator] = []
         self.tensors: list[torch.Tensor] = []
         self._names: list[str] = []
@@ -672,7 +977,11 @@ class Captures:
         """Whether nothing was found that a replay depends on."""
         return not (self.modules or self.generators or self._others or isinstance(self.template, (Held, _Partial)))
 
-    def buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
+    def keep(self) -> list[Undo]:
+        """What makes the modules hold again what they hold now; for `undo`."""
+        return [one for place in (*self.snapshots, *self.contents) for one in place.keep()]
+
+    def tables_of_buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
         """The dictionaries in which the modules hold their buffers."""
         for module in self.modules:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]
@@ -791,13 +1100,31 @@ class Captures:
     def _module(self, root: torch.nn.Module, seen: dict[int, Any]) -> None:
         if id(root) in seen:
             return
-        modules, tensors = scanned(root)
+        found = snapshot(root)
+        self.snapshots.append(found)
+        modules = found.modules
         if self.modules:
             modules = [*self.modules, *(module for module in modules if id(module) not in seen)]
         self.modules = modules
         seen.update(zip(map(id, modules), modules, strict=True))
-        for name, tensor in tensors:
+        for name, tensor in found.tensors():
             self._value(name, tensor, seen)
+        self.generators.extend(found.generators())
+        self._look_into(found, seen)
+
+    def _look_into(self, found: Snapshot, seen: dict[int, Any]) -> None:
+        """Looks at the containers and configs that modules hold, one level deep."""
+        for name, value in found.contents():
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            inside = Contents(name, value)
+            self.contents.append(inside)
+            for one in inside.then:
+                if isinstance(one, torch.Generator):
+                    self.generators.append(one)
+                elif isinstance(one, torch.Tensor) and type(one) is not nn.Parameter:
+                    self._value(name, one, seen)
 
 
 def parameters_of(modules: Sequence[torch.nn.Module], whole: int) -> Iterator[Captured]:

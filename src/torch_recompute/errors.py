@@ -41,15 +41,15 @@ class MismatchError(RecomputeError, CheckpointError):
 
 
 class ChangedError(RecomputeError):
-    """Something that a replay needs has been changed in place since the forward.
+    """Something that a replay needs has been changed since the forward and cannot be put back.
 
-    What is watched: the region's arguments, its closure, defaults and partials, globals that the function itself names,
-    lists, tuples and dicts among these, parameters, buffers and direct tensor attributes of modules, direct attributes
-    of other objects that the function is bound to, carried values, and outputs of saved calls. Not watched: tensors
-    behind further attributes (`module.cache.keys`) and globals of functions that the function calls. If they are
-    changed in place between forward and backward, the replay computes with the new values and no error is raised; pass
-    them to the region as arguments. `audit` finds what the rest of the model's forward changes of them, and
-    `check="values"` the rest.
+    What is watched: the tensors among the region's arguments, in its closure, defaults and partials, in globals that
+    the function itself names, in lists, tuples and dicts among these; parameters, buffers and tensor attributes of
+    modules, the length of large containers there; direct attributes of other objects that the function is bound to;
+    carried values, and outputs of saved calls. Not watched are objects that are no plain data (`module.cache.keys`) and
+    globals of functions that the function calls. If they are changed between forward and backward, the replay computes
+    with the new values and no error is raised; pass them to the region as arguments. `audit` finds what the rest of the
+    model's forward changes of them, and `check="values"` the rest.
     """
 
 

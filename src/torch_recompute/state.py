@@ -15,6 +15,10 @@ forward is behind what the forward saw only if another capture has begun.
 
 Rejected: two generators that advance in step, one for each graph (what torch's compiler does). A forward that is
 launched without its backward, as in evaluation, puts them out of step, and nothing would say so.
+
+Modules are found as the forward found them (`_Reached`): what each holds is read when the region is entered and is
+compared, object by object, when its replay begins. What differs is put back, and after the replay the present. Design
+note 015 says what that costs and what is left alone.
 """
 
 from __future__ import annotations
@@ -37,7 +41,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import _torch, errors
 from ._torch import leads_to, version_of
 from ._torch.devices import captured_state, capturing, set_captured_state
-from .arguments import Captured, Captures, apart, each_once, parameters_of, values_of
+from .arguments import (
+    MANY,
+    Captured,
+    Captures,
+    Contents,
+    Snapshot,
+    Values,
+    apart,
+    each_once,
+    parameters_of,
+    snapshot,
+    undo,
+)
 
 
 class CpuRng:
@@ -330,18 +346,10 @@ _ORDINARY = frozenset({Parameter})
 _quiet: Any = WeakIdKeyDictionary()  # large buffers that a call in training mode has left unchanged
 
 
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-)
-
-
 class _Hooks:
     """The hooks of modules that a forward found and left; who registers one for a forward alone takes it away then."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        hooked = [m.__dict__ for m in modules if m._forward_pre_hooks or m._forward_hooks]  # pyright: ignore[reportPrivateUsage]
-        every: list[dict[Any, Any]] = [d[name] for d in hooked for name in _HOOKS if name in d]
+    def __init__(self, every: Sequence[dict[Any, Any]]) -> None:
         self._kept = [(hooks, dict(hooks)) for hooks in every]
 
     def settle(self) -> None:
@@ -370,16 +378,23 @@ def _remove(hooks: dict[Any, Any], keys: Sequence[Any]) -> None:
         hooks.pop(key, None)
 
 
-_look = operator.attrgetter("training", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
-_training_of = operator.attrgetter("training")
 _is_there = functools.partial(operator.is_not, None)
-_NO_MODULES: tuple[tuple[Any, ...], ...] = ((),) * 5
 _NOTHING_COPIED: tuple[TensorState, list[torch.Tensor]] = TensorState(), []
 
 
 def _held(seen: Captured) -> torch.Tensor:
     """What may be held of a tensor: itself, where its module holds it anyway."""
     return seen.tensor if seen.kind else apart(seen.tensor)
+
+
+def _changed_container(region: str, seen: Contents) -> str:
+    """Text for a container that is too large to be put back."""
+    return (
+        f"{seen.label}, which {region} may read, has changed since the forward: {seen.then[0]} entries then, "
+        f"{seen.now()[0]} now. Containers with more than {MANY} entries are not copied; of a list or dict that has "
+        "grown the replay finds the old part, but what was removed, or put into a set, cannot be undone.\n"
+        "  Change it after backward; or pass what the region reads of it as an argument."
+    )
 
 
 class _Reached:
@@ -391,31 +406,32 @@ class _Reached:
     """
 
     __slots__ = (
-        *("_buffers", "_copies", "_hooks", "_late", "_modules", "_state", "_training", "_watched", "_whole"),
-        *("versions", "weights"),
+        *("_copies", "_hooks", "_large", "_late", "_made_late", "_modules", "_ordinary", "_places", "_snapshots"),
+        *("_state", "_watched", "_whole", "versions", "weights"),
     )
 
     def __init__(self, reach: Captures, cells: bool) -> None:
         self._modules = reach.modules
         self._whole = reach.whole
+        self._snapshots = reach.snapshots
+        self._places: Sequence[Snapshot | Contents] = [*reach.snapshots, *reach.contents]
+        self._large = [inside for inside in reach.contents if inside.large]
+        self._made_late = False  # whether the forward gives memory to parameters of a LazyModule
         self._hooks: _Hooks | None = None
-        self._buffers: list[tuple[Any, dict[str, Any]]] = []
-        self._training, parameters, buffers, before, after = (
-            zip(*map(_look, reach.modules), strict=True) if reach.modules else _NO_MODULES
-        )
-        if any(before) or any(after):
-            self._hooks = _Hooks(reach.modules)
-        if any(buffers):
-            self._buffers = [(some, dict(some)) for some in buffers if some]
-        weights: Any = [*filter(_is_there, chain.from_iterable(map(values_of, parameters)))]
-        if not _ORDINARY.issuperset(map(type, weights)):
-            weights = [p if type(p) is Parameter else apart(p) for p in weights if type(p) not in _LAZY]
+        if any(found.hooked for found in reach.snapshots):
+            self._hooks = _Hooks([hooks for found in reach.snapshots for hooks in found.hooks()])
+        weights: list[Any] = [*filter(_is_there, chain.from_iterable(map(Snapshot.weights, reach.snapshots)))]
+        self._ordinary = _ORDINARY.issuperset(map(type, weights))
+        if not self._ordinary:
+            lazy = [p for p in weights if type(p) in _LAZY]
+            self._made_late = bool(lazy)
+            weights = [p for p in weights if type(p) not in _LAZY]
         self.weights: list[torch.Tensor] = weights
         self.versions = [*map(version_of, weights)]
         self._watched: list[tuple[Captured, int]] = []
         self._late: list[torch.Tensor] = []  # buffers of a LazyModule, to which its first call gives memory
         self._state, self._copies = _NOTHING_COPIED
-        if self._buffers or reach.others(cells):
+        if reach.others(cells) or any(map(Snapshot.buffers, reach.snapshots)):
             self._watch(reach, cells)
 
     def _watch(self, reach: Captures, cells: bool) -> None:
@@ -432,8 +448,9 @@ class _Reached:
             for seen in reach.with_grad(cells)
             if type(seen.tensor) not in _LAZY
         )
-        self._state = TensorState(*copied)
-        self._copies = self._state.capture()
+        if copied:
+            self._state = TensorState(*copied)
+            self._copies = self._state.capture()
 
     def settle(self) -> None:
         if self._hooks is not None:
@@ -446,6 +463,14 @@ class _Reached:
             self._late = []
         if any(not seen.kind for seen, _ in self._watched):
             self._watched = [(seen._replace(tensor=_held(seen)), version) for seen, version in self._watched]
+        if self._made_late:  # a LazyModule is not what it was before its first call
+            again = [snapshot(found.modules[0]) for found in self._snapshots]
+            self._places = [*again, *self._places[len(again) :]]
+            self._snapshots = again
+        for found in self._snapshots:
+            found.set_aside(not self._ordinary)
+        if not self._ordinary:
+            self.weights = [p if type(p) is Parameter else apart(p) for p in self.weights]
 
     def _settle_copies(self) -> None:
         changed = {id(seen.tensor) for seen, version in self._watched if version_of(seen.tensor) != version}
@@ -462,6 +487,9 @@ class _Reached:
         self._watched = [(seen, version) for seen, version in self._watched if id(seen.tensor) not in restored]
 
     def check(self, region: str) -> None:
+        for place in self._large:
+            if place.lost():
+                raise errors.ChangedError(_changed_container(region, place))
         watched = self._watched
         if [*map(version_of, self.weights)] != self.versions:
             places = {_torch.storage_id(seen.tensor): seen for seen in parameters_of(self._modules, self._whole)}
@@ -478,28 +506,36 @@ class _Reached:
                     "changes it, say so: recompute(fn, state=[torch_recompute.state.TensorState(tensor)])."
                 )
 
+    def present(self) -> list[Values]:
+        """What the modules held."""
+        return [place.present() for place in self._places]
+
+    def holds(self, values: list[Values]) -> bool:
+        """Whether the modules hold these values now, and neither hooks nor buffers have to be put back."""
+        if self._copies or (self._hooks is not None and self._hooks.differ):
+            return False
+        return all(place.holds(some) for place, some in zip(self._places, values, strict=True))
+
+    def undo(self, values: list[Values]) -> None:
+        """After a replay for which nothing had to be put back: undoes what it wrote."""
+        for place, some in zip(self._places, values, strict=True):
+            if not place.holds(some):
+                with _exclusive:
+                    place.put(some)
+
     def restore(self, stack: contextlib.ExitStack) -> None:
-        for buffers, then in self._buffers:  # a buffer may be replaced rather than written to
-            stack.callback(buffers.update, dict(buffers))
-            buffers.update(then)
+        """Makes the modules, their hooks and buffers as the forward found them, until the stack is left."""
+        for place in self._places:
+            stack.callback(undo, place.keep())
+            place.put(place.then)
         if self._copies:
             stack.callback(self._state.restore, self._state.capture())
             self._state.restore(self._copies)
         if self._hooks is not None:
             self._hooks.restore(stack)
-        for module, training in zip(self._modules, self._training, strict=True):
-            if module.training is not training:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = training
 
     def restored(self) -> frozenset[int]:
         return frozenset(map(_torch.storage_id, self._state.tensors))
-
-    @property
-    def differs(self) -> bool:
-        if self._copies or self._buffers or (self._hooks is not None and self._hooks.differ):
-            return True
-        return self._training != tuple(map(_training_of, self._modules))
 
 
 class ReplayState:
@@ -565,8 +601,13 @@ class ReplayState:
         reached = self._reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
         consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]
-        if not consumed and present == self._settings and (reached is None or not reached.differs):
-            context.run(fn, *args)
+        held = [] if reached is None else reached.present()
+        if not consumed and present == self._settings and (reached is None or reached.holds(held)):
+            try:
+                context.run(fn, *args)
+            finally:
+                if reached is not None:
+                    reached.undo(held)
             return
         with _exclusive, contextlib.ExitStack() as stack:
             for ambient, before in consumed:

@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.notes: Counter[Any] = Counter()
+        self.inside: list[Counter[Any]] = [Counter()]  # a Counter as an attribute would be put back by replays
         self.numbers = itertools.count()
         self.norm = nn.LayerNorm(WIDTH)
         self.router = nn.Linear(WIDTH, 2)
@@ -57,6 +57,10 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.zeros(WIDTH))
         self.dropout = nn.Dropout(dropout)
+
+    @property
+    def notes(self) -> Counter[Any]:
+        return self.inside[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.note(x)

@@ -123,6 +123,23 @@ class Counted:
         return counted
 
 
+class Tally:
+    """A count that a module may hold and a replay does not put back, being a list in a list of an object."""
+
+    def __init__(self) -> None:
+        self.inside = [[0]]
+
+    def __call__(self) -> int:
+        """One more."""
+        self.inside[0][0] += 1
+        return self.count
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return self.inside[0][0]
+
+
 class InBackward(torch.autograd.Function):
     """Calls a function in its backward."""
 

@@ -3,7 +3,8 @@
 Without a store they are kept where they are, with their versions, so that a change in place is noticed. What is held
 is detached, unless it is a leaf that requires grad: the tensor itself may get a history later that leads back to the
 region (`h += recompute(block)(h)`), and a cycle through the graph is never collected. A replay gets fresh leaves over
-the same memory; two arguments that were one tensor are one tensor again, because code asks (`k is v` in attention).
+the same memory, with the attributes that the tensor had (`h.tag = 1`); two arguments that were one tensor are one
+tensor again, because code asks (`k is v` in attention).
 
 An input may be the result of a region whose output will be discarded (`discard.py`), and would keep it alive. It is
 held by a `DeferredInput`: the tensor for now, and once the output has been discarded the slot from which it is rebuilt.
@@ -42,6 +43,7 @@ class _Detached:
 
 
 _is_view = operator.methodcaller("_is_view")
+_attributes_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
 def _open(held: Any) -> torch.Tensor:
@@ -65,7 +67,10 @@ class Inputs:
         ids: Identity and version of each while the forward runs; empty where a store keeps copies.
     """
 
-    __slots__ = ("_call", "_given", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions", "ids")
+    __slots__ = (
+        *("_attributes", "_call", "_given", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions"),
+        "ids",
+    )
 
     def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
         self._call = call
@@ -80,6 +85,9 @@ class Inputs:
         ids = dict(zip(map(id, given), versions, strict=True))
         self.ids: dict[int, int] = ids if store is None else {}
         self._shared = len(ids) != len(given)
+        self._attributes: dict[int, dict[str, Any]] = {}
+        if any(map(_attributes_of, given)):
+            self._attributes = {n: dict(found) for n, found in enumerate(map(_attributes_of, given)) if found}
         hold = functools.partial(self._hold, region)
         self._held: list[Any] = [*map(hold, given)] if not self._shared else self._each_once(given, hold)
 
@@ -123,7 +131,7 @@ class Inputs:
 
     def forget(self) -> None:
         """Lets go of everything: there will be no replay."""
-        self._held, self._call.leaves = [], []
+        self._held, self._call.leaves, self._attributes = [], [], {}
 
     def check(self, region: str) -> None:
         """Before a replay: raises if an argument has been changed in place, by the region itself or since."""
@@ -149,6 +157,8 @@ class Inputs:
             tensors = [opened[id(held)] for held in self._held]
         else:
             tensors = [_open(held) for held in self._held]
+        for n, found in self._attributes.items():
+            _attributes_of(tensors[n]).update(found)
         leaves = list(self._call.leaves)
         for i, tensor in zip(self._call.tensors, tensors, strict=False):
             leaves[i] = tensor

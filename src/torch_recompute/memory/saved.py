@@ -33,7 +33,7 @@ from torch import nn
 from .. import arguments, errors
 from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
-from ..arguments import Batch, Captures, call_of
+from ..arguments import Batch, Captures, call_of, undo
 from ..state import DEFAULT
 from .ledger import storages
 from .operations import Allocation, Allocations
@@ -70,10 +70,11 @@ def saved_activations(
     call = call_of("saved_activations", model, args, kwargs, loss=False)
     values = [*call[0], *call[1].values()]
     reach = Captures(model, [value for value in values if isinstance(value, nn.Module)])
-    attributes = [vars(module) for module in reach.modules]
-    inside = [value for held in attributes for value in held.values() if type(value) in (list, dict, set)]
-    with _contents_as_before([*attributes, *inside]):
+    kept = reach.keep()
+    try:
         return _look(model, *call, reach)
+    finally:
+        undo(kept)
 
 
 def _look(
@@ -131,18 +132,6 @@ def _explain_the_rest(
 
 
 @contextmanager
-def _contents_as_before(containers: Iterable[Any]) -> Generator[None]:
-    """Puts back what lists, dictionaries and sets hold."""
-    contents = [(container, container.copy()) for container in {id(one): one for one in containers}.values()]
-    try:
-        yield
-    finally:
-        for container, then in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(then)
-
-
-@contextmanager
 def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
     """Puts back the buffers and generators that a call reaches, and PyTorch's own."""
     reached, states = CallState(reach, values), [(ambient, ambient.capture()) for ambient in DEFAULT]
@@ -162,7 +151,7 @@ class CallState:
     """
 
     def __init__(self, reach: Captures, values: Iterable[Any]) -> None:
-        self._namespaces = [(held, dict(held)) for held in reach.buffers()]
+        self._namespaces = [(held, dict(held)) for held in reach.tables_of_buffers()]
         buffers = [buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None]
         stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
         self._contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
