@@ -25,6 +25,7 @@ from that other one once it exists again.
 from __future__ import annotations
 
 import collections
+import contextlib
 import difflib
 import dis
 import enum
@@ -576,6 +577,7 @@ _parameters_in, _buffers_in, _children_in = map(operator.itemgetter, _TABLES)
 _hooks_before, _hooks_after = map(operator.itemgetter, ("_forward_pre_hooks", "_forward_hooks"))
 _flat = itertools.chain.from_iterable
 _present: Callable[[Any], Any] = weakref.ref.__call__
+_get: Any = operator.itemgetter.__call__
 _NAMED = list[tuple[str, torch.Tensor]]
 Values = list[Any]
 """What several dictionaries held at one moment, one after the other."""
@@ -600,6 +602,10 @@ def undo(kept: Iterable[Undo]) -> None:
     """Calls each function."""
     for fn, *args in kept:
         fn(*args)
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS) or _is_config(value)
 
 
 class Aside(NamedTuple):
@@ -639,68 +645,52 @@ class Snapshot:
         modules: The modules, the root first.
         then: The values when this was made.
         hooked: Whether a module has forward hooks.
+
+    Raises:
+        LookupError: They have other names, kinds of attributes or children than the scan found.
     """
 
-    __slots__ = ("_aside", "_dicts", "_full", "_scan", "_tables", "hooked", "modules", "then")
-    _tables: list[dict[str, Any]]
-    _full: list[dict[str, Any]]
-    then: Values
-    hooked: bool
+    __slots__ = ("_all", "_aside", "_dicts", "_full", "hooked", "modules", "scan", "then")
 
-    def __init__(self, scan: _Scan, modules: Sequence[nn.Module]) -> None:
-        self._scan, self.modules, self._aside = scan, modules, False
-        self._dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]
-
-    def read(self) -> bool:
-        """Reads all values; False where there are other names, kinds of attributes or children than the scan found."""
-        scan = self._scan
-        own = scan.attributes(self._dicts)
-        if own is None:
-            return False
+    def __init__(self, scan: _Scan) -> None:
+        self.scan, self._aside = scan, False
+        self.modules: list[Any] = [*map(_present, scan.refs)]
+        if None in self.modules:
+            raise LookupError
+        self._dicts: list[dict[str, Any]] = [*map(_dict_of, self.modules)]
         dicts = self._dicts
         tables = [*map(_parameters_in, dicts), *map(_buffers_in, dicts), *map(_children_in, dicts)]
-        self._tables, self._full = tables, [*filter(None, tables)]
-        if [*map(len, tables)] != scan.sizes_of_tables or [*_flat(self._full)] != scan.names:
-            return False
-        self.then = then = [*_flat(own), *_flat(map(values_of, self._full))]
+        self._all, self._full = [*dicts, *tables], [*filter(None, tables)]
+        if [*map(len, self._all)] != scan.sizes or [*_flat(self._full)] != scan.names:
+            raise LookupError
+        self.then = then = [*_flat(map(_get, scan.getters, dicts)), *_flat(map(values_of, self._full))]
         self.hooked = any(map(_hooks_before, dicts)) or any(map(_hooks_after, dicts))
-        return [*map(type, then[: scan.own])] == scan.kinds and [*map(id, then[scan.children :])] == scan.ids
+        if [*map(type, then[: scan.own])] != scan.kinds or [*map(id, then[scan.children :])] != scan.ids:
+            raise LookupError
 
-    def present(self) -> Values:
-        """What it held, with the tensors themselves where they are still there."""
-        return [one.there() if type(one) is Aside else one for one in self.then] if self._aside else self.then
-
-    def holds(self, values: Values) -> bool:
-        """Whether the modules hold these values now."""
-        own = self._scan.attributes(self._dicts)
-        if own is None or [*map(len, self._tables)] != self._scan.sizes_of_tables:
+    def same(self) -> bool:
+        """Whether the modules hold what they held. Not known, and so false, where tensors were set aside."""
+        scan = self.scan
+        if self._aside or [*map(len, self._all)] != scan.sizes:
             return False
-        return all(map(operator.is_, itertools.chain(_flat(own), _flat(map(values_of, self._full))), values))
+        now = itertools.chain(_flat(map(_get, scan.getters, self._dicts)), _flat(map(values_of, self._full)))
+        try:
+            return all(map(operator.is_, now, self.then))
+        except KeyError:
+            return False
 
     def weights(self) -> list[Any]:
         """The parameters, and None where one is missing."""
-        return self.then[self._scan.weights]
+        return self.then[self.scan.weights]
 
     def buffers(self) -> bool:
         """Whether there are any."""
-        return self._scan.children > self._scan.weights.stop
+        return self.scan.children > self.scan.weights.stop
 
     def hooks(self) -> list[dict[Any, Any]]:
         """The dictionaries that hold forward hooks, of the modules that have some."""
         some = [d for d in self._dicts if d["_forward_pre_hooks"] or d["_forward_hooks"]]
         return [own[name] for own in some for name in _HOOKS if name in own]
-
-    def tensors(self) -> _NAMED:
-        """The tensors that are attributes, with their names."""
-        return [(label, self.then[place]) for place, label in self._scan.tensors]
-
-    def generators(self) -> list[torch.Generator]:
-        """The generators that are attributes."""
-        return [self.then[place] for place in self._scan.generators]
-
-    def contents(self) -> list[tuple[str, Any]]:
-        """The containers and configs that are attributes, with their names."""
-        return [(label, self.then[place]) for place, label in self._scan.containers]
 
     def set_aside(self, weights: bool) -> None:
         """Lets go of what may get a history: after the forward, which knows tensors by their identity.
@@ -708,9 +698,9 @@ class Snapshot:
         Args:
             weights: Whether some parameter is no `Parameter`.
         """
-        places = [place for place, _ in self._scan.tensors]
+        places = [*self.scan.tensors]
         if weights:
-            places += range(self._scan.weights.start, self._scan.weights.stop)
+            places += range(self.scan.weights.start, self.scan.weights.stop)
         for place in places:
             held = self.then[place]
             if isinstance(held, torch.Tensor) and type(held) is not nn.Parameter:
@@ -719,21 +709,22 @@ class Snapshot:
                     self.then[place] = Aside(weakref.ref(held), tensor, wants_grad(held))
                     self._aside = True
 
-    def _pairs(self, values: Values) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
-        """Each dictionary, what it holds by these values, and whether that is left to a wrapper (see `_Scan`)."""
-        scan, place = self._scan, 0
+    def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
+        """Each dictionary, what it held, and whether that is left to a wrapper (see `_Scan`)."""
+        scan, values, place = self.scan, self.then, 0
         for entries, keys, managed in zip(self._dicts, scan.keys, scan.managed, strict=True):
             yield entries, dict(zip(keys, values[place : place + len(keys)], strict=True)), managed
             place += len(keys)
         name = 0
         managed = [*scan.managed, *([False] * len(scan.managed)), *scan.managed]  # buffers are not
-        for table, size, left in zip(self._tables, scan.sizes_of_tables, managed, strict=True):
+        count = len(self._dicts)
+        for table, size, left in zip(self._all[count:], scan.sizes[count:], managed, strict=True):
             yield table, dict(zip(scan.names[name : name + size], values[place : place + size], strict=True)), left
             place, name = place + size, name + size
 
-    def put(self, values: Values) -> None:
-        """Has the modules hold these values."""
-        for entries, then, left in self._pairs(values):
+    def restore(self) -> None:
+        """Has the modules hold what they held."""
+        for entries, then, left in self._pairs():
             if not left:
                 _write(entries, then)
             elif "training" in then:
@@ -742,7 +733,7 @@ class Snapshot:
     def keep(self) -> list[Undo]:
         """What makes the modules hold again what they hold now."""
         kept: list[Undo] = []
-        for entries, then, left in self._pairs(self.then):
+        for entries, then, left in self._pairs():
             if not left:
                 kept.append((_write, entries, dict(entries)))
             elif "training" in then:
@@ -776,21 +767,17 @@ class Contents:
             return [len(inside)]
         return [*inside, *inside.values()] if isinstance(inside, dict) else [*inside]
 
-    def present(self) -> Values:
-        """What it held."""
-        return self.then
-
-    def holds(self, values: Values) -> bool:
-        """Whether it holds these values now."""
+    def same(self) -> bool:
+        """Whether it holds what it held."""
         now = self.now()
         if self.large:
-            return now == values
-        return len(now) == len(values) and all(map(operator.is_, now, values))
+            return now == self.then
+        return len(now) == len(self.then) and all(map(operator.is_, now, self.then))
 
     def lost(self) -> bool:
         """Whether it is a large one that has changed in a way that cannot be put back."""
         if not isinstance(self._inside, (list, dict)):
-            return self.large and not self.holds(self.then)
+            return self.large and not self.same()
         return self.large and len(self._inside) < self.then[0]
 
     def _new(self) -> list[Any]:
@@ -808,12 +795,15 @@ class Contents:
         elif isinstance(inside, list):
             inside[self.then[0] :] = new
 
-    def put(self, values: Values) -> None:
-        """Has it hold these values."""
-        inside: Any = self._inside
+    def restore(self) -> None:
+        """Has it hold what it held."""
         if self.large:
             self._regrow(())
-            return
+        else:
+            self._put(self.then)
+
+    def _put(self, values: Values) -> None:
+        inside: Any = self._inside
         if isinstance(inside, dict):
             half = len(values) // 2
             _write(cast("dict[str, Any]", inside), dict(zip(values[:half], values[half:], strict=True)))
@@ -823,7 +813,7 @@ class Contents:
 
     def keep(self) -> list[Undo]:
         """What makes it hold again what it holds now."""
-        return [(self._regrow, self._new())] if self.large else [(self.put, self.now())]
+        return [(self._regrow, self._new())] if self.large else [(self._put, self.now())]
 
 
 class _Scan:
@@ -836,33 +826,34 @@ class _Scan:
         keys: The names that are read of each module: two of its tables, whether it trains, its own attributes.
         kinds: The types of these.
         names: The names in all the tables: those of parameters, then of buffers, then of children.
-        sizes_of_tables: How many names each table has.
+        refs: The modules.
+        getters: What reads `keys` of each module.
+        sizes: How many attributes each module has, then how many names each table.
         ids: The identities of the children.
         own, children: Where among the values those of the tables, and the children, begin.
         weights: Where the parameters are.
-        tensors: Where tensors are that are plain attributes, and what errors call them.
-        containers: Where containers and configs are, and what errors call them.
-        generators: Where generators are.
+        tensors: Where tensors are that are plain attributes.
+        holds: Where tensors, generators, containers and configs are, and what errors call them.
         managed: Which modules belong to a wrapper of torch.distributed (FSDP), which tracks forward and backward by its
             own attributes and replaces parameters; they are left to it.
     """
 
     __slots__ = (
-        *("_getters", "_refs", "_sizes", "children", "containers", "generators", "ids", "keys", "kinds", "managed"),
-        *("names", "own", "root", "sizes_of_tables", "tensors", "weights"),
+        *("children", "getters", "holds", "ids", "keys", "kinds", "managed", "names", "own", "refs", "root"),
+        *("sizes", "tensors", "weights"),
     )
 
     def __init__(self, root: nn.Module) -> None:
         modules = list(root.modules())
         self.root = weakref.ref(root, functools.partial(_forget, id(root)))
-        self._refs = [*map(weakref.ref, modules)]
+        self.refs = [*map(weakref.ref, modules)]
         dicts: list[dict[str, Any]] = [*map(_dict_of, modules)]
-        self._sizes = [*map(len, dicts)]
         self.keys = [(*_READ, *(name for name in own if name not in _NOT_READ)) for own in dicts]
-        self._getters = [operator.itemgetter(*keys) for keys in self.keys]
+        self.getters = [operator.itemgetter(*keys) for keys in self.keys]
         tables = [own[name] for name in _TABLES for own in dicts]
         self.names = [*_flat(tables)]
-        self.sizes_of_tables = sizes = [*map(len, tables)]
+        sizes = [*map(len, tables)]
+        self.sizes = [*map(len, dicts), *sizes]
         values = [own[key] for own, keys in zip(dicts, self.keys, strict=True) for key in keys]
         self.kinds = [*map(type, values)]
         self.own = len(values)
@@ -871,37 +862,16 @@ class _Scan:
         self.ids = [*map(id, _flat(map(values_of, tables[2 * len(modules) :])))]
         inside = {id(m) for wrapper in modules if _tracks_phases(wrapper) for m in wrapper.modules()}
         self.managed = [id(module) in inside for module in modules]
-        self.tensors: list[tuple[int, str]] = []
-        self.containers: list[tuple[int, str]] = []
-        self.generators: list[int] = []
+        self.tensors: list[int] = []
+        self.holds: list[tuple[int, str]] = []
         places = [(module, key) for module, keys in zip(modules, self.keys, strict=True) for key in keys]
         for place, ((module, key), value) in enumerate(zip(places, values, strict=True)):
             label = f"attribute '{key}' of {type(module).__name__}"
             if isinstance(value, torch.Tensor):
-                self.tensors.append((place, label))
-            elif isinstance(value, torch.Generator):
-                self.generators.append(place)
-            elif (
-                key not in _READ and id(module) not in inside and (isinstance(value, _CONTAINERS) or _is_config(value))
-            ):
-                self.containers.append((place, label))
-
-    def attributes(self, dicts: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
-        """What is read of each module; None where one has other attributes than it had."""
-        if [*map(len, dicts)] != self._sizes:
-            return None
-        try:
-            return [get(own) for get, own in zip(self._getters, dicts, strict=True)]
-        except KeyError:
-            return None
-
-    def snapshot(self) -> Snapshot | None:
-        """What the modules hold now; None where they have changed, so that they have to be scanned again."""
-        modules: list[Any] = [*map(_present, self._refs)]
-        if None in modules:
-            return None
-        found = Snapshot(self, modules)
-        return found if found.read() else None
+                self.tensors.append(place)
+            inner = key not in _READ and id(module) not in inside and _has_entries(value)
+            if inner or isinstance(value, (torch.Tensor, torch.Generator)):
+                self.holds.append((place, label))
 
 
 _WRAPPERS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.nn.parallel.")
@@ -923,12 +893,11 @@ def _forget(key: int, ref: Any) -> None:
 def snapshot(root: nn.Module) -> Snapshot:
     """What the modules below `root` hold now, itself first."""
     scan = _scans.get(id(root))
-    found = None if scan is None or scan.root() is not root else scan.snapshot()
-    if found is None:
-        scan = _scans[id(root)] = _Scan(root)
-        found = scan.snapshot()
-        assert found is not None
-    return found
+    if scan is not None and scan.root() is root:
+        with contextlib.suppress(LookupError):
+            return Snapshot(scan)
+    scan = _scans[id(root)] = _Scan(root)
+    return Snapshot(scan)
 
 
 class Captures:
@@ -952,9 +921,9 @@ class Captures:
         found.template = module
         seen = snapshot(module)
         found.modules, found.snapshots = seen.modules, [seen]
-        found.generators, found._others, found.contents = seen.generators(), seen.tensors(), []
-        found.tensors, found._names = [], []
-        found._look_into(seen, {})
+        found.generators, found.contents, found.tensors, found._names, found._others = [], [], [], [], []
+        if seen.scan.holds:
+            found._look_into(seen, {})
         if whole:
             found.whole = len(found.modules)
         return found
@@ -1107,24 +1076,21 @@ class Captures:
             modules = [*self.modules, *(module for module in modules if id(module) not in seen)]
         self.modules = modules
         seen.update(zip(map(id, modules), modules, strict=True))
-        for name, tensor in found.tensors():
-            self._value(name, tensor, seen)
-        self.generators.extend(found.generators())
         self._look_into(found, seen)
 
     def _look_into(self, found: Snapshot, seen: dict[int, Any]) -> None:
-        """Looks at the containers and configs that modules hold, one level deep."""
-        for name, value in found.contents():
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            inside = Contents(name, value)
-            self.contents.append(inside)
-            for one in inside.then:
-                if isinstance(one, torch.Generator):
-                    self.generators.append(one)
-                elif isinstance(one, torch.Tensor) and type(one) is not nn.Parameter:
-                    self._value(name, one, seen)
+        """Looks at the attributes of modules: tensors, generators, and what containers and configs hold."""
+        for place, name in found.scan.holds:
+            value = found.then[place]
+            if isinstance(value, (torch.Tensor, torch.Generator)):
+                self._value(name, value, seen)
+            elif id(value) not in seen:
+                seen[id(value)] = value
+                inside = Contents(name, value)
+                self.contents.append(inside)
+                for one in inside.then:
+                    if isinstance(one, (torch.Tensor, torch.Generator)) and type(one) is not nn.Parameter:
+                        self._value(name, one, seen)
 
 
 def parameters_of(modules: Sequence[torch.nn.Module], whole: int) -> Iterator[Captured]:

@@ -47,7 +47,6 @@ from .arguments import (
     Captures,
     Contents,
     Snapshot,
-    Values,
     apart,
     each_once,
     parameters_of,
@@ -379,6 +378,7 @@ def _remove(hooks: dict[Any, Any], keys: Sequence[Any]) -> None:
 
 
 _is_there = functools.partial(operator.is_not, None)
+_same, _hooked, _is_large = operator.methodcaller("same"), operator.attrgetter("hooked"), operator.attrgetter("large")
 _NOTHING_COPIED: tuple[TensorState, list[torch.Tensor]] = TensorState(), []
 
 
@@ -415,10 +415,10 @@ class _Reached:
         self._whole = reach.whole
         self._snapshots = reach.snapshots
         self._places: Sequence[Snapshot | Contents] = [*reach.snapshots, *reach.contents]
-        self._large = [inside for inside in reach.contents if inside.large]
+        self._large = [*filter(_is_large, reach.contents)]
         self._made_late = False  # whether the forward gives memory to parameters of a LazyModule
         self._hooks: _Hooks | None = None
-        if any(found.hooked for found in reach.snapshots):
+        if any(map(_hooked, reach.snapshots)):
             self._hooks = _Hooks([hooks for found in reach.snapshots for hooks in found.hooks()])
         weights: list[Any] = [*filter(_is_there, chain.from_iterable(map(Snapshot.weights, reach.snapshots)))]
         self._ordinary = _ORDINARY.issuperset(map(type, weights))
@@ -461,14 +461,15 @@ class _Reached:
             self._state = TensorState(*self._state.tensors, *(tensor.detach() for tensor in self._late))
             self._copies = [*self._copies, *copies(self._state.tensors[len(self._copies) :])]
             self._late = []
-        if any(not seen.kind for seen, _ in self._watched):
+        if self._watched and any(not seen.kind for seen, _ in self._watched):
             self._watched = [(seen._replace(tensor=_held(seen)), version) for seen, version in self._watched]
         if self._made_late:  # a LazyModule is not what it was before its first call
             again = [snapshot(found.modules[0]) for found in self._snapshots]
             self._places = [*again, *self._places[len(again) :]]
             self._snapshots = again
         for found in self._snapshots:
-            found.set_aside(not self._ordinary)
+            if found.scan.tensors or not self._ordinary:
+                found.set_aside(not self._ordinary)
         if not self._ordinary:
             self.weights = [p if type(p) is Parameter else apart(p) for p in self.weights]
 
@@ -506,28 +507,24 @@ class _Reached:
                     "changes it, say so: recompute(fn, state=[torch_recompute.state.TensorState(tensor)])."
                 )
 
-    def present(self) -> list[Values]:
-        """What the modules held."""
-        return [place.present() for place in self._places]
-
-    def holds(self, values: list[Values]) -> bool:
-        """Whether the modules hold these values now, and neither hooks nor buffers have to be put back."""
+    def same(self) -> bool:
+        """Whether the modules hold what they held, and neither hooks nor buffers have to be put back."""
         if self._copies or (self._hooks is not None and self._hooks.differ):
             return False
-        return all(place.holds(some) for place, some in zip(self._places, values, strict=True))
+        return all(map(_same, self._places))
 
-    def undo(self, values: list[Values]) -> None:
+    def undo(self) -> None:
         """After a replay for which nothing had to be put back: undoes what it wrote."""
-        for place, some in zip(self._places, values, strict=True):
-            if not place.holds(some):
+        for place in self._places:
+            if not place.same():
                 with _exclusive:
-                    place.put(some)
+                    place.restore()
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Makes the modules, their hooks and buffers as the forward found them, until the stack is left."""
         for place in self._places:
             stack.callback(undo, place.keep())
-            place.put(place.then)
+            place.restore()
         if self._copies:
             stack.callback(self._state.restore, self._state.capture())
             self._state.restore(self._copies)
@@ -601,13 +598,12 @@ class ReplayState:
         reached = self._reached
         context = self._context.copy()  # a context cannot be entered twice, and replays may nest
         consumed = self._consumed if self._cpu is None else [(CPU_RNG, self._cpu), *self._consumed]
-        held = [] if reached is None else reached.present()
-        if not consumed and present == self._settings and (reached is None or reached.holds(held)):
+        if not consumed and present == self._settings and (reached is None or reached.same()):
             try:
                 context.run(fn, *args)
             finally:
                 if reached is not None:
-                    reached.undo(held)
+                    reached.undo()
             return
         with _exclusive, contextlib.ExitStack() as stack:
             for ambient, before in consumed:
