@@ -324,20 +324,85 @@ def test_a_planned_store_is_said():
         compiled_bytes(modules)
 
 
-def test_a_graph_break_in_a_region_is_said():
-    """A region that cannot be compiled runs eagerly as torch's own checkpoint, with its gradients, and a warning."""
+class Breaks(Block):
+    """A layer with a graph break in it, which assigns its buffer."""
 
-    def body(x):
-        y = x.sin()
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
         torch._dynamo.graph_break()
-        return no_recompute(torch.cos)(y).exp()
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        return x + self.down(F.gelu(self.up(self.norm2(x * self.mean)))).topk(4, -1).values.sum(-1, keepdim=True)
 
-    run = torch.compile(lambda x: recompute(body, name="layer")(x) + 1, backend="aot_eager")
-    x, y = (torch.linspace(0, 1, 8).requires_grad_() for _ in "xy")
-    with pytest.warns(RuntimeWarning, match="layer is recomputed inside torch.compile, and something in it cannot be"):
-        run(x).sum().backward()
-    body(y).sum().backward()
-    assert torch.equal(x.grad, y.grad)
+
+def breaks():
+    torch.manual_seed(0)
+    return nn.Sequential(Breaks(), Breaks())
+
+
+BROKEN = {
+    "layers": each(),
+    "a module in them": each(("up",)),
+    "products": each(("@product",)),
+    "decisions": each(carry=True),
+    "layers together": Plan((Choice(TOGETHER),)),
+    "inputs on the host": each(store="host"),
+}
+
+
+def products(run, modules):
+    """A step's output and gradients, and how many products its backward makes."""
+    x = batch()
+    out = run(x)
+    loss = out.square().sum()
+    with torch.autograd.profiler.profile() as seen:  # under a mode, as FlopCounterMode is one, nothing is compiled
+        loss.backward()
+    grads = [out.detach(), x.grad, *(p.grad for p in modules.parameters()), *modules.buffers()]
+    return grads, sum(event.name in ("aten::addmm", "aten::mm", "aten::bmm") for event in seen.function_events)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect:RuntimeWarning")
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_planned_layer_that_cannot_be_traced_keeps_and_repeats_what_it_does_eagerly(name):
+    """Products in backward, gradients and buffers are those of the eager plan, and a warning names the layer."""
+    modules = breaks()
+    apply(modules, BROKEN[name])
+    wanted, count = products(modules, modules)
+    modules = breaks()
+    apply(modules, BROKEN[name])
+    with pytest.warns(RuntimeWarning, match=r"[01] is recomputed inside torch.compile, which cannot trace it"):
+        grads, found = products(torch.compile(modules, backend="aot_eager"), modules)
+    assert_equal(grads, wanted)
+    assert count <= found <= count + LAYERS  # a replay ends between two parts, or in what is not compiled
+
+
+FACES = {
+    "checkpoint": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "paddle": lambda layer, x: paddle.recompute(layer, x),
+    "output discarded": lambda layer, x: discarded(layer, x),
+    "tiles": lambda layer, x: recompute(layer, tiles=2, tile_dim=0)(x),
+}
+
+
+def discarded(layer, x):
+    discard = OutputDiscardCheckpoint()
+    y = discard.checkpoint(layer, x).sin()
+    discard.discard_output_and_register_recompute(y)
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.* which cannot trace it whole:RuntimeWarning")
+@pytest.mark.parametrize("face", FACES)
+def test_every_face_runs_what_cannot_be_traced(face):
+    """So it is for regions that other functions make: gradients and buffers are those of the eager call."""
+    found = []
+    for compile in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager")):
+        layer = breaks()[0]
+        found.append(products(compile(lambda x, layer=layer: FACES[face](layer, x)), layer)[0])
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("keep", [(), ("up",), ("@product",)])

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, m
 from .engine.saved_call import SavedCall, call_again, record_call, tensors_of
 from .engine.tiles import check as check_tiles
 from .engine.tiles import run as run_tiles
+from .observer import Observer, Running, here, observing
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
 from .values import Run, kept_in_graph, name_of, thread
@@ -48,6 +50,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@tracing.as_it_is
 def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` as a region. The caller has seen to it that grad is enabled."""
     outer = thread.run
@@ -168,29 +171,42 @@ def recompute(
     return region
 
 
+@tracing.within_caller
 def trace(
     options: Options,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     contexts: tracing.Contexts | None = None,
+    region: Callable[..., Any] | None = None,
 ) -> Any:
     """Calls `fn` as a region of the graph that `torch.compile` is tracing; the caller has seen that grad is enabled.
 
+    Where the region cannot be traced whole, the engine runs it, and what it calls is compiled.
+
     Args:
-        options: What the graph has no place for is warned of.
+        options: What the graph has no place for is warned of. Without a name it is that of `fn`.
         fn: What to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         contexts: What the operations are tagged with, where it is not what every region's are.
+        region: Calls the region by the engine, with the same arguments; by default that is `call`.
     """
+    if not torch.compiler.is_compiling():
+        compiler = tracing.set_compiler(None)
+        try:
+            whole = functools.partial(call, options, fn, args, kwargs)
+            return _run_untraced(
+                options.name or name_of(fn), compiler, functools.partial(region, *args, **kwargs) if region else whole
+            )
+        finally:
+            tracing.set_compiler(compiler)
     if options.store is not None or len(options.ambients) > len(DEFAULT) or options.check == "values":
         tracing.say(_untraceable(options))
+    if thread.untraced and not thread.traced:
+        tracing.end_graph()
 
     def body(*args: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            tracing.cut[options.name] += 1
-            warnings.warn(_cut_by_a_break(options.name), RuntimeWarning, stacklevel=2)
         return fn(*args, **kwargs)
 
     if thread.traced:  # a region in it: what is traced inside of a call may change nothing outside
@@ -200,6 +216,56 @@ def trace(
         return tracing.call(body, args, contexts)
     finally:
         thread.traced = False
+
+
+class _CompiledInside(Observer):
+    """Compiles what a region calls, in its forward and in its replays; the engine around that is not looked at."""
+
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = compiler
+
+    def around(self, running: Running) -> AbstractContextManager[Any]:
+        """Entered before the region's function, and before a replay as a whole."""
+        if running.kind == "rebuild":
+            return _saying_that_parts_are_compiled()
+        return _Compiled(self._compiler) if running.kind in ("forward", "replay") else nullcontext()
+
+
+@contextmanager
+def _saying_that_parts_are_compiled() -> Generator[None]:
+    try:
+        yield
+    except errors.MismatchError as error:
+        error.args = (
+            f"{error}\n  What the region calls is compiled in parts. If these are not the same in forward and replay "
+            "(TORCH_LOGS=recompiles shows it; under a mode such as FlopCounterMode nothing is compiled), leave them "
+            "uncompiled:  recompute(torch.compiler.disable(fn))",
+        )
+        raise
+
+
+class _Compiled:
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = compiler
+
+    def __enter__(self) -> None:
+        self._untraced, thread.untraced = thread.untraced, True
+        self._compiler = tracing.set_compiler(self._compiler)
+
+    @tracing.within_caller
+    def __exit__(self, *_: object) -> None:
+        tracing.set_compiler(self._compiler)
+        thread.untraced = self._untraced
+
+
+def _run_untraced(name: str, compiler: Any, region: Callable[[], Any]) -> Any:
+    tracing.cut[name] += 1
+    warnings.warn(_cannot_be_traced(name), RuntimeWarning, stacklevel=3)
+    observers = () if here.observers is None else here.observers.each
+    if compiler is None or any(isinstance(observer, _CompiledInside) for observer in observers):
+        return region()
+    with observing(_CompiledInside(compiler)):
+        return region()
 
 
 def _untraceable(options: Options) -> str:
@@ -223,12 +289,12 @@ def no_effect(name: str, option: str, because: str) -> str:
     )
 
 
-def _cut_by_a_break(name: str) -> str:
+def _cannot_be_traced(name: str) -> str:
     return (
-        f"{name} is recomputed inside torch.compile, and something in it cannot be compiled. So it ran eagerly, as "
-        "torch's own checkpoint, where no_recompute(fn) and replay(fn) are plain calls: what they were to keep is "
-        "recomputed.\n"
-        "  Find the graph break:  torch.compile(model, fullgraph=True)  or  TORCH_LOGS=graph_breaks"
+        f"{name} is recomputed inside torch.compile, which cannot trace it whole: there is a graph break in it, or it "
+        "assigns to something outside (self.ema = ...). So it runs as it would without torch.compile, with the same "
+        "gradients, and what it calls is compiled in parts.\n"
+        "  Find the line:  torch.compile(model, fullgraph=True)  or  TORCH_LOGS=graph_breaks"
     )
 
 
@@ -289,6 +355,7 @@ def no_recompute(
     return saved_call
 
 
+@tracing.as_it_is
 def keep(
     name: str,
     fn: Callable[..., Any],

@@ -164,6 +164,7 @@ class Thread(threading.local):
         overrides: Decides about calls with a name; None without one. A replay has that of its forward.
         calls: How many calls of regions it has begun; what is put into a store meanwhile belongs together.
         traced: Whether `torch.compile` is tracing a region here.
+        untraced: Whether this is in a region that it could not trace: saved calls and choices in it run as they are.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class Thread(threading.local):
         self.run: Run | None = None
         self.overrides: Overrides | None = None
         self.calls = 0
-        self.traced = False
+        self.traced = self.untraced = False
 
 
 thread = Thread()
@@ -229,6 +230,7 @@ def _check_in_graph(tree: Any, what: str) -> None:
             )
 
 
+@tracing.as_it_is
 def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     """Carries `data` from the forward of the enclosing region to its replay.
 
@@ -245,6 +247,7 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
 
     The idea and the name are RoundPipe's (arXiv 2604.27085).
     """
+    _end_graph()
     run = thread.run
     if run is None or run.replaying:
         return
@@ -273,8 +276,10 @@ def save_for_recompute(*data: Any, key: Hashable = None) -> None:
     trace.values[key] = Values(data, run.moment())
 
 
+@tracing.as_it_is
 def doing_recompute() -> bool:
     """Whether the code that calls this is being replayed for backward."""
+    _end_graph()
     run = thread.run
     return run is not None and run.replaying
 
@@ -282,6 +287,7 @@ def doing_recompute() -> bool:
 is_recomputing = doing_recompute
 
 
+@tracing.as_it_is
 def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
     """Returns what `save_for_recompute` saved in the forward of this call of the region; may be read many times.
 
@@ -295,6 +301,7 @@ def get_recompute_data(key: Hashable = None) -> tuple[Any, ...]:
         NotRecomputingError: Not called from a replay. (Also an `AssertionError`, which RoundPipe raises here.)
         SaveError: The forward saved nothing under `key`.
     """
+    _end_graph()
     run = thread.run
     if run is None or not run.replaying:
         raise errors.NotRecomputingError(
@@ -335,9 +342,17 @@ class ReplayedValue:
 
 def kept_in_graph(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` while `torch.compile` traces: inside a region, so that the graph does not repeat its work."""
-    if not thread.traced:
-        return fn(*args, **kwargs)
-    return tracing.call(lambda *args: fn(*args, **kwargs), args, tracing.SAVED)
+    if thread.traced:
+        return tracing.call(lambda *args: fn(*args, **kwargs), args, tracing.SAVED)
+    if thread.untraced:
+        tracing.end_graph()
+    return fn(*args, **kwargs)
+
+
+def _end_graph() -> None:
+    """Ends a graph that is traced in a region which cannot be traced whole: its record is of what runs."""
+    if thread.untraced and torch.compiler.is_compiling():
+        tracing.end_graph()
 
 
 def name_of(fn: Any) -> str:
@@ -347,6 +362,7 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
+@tracing.as_it_is
 def replay(fn: Callable[P, R]) -> Callable[P, R]:
     """Wraps a choice: in a region, its result in forward is its result in the replay; `fn` is not called again.
 
@@ -370,9 +386,9 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn, updated=())
     def choose(*args: P.args, **kwargs: P.kwargs) -> R:
-        run = thread.run
         if torch.compiler.is_compiling():
             return kept_in_graph(fn, args, kwargs)
+        run = thread.run
         if run is None:
             return fn(*args, **kwargs)
         if run.replaying:

@@ -11,6 +11,7 @@ from compiler import COMPILES, as_they_are
 from laws.placements import NAMES, chain
 from laws.watch import Counted
 from torch_recompute import (
+    MismatchError,
     checkpoint,
     doing_recompute,
     get_recompute_data,
@@ -204,3 +205,164 @@ def test_a_compiled_step_twice_compiles_once():
     for _ in range(3):
         run(torch.ones(4, 8)).sum().backward()
     assert len(compilations) == 1
+
+
+class Layer(nn.Module):
+    """A layer that cannot be traced whole: a graph break in it, or an assignment to its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.register_buffer("ema", torch.zeros(8))
+        self.wrap = self.keep = self.choose = lambda fn: fn
+        self.calls = []
+
+
+class Assigns(Layer):
+    def forward(self, x):
+        y = self.linear(x)
+        self.ema = 0.9 * self.ema + y.detach().mean(0)
+        return (y * self.ema).tanh()
+
+
+class Counts(Layer):
+    def forward(self, x):
+        y = self.norm(self.linear(x)).sin()
+        torch._dynamo.graph_break()
+        return self.norm(y).exp()
+
+
+class Draws(Layer):
+    def forward(self, x):
+        y = self.drop(self.linear(x)).sin()
+        torch._dynamo.graph_break()
+        return self.drop(y).exp()
+
+
+class Keeps(Layer):
+    def kept(self, y):
+        self.calls.append("kept")
+        return y.cos()
+
+    def chosen(self, y):
+        self.calls.append("chosen")
+        return y.topk(4, -1).indices
+
+    def forward(self, x):
+        y = self.keep(self.kept)(self.linear(x).sin())
+        torch._dynamo.graph_break()
+        index = self.choose(self.chosen)(y)
+        return self.keep(self.linear)(y.exp()).gather(-1, index).exp()
+
+
+class Carries(Layer):
+    def forward(self, x):
+        y = self.linear(x).sin()
+        torch._dynamo.graph_break()
+        if doing_recompute():
+            (index,) = get_recompute_data()
+        else:
+            index = y.topk(4, -1).indices
+            save_for_recompute(index)
+        return y.exp().gather(-1, index).exp()
+
+
+class Holds(Assigns):
+    def forward(self, x):
+        y = self.wrap(self.linear)(x).sin()
+        y = self.wrap(super().forward)(y)
+        return self.wrap(lambda y: self.norm(y).exp())(y)
+
+
+UNTRACEABLE = [Assigns, Counts, Draws, Keeps, Carries, Holds]
+
+
+def two_steps(run, layer):
+    """Outputs, gradients and buffers of two steps."""
+    torch.manual_seed(1)
+    found = [tensor for _ in range(2) for tensor in gradients(run, layer)]
+    return [*(tensor for tensor in found if tensor is not None), *(buffer.clone() for buffer in layer.buffers())]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", UNTRACEABLE)
+def test_a_region_that_cannot_be_traced_runs_by_the_engine(kind, backend):
+    """A graph break or an assignment in a region: gradients and buffers of the plain step; saved calls made once."""
+    torch.manual_seed(0)
+    layer, other = kind(), kind()
+    other.load_state_dict(layer.state_dict())
+    wanted = two_steps(layer, layer)
+    other.wrap, other.keep, other.choose = recompute, no_recompute, replay
+    with pytest.warns(RuntimeWarning, match="is recomputed inside torch.compile, which cannot trace it whole"):
+        got = two_steps(torch.compile(lambda x: recompute(other)(x) * 1, backend=backend), other)
+    assert_equal(got, wanted)
+    assert other.calls == layer.calls
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(recompute(kind()))(torch.ones(4, 8))
+
+
+@pytest.mark.filterwarnings("ignore:.* which cannot trace it whole:RuntimeWarning")
+def test_what_such_a_region_calls_is_compiled():
+    """It is compiled between its breaks, once for forward and replay; the engine is not."""
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_method")
+        return graph.forward
+
+    def inner(x):
+        return x.cos().exp()
+
+    def body(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return inner(y).tanh()
+
+    run = torch.compile(recompute(body), backend=backend)
+    for _ in range(2):
+        run(torch.linspace(0, 1, 8).requires_grad_()).sum().backward()
+    assert sorted(seen) == ["cos", "exp", "sin", "tanh"]
+
+
+@pytest.mark.filterwarnings("ignore:.* which cannot trace it whole:RuntimeWarning")
+def test_parts_that_are_compiled_otherwise_in_the_replay_are_named():
+    """Where a part is another in the replay, the error says that parts are compiled and how not to."""
+    count = []
+
+    def body(x):
+        torch._dynamo.graph_break()
+        count.append(0)
+        return x.sin().exp() if len(count) == 1 else x.expand(2, 8).cos().exp()
+
+    out = torch.compile(recompute(body), backend="eager")(torch.linspace(0, 1, 8).requires_grad_())
+    with pytest.raises(MismatchError, match=r"recompute\(torch.compiler.disable\(fn\)\)"):
+        out.sum().backward()
+
+
+def test_a_compiled_function_is_given_a_view():
+    """Of an input that is a view compiled code saves an alias in forward, and in the replay the input itself."""
+    weight, f = torch.ones(8, requires_grad=True), compiled(lambda x, w: x * (x * w).sin().sum(-1, keepdim=True))
+
+    def run(wrap):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        out = torch.cat([wrap(f)(x[:2], weight), wrap(f)(x[2:], weight)])
+        return torch.autograd.grad(out.sum(), [x, weight])
+
+    assert_equal(run(recompute), run(lambda f: f))
+
+
+class Child(Block):
+    """A layer that recomputes its parent's forward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, False)
+
+
+def test_a_parents_forward_is_traced():
+    """`checkpoint(super().forward, x)` is one graph, with gradients and without."""
+    torch.manual_seed(0)
+    block = Child()
+    wanted = gradients(lambda x: block.body(x.view(1, 4, 8).expand(2, 4, 8), save=False), block)
+    assert_equal(gradients(compiled(block), block), wanted)
+    with torch.no_grad():
+        compiled(block)(torch.ones(4, 8))

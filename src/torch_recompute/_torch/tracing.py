@@ -9,20 +9,27 @@ two hashes. A view in a saved call is never kept for itself, nor is a cast: both
 of. Modules that are recomputed together share one number, or the partitioner would keep what one passes to the next
 (`cleanup_recompute_tags` keeps what crosses to a region of a higher number).
 
+Dynamo cannot break a graph inside a subgraph. Where it would have to, the function that it has begun to trace runs as
+it is, and each function that is called there is traced on its own, down to the one that calls `checkpoint`. That one,
+`region.trace`, is marked `within_caller`: it is traced as a part of its callers only, so where it runs at all, the
+region cannot be traced, and it calls the engine.
+
 Private: `ac_graph_id`, the number, set by torch 2.13; where it is not, as in torch 2.11, what passes between modules
 that are recomputed together is kept, and nothing else changes. The graph that is being made, and the fake tensor of a
-parameter in it: without them no product is known to be one with a parameter.
+parameter in it: without them no product is known to be one with a parameter. How Dynamo treats a function, and the
+callback by which it sees one called.
 """
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -104,7 +111,34 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], tagged: Contexts | None)
 
 
 cut: Counter[str] = Counter()
-"""How often each region ran eagerly, as torch's own checkpoint, because something in it could not be compiled."""
+"""How often each region ran by the engine in compiled code, because something in it could not be compiled."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_C: Any = torch._C
+_frames = _C._dynamo.eval_frame
+_strategy, _action = _frames._FrameExecStrategy, _frames._FrameAction
+
+set_compiler: Callable[[Any], Any] = _frames.set_eval_frame
+"""Sets what compiles the functions that this thread calls, None for nothing; returns what did before."""
+
+
+def within_caller(fn: _F) -> _F:
+    """Marks a function that Dynamo traces as a part of its callers only. What it calls is compiled all the same."""
+    _frames.set_code_exec_strategy(fn.__code__, _strategy(_action.SKIP, _action.DEFAULT))
+    return fn
+
+
+@torch._disable_dynamo
+def end_graph() -> None:
+    """Ends the graph that is traced: what called this runs as it is, between two graphs."""
+
+
+def as_it_is(fn: _F) -> _F:
+    """Marks a function, and those written in it, as above. What it calls is not compiled then, either."""
+    for code in (fn.__code__, *fn.__code__.co_consts):
+        if isinstance(code, types.CodeType):
+            _frames.set_code_exec_strategy(code, _strategy(_action.SKIP, _action.SKIP))
+    return fn
 
 
 def say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +51,14 @@ def as_region(
         rng: Whether it restores PyTorch's random generators.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        return trace(Options(name_of(function), inputs), function, args, kwargs)
+        again = functools.partial(as_region, function, inputs=inputs, state=state, rng=rng)
+        return trace(
+            Options(name_of(function), inputs),
+            function,
+            args,
+            kwargs,
+            region=lambda *args, **kwargs: again(args, kwargs),
+        )
     if rng or not torch.is_grad_enabled():
         return recompute(function, inputs=inputs, state=state())(*args, **kwargs)
     return call(Options(name_of(function), inputs, tuple(state()), rng=False), function, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ class OutputDiscardCheckpoint:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return trace(Options(name_of(fn)), fn, args, kwargs)
+            return trace(Options(name_of(fn)), fn, args, kwargs, region=functools.partial(self.checkpoint, fn))
         options = Options(name_of(fn), ambients=(*DEFAULT, *self._state()))
         self._call = Discard(options, fn, args, kwargs)
         return self._call.result

@@ -94,12 +94,18 @@ def checkpoint(
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings: _Settings) -> Any:
+    context_fn, check, debug, early_stop, rng, respect = settings
+    if torch.compiler.is_compiling():  # nothing is asked of the function: Dynamo can call super().forward, and no more
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        contexts = None if context_fn is noop_context_fn else context_fn  # it stores nothing that hooks could see
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return _call(function, args, kwargs, settings)
+
+        return trace(Options(""), function, args, kwargs, contexts, region)
     if not callable(function):
         raise errors.ArgumentError(errors.not_callable("checkpoint", function))
-    context_fn, check, debug, early_stop, rng, respect = settings
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():  # a selective context stores nothing hooks could see
-        contexts = None if context_fn is noop_context_fn else context_fn
-        return trace(Options(name_of(function)), function, args, kwargs, contexts)
     if check not in _CHECKS:
         raise errors.ArgumentError(
             f"determinism_check={check!r} is not known; write one of {', '.join(map(repr, _CHECKS))}. To compare the "

@@ -789,8 +789,8 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             )
         elif reason.startswith(CUT_REGION):
             what = (
-                "the region ran eagerly, as torch's own checkpoint, because something in it cannot be compiled: what "
-                "the plan keeps in it was recomputed"
+                "the region could not be traced whole, because of a graph break or because it assigns to something "
+                "outside: it ran as it does without torch.compile, and what it calls was compiled in parts"
             )
             write = "torch.compile(..., fullgraph=True) to see the line, and that call outside of the region."
         else:

@@ -65,11 +65,12 @@ class Inputs:
 
     Attributes:
         ids: Identity and version of each while the forward runs; empty where a store keeps copies.
+        views: Whether a tensor that is no view of an input may have the memory of one, since an input is a view itself.
     """
 
     __slots__ = (
         *("_attributes", "_call", "_given", "_held", "_shared", "_spoiled", "_storages", "_store", "_versions"),
-        "ids",
+        *("ids", "views"),
     )
 
     def __init__(self, call: Call, cells: Sequence[torch.Tensor], store: Store | None, region: str) -> None:
@@ -88,6 +89,7 @@ class Inputs:
         self._attributes: dict[int, dict[str, Any]] = {}
         if any(map(_attributes_of, given)):
             self._attributes = {n: dict(found) for n, found in enumerate(map(_attributes_of, given)) if found}
+        self.views = any(map(_is_view, given))
         hold = functools.partial(self._hold, region)
         self._held: list[Any] = [*map(hold, given)] if not self._shared else self._each_once(given, hold)
 
@@ -108,10 +110,6 @@ class Inputs:
             return tensor if is_parameter(tensor) else Kept(self._store, tensor, region)
         held = apart(tensor)
         return _Detached(held) if held is not tensor and wants_grad(tensor) else held
-
-    def any_views(self) -> bool:
-        """Whether a tensor that is no view of an input may have the memory of one, since an input is a view itself."""
-        return any(map(_is_view, self._given))
 
     @property
     def storages(self) -> set[int]:

@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, arguments, errors, state
-from .._torch import parameter_of, storage_id
+from .._torch import parameter_of, storage_id, tracing
 from ..arguments import meta, reach, rebuild
 from ..observer import here, tell
 from ..state import copies
@@ -151,10 +151,12 @@ class Replay(Run):
         if self._done:
             raise Stop(self)
 
+    @tracing.as_it_is
     def _module_ends(self, *_: Any) -> None:
         if thread.run is self:
             raise Stop(self)
 
+    @tracing.as_it_is
     def _packer(self) -> Callable[..., Packed]:
         """The pack hook of the replay: fills the next slot. What it needs for every tensor is a local of its own."""
         frame, ids, sequence_number = self._frame, self._ids, _torch.sequence_number
@@ -217,6 +219,8 @@ class Replay(Run):
         return without_history(self.pack(tensor, finished=True))
 
     def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
+        if slot.meta == meta(tensor) and self._frame.inputs.views:
+            return  # of a view, compiled code saves an alias; a replay's inputs are leaves, which it saves as they are
         then, now = arguments.say(slot.meta), arguments.say(meta(tensor))
         if id(tensor) in self._ids:
             now += ", an input of the region"
@@ -388,6 +392,7 @@ class RegionCall(Run):
         """Keeps an input of a region inside this one."""
         return without_history(self.pack(tensor))
 
+    @tracing.as_it_is
     def _packer(self) -> Callable[[torch.Tensor], Packed]:
         """The pack hook of the forward. What it needs for every tensor is a local of its own.
 
@@ -398,7 +403,7 @@ class RegionCall(Run):
         self.alive = {**self._state.versions(), **self.inputs.ids}
         alive, add, new, ref, kept = self.alive.get, self.slots.append, Slot, weakref.ref, KEPT
         ordinary = self._ordinary
-        bases = () if self.inputs.any_views() else ordinary
+        bases = () if self.inputs.views else ordinary
         watched = self.fingerprints is not None or self.observers is not None
 
         def pack(tensor: torch.Tensor) -> Packed:

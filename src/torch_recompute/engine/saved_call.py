@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .. import _torch, arguments, errors
-from .._torch import is_parameter, parameter_of, storage_id, version_of
+from .._torch import is_parameter, parameter_of, storage_id, tracing, version_of
 from ..arguments import wants_grad
 from ..observer import here
 from ..state import Ambient, advanced
@@ -362,6 +362,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return found
 
 
+@tracing.as_it_is
 def record_call(
     run: Run,
     frame: Scope | None,

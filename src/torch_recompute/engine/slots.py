@@ -20,6 +20,7 @@ import torch
 from .. import errors
 from .._torch import in_backward, wait_for
 from .._torch.modes import eagerly
+from .._torch.tracing import as_it_is
 from ..arguments import Meta, apart
 from ..stores import Kept
 
@@ -101,6 +102,7 @@ def _changed_saved(region: str, was: int, now: int) -> str:
     )
 
 
+@as_it_is
 def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook of every region, replay and saved call."""
     kind = type(packed)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
+from .._torch import tracing
 from .._torch.modes import attention_in_parts
 from .._torch.ranks import call_next_mode, dispatches
 from ..region import keep
@@ -161,10 +162,13 @@ def _split(kinds: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return functions, tuple(kind for kind in kinds if kind in COLLECTIVES)
 
 
+@tracing.as_it_is
 def run_keeping(
     fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: tuple[str, ...], carry: bool = False
 ) -> Any:
     """Calls a function in which all calls of some of `choice.KINDS` are saved calls, and decisions may be carried."""
+    if torch.compiler.is_compiling():
+        tracing.end_graph()  # the modes see what runs
     functions, collectives = _split(kinds)
     if not collectives and not carry:
         with KeepCalls(functions):
@@ -172,7 +176,7 @@ def run_keeping(
     with ExitStack() as stack:
         if functions:
             stack.enter_context(KeepCalls(functions))
-        if collectives and not torch.compiler.is_compiling():
+        if collectives:
             stack.enter_context(KeepCollectives(collectives))
         if carry:
             stack.enter_context(Carry())

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..values import replay
+from ..values import replay, thread
 from .wrappers import ForwardWrapper, Region
 
 ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
@@ -215,7 +215,7 @@ class CachesFromSnapshot(ForwardWrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         forward = self.plain
-        if self.idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.idle or not torch.is_grad_enabled() or (torch.compiler.is_compiling() and not thread.untraced):
             return forward(*args, **kwargs)
         if getattr(self.module, "gradient_checkpointing", False) is True and self.module.training:
             raise errors.ArgumentError(errors.other_checkpointing_inside(self.path))

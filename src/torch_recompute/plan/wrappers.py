@@ -206,7 +206,7 @@ class Region(ForwardWrapper):
         if self.idle or self.disabled:
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self.traced(self.plain, args, kwargs)
+            return self.traced(self.plain, args, kwargs, self)
         if self.promised is not None and torch.is_grad_enabled():
             self.promised.compare(self.module)
             self.promised = None
@@ -217,11 +217,13 @@ class Region(ForwardWrapper):
         with observing(self.figures):
             return run(options, fn, args, kwargs)
 
-    def traced(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function as the region does, where `torch.compile` traces it."""
+    def traced(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Callable[..., Any]
+    ) -> Any:
+        """Calls a function as the region does, where `torch.compile` traces it; `region` is called where it cannot."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        return trace(Options(self.name, self.store), fn, args, kwargs, self._contexts)
+        return trace(Options(self.name, self.store), fn, args, kwargs, self._contexts, region)
 
     def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """A region whose calls are shown to the figures, if there are any now."""
@@ -269,7 +271,7 @@ class NamedCalls(Region):
         if thread.run is not None or thread.traced:
             return fn
         if torch.compiler.is_compiling():
-            return lambda *args, **kwargs: self.traced(fn, args, kwargs)
+            return lambda *args, **kwargs: self.traced(fn, args, kwargs, lambda *a, **k: self.region(fn)(*a, **k))
 
         def body(*args: Any, **kwargs: Any) -> Any:
             return self.run(fn, args, kwargs)
@@ -294,6 +296,11 @@ class Listed(NamedTuple):
         """Leaves a region as it is written."""
 
 
+def _traced_whole() -> bool:
+    """Whether `torch.compile` traces this, and the region around it; then tags say what is kept."""
+    return torch.compiler.is_compiling() and not thread.untraced
+
+
 class SavedModule(ForwardWrapper):
     """A module whose call is not repeated when a region around it is.
 
@@ -302,7 +309,7 @@ class SavedModule(ForwardWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a saved call."""
-        if self.idle or thread.run is None or torch.compiler.is_compiling():
+        if self.idle or _traced_whole() or thread.run is None:
             return self.plain(*args, **kwargs)
         result = keep(self.path, self.plain, args, kwargs)
         leaves, spec = _torch.tree_flatten(result)
@@ -318,7 +325,7 @@ class KeepCallsWithin(ForwardWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        if self.idle or thread.run is None or torch.compiler.is_compiling():
+        if self.idle or _traced_whole() or thread.run is None:
             return self.plain(*args, **kwargs)
         return run_keeping(self.plain, args, kwargs, (self._kind,))
 
