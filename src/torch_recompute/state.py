@@ -278,7 +278,10 @@ class TensorState:
         with _torch.versions_kept():
             targets = [*map(_writable, self.tensors)]
             for some in _alike(targets):
-                _torch.copy_each([targets[i] for i in some], [value[i] for i in some])
+                if len(some) > 1:
+                    _torch.copy_each([targets[i] for i in some], [value[i] for i in some])
+                else:
+                    targets[some[0]].copy_(value[some[0]])
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -294,14 +297,14 @@ def _alike(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
     """The places of tensors that one operation can copy: of one device, and of one dtype if that is not the CPU."""
     groups: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
         kind = "" if tensor.device.type == "cpu" else tensor.dtype
         groups.setdefault((kind, tensor.device) if plain else i, []).append(i)
     return groups.values()
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    return each_once(tensor) if tensor.layout is torch.strided else tensor
+    return each_once(tensor) if tensor.layout is torch.strided and not tensor.is_nested else tensor
 
 
 DEFAULT: tuple[Ambient, ...] = (CPU_RNG,) if _torch.ACCELERATOR is None else (CPU_RNG, DEVICE_RNG)
