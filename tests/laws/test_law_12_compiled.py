@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from compiler import COMPILES, as_they_are
-from laws.placements import NAMES, chain
+from laws.placements import NAMES, Placement, chain
+from laws.test_law_05_modules import STEPS, left, same
 from laws.watch import Counted
 from torch_recompute import (
     MismatchError,
@@ -366,3 +367,22 @@ def test_a_parents_forward_is_traced():
     assert_equal(gradients(compiled(block), block), wanted)
     with torch.no_grad():
         compiled(block)(torch.ones(4, 8))
+
+
+def placed_and_compiled(region, backend):
+    put = lambda a, b, c: torch.compile(region(lambda *x: c(b(a(*x)))), backend=backend)  # noqa: E731
+    return Placement("compiled", put, (2, 2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot trace it whole:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", STEPS)
+def test_modules_that_change_in_a_step(name, backend):
+    """Whatever a step changes of its modules, a compiled region gives what the compiled program without it gives."""
+    if (name, backend) == ("maml", "aot_eager"):
+        backend = "eager"  # AOTAutograd has no second derivatives
+    results = []
+    for region in (recompute, lambda fn: fn):
+        torch._dynamo.reset()
+        results.append(left(name, placed_and_compiled(region, backend)))
+    assert same(*results), f"{results[0]} instead of {results[1]}"
