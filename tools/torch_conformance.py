@@ -67,6 +67,9 @@ EXCEPTIONS: dict[str, str] = {
     "test_checkpoint_graph_execution_group": (
         "wants an error when two backward calls of a GraphExecGroup overlap; here both work"
     ),
+    "test_checkpoint_trigger": (
+        "counts replays in an attribute of a module; here a replay leaves attributes as it found them"
+    ),
     "test_nested_checkpoint_set_early_stop_no_recompution_needed": (
         "wants a second run of a function that saves only its input; here nothing is rebuilt, so it does not run"
     ),
