@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from torch_recompute import doing_recompute, recompute
+from torch_recompute import Choice, Plan, apply, doing_recompute, no_recompute, recompute
 from torch_recompute.plan.calls import Carry, KeepCalls, kind_of
 
 
@@ -279,3 +280,89 @@ def test_a_flipped_expert_is_what_carrying_prevents(flips: bool) -> None:
     ours = torch.autograd.grad(recompute(body)(x).sin().sum(), [experts])[0]
     error = float((ours - plain).norm() / plain.norm())
     assert error > 0.5 if flips else error < 0.01
+
+
+class Differentiates(nn.Module):
+    """Asks for the gradient of its own input, as layers of energies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(self.energy(x).tanh().square().sum(), x, create_graph=True)
+        return self.out(grad) + x
+
+
+class Checkpoints(Differentiates):
+    """Has a checkpoint of torch's inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch_checkpoint(lambda x: self.energy(x).tanh().exp(), x, use_reentrant=False)
+        assert isinstance(inner, torch.Tensor)
+        return self.out(inner).sin()
+
+
+@pytest.mark.parametrize("keep", ["energy", "out", "@product", "energy@product"])
+@pytest.mark.parametrize("kind", [Differentiates, Checkpoints])
+def test_layers_that_run_backward_or_a_checkpoint_themselves(kind: type[nn.Module], keep: str) -> None:
+    """A kept call through which a gradient is asked for is made again; one in another checkpoint is left to that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), kind(), nn.Tanh())
+    found: list[list[torch.Tensor | None]] = []
+    for planned in (False, True):
+        if planned:
+            apply(model, Plan((Choice(("1",), (keep,)),)))
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        model(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_hooks_that_the_function_enters_itself() -> None:
+    """What is saved under saved-tensor hooks inside a region goes to them, in forward and replay."""
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(0)
+        return tensor.clone()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            z = no_recompute(torch.exp)(y).tanh()
+        return z.cos()
+
+    x, y = (torch.linspace(0, 1, 8).requires_grad_() for _ in "xy")
+    recompute(body)(x).sum().backward()
+    assert len(packed) == 4
+    body(y).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x[0]),
+    "vmap": lambda f, x: torch.autograd.grad(torch.vmap(f)(x.requires_grad_()).exp().sum(), x)[0],
+}
+PLANNED = [Choice(("0",)), Choice(("0",), ("@product",)), Choice(("0",), ("0",)), Choice(("0", "1"))]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("choice", PLANNED, ids=str)
+def test_transforms_of_torch_func(choice: Choice, name: str) -> None:
+    """Under `torch.func` a planned model computes what it computes without a plan, and a warning says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8), nn.Tanh())
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    wanted = TRANSFORMS[name](model, x.clone())
+    apply(model, Plan((choice,)))
+    with pytest.warns(RuntimeWarning, match="inside a transform of torch.func"):
+        got = TRANSFORMS[name](model, x.clone())
+    assert torch.equal(got, wanted)

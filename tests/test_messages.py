@@ -419,6 +419,25 @@ GOLDEN = bench.Golden(
 )
 
 
+def planned_output(*keep: str) -> tuple[Any, torch.nn.Module, torch.Tensor]:
+    """A model with a plan, and what it returned."""
+    model = torch.nn.Sequential(torch.nn.Sequential(nn_linear(), torch.nn.Tanh(), nn_linear()), torch.nn.Tanh())
+    handle = apply(model, Plan((Choice(("0",), keep),)))
+    return handle, model, model(torch.ones(2, 3, requires_grad=True)).sum()
+
+
+def freezes_a_layer() -> None:
+    _, model, out = planned_output()
+    model.requires_grad_(False)
+    out.backward()
+
+
+def takes_the_plan_out() -> None:
+    handle, _, out = planned_output("0")
+    handle.remove()
+    out.backward()
+
+
 def watched_after_removal() -> None:
     handle = apply(Scale(), Plan((Choice(("",)),)))
     handle.remove()
@@ -1146,6 +1165,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: changes(weight := torch.ones(3, requires_grad=True), region(lambda x: (x * weight).sin().exp()), vector()),
     lambda: changes(mask := torch.ones(3), region(lambda x: x * mask), vector()),
     empties_a_large_container,
+    freezes_a_layer,
+    takes_the_plan_out,
     changes_a_tensor_that_it_saved,
     changes_the_output_of_a_saved_call,
     changes_a_value_that_it_saved,

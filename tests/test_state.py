@@ -202,6 +202,18 @@ def test_device_generators() -> None:
     assert torch.equal(state, torch.cuda.get_rng_state())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_tensor_state_of_a_nested_tensor(layout: torch.layout) -> None:
+    """A nested tensor has its contents again, though it has no sizes."""
+    tensor = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    state = TensorState(tensor)
+    value = state.capture()
+    tensor.mul_(3)
+    state.restore(value)
+    assert all(torch.equal(part, torch.ones_like(part)) for part in tensor.unbind())
+
+
 def test_tensor_state_keeps_versions() -> None:
     """Putting a tensor back does not make what autograd saved of it invalid."""
     tensor = torch.ones(3)

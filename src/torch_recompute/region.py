@@ -36,7 +36,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from . import errors
-from ._torch import tracing
+from ._torch import ambient_hooks, tracing
+from ._torch.modes import transforming
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
 from .engine.saved_call import SavedCall, call_again, record_call, tensors_of
 from .engine.tiles import check as check_tiles
@@ -53,9 +54,22 @@ R = TypeVar("R")
 @tracing.as_it_is
 def call(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `fn` as a region. The caller has seen to it that grad is enabled."""
+    if transforming() is not None:
+        warnings.warn(_under_a_transform(options.name), RuntimeWarning, stacklevel=2)
+        return fn(*args, **kwargs)
     outer = thread.run
     frame = RegionCall(options, fn, args, kwargs, outer)
     return frame.forward(fn, args, kwargs, outer)
+
+
+def _under_a_transform(name: str) -> str:
+    return (
+        f"{name} is recomputed inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, vmap), where nothing "
+        "can be: these have no saved-tensor hooks, or tensors that are gone when backward runs. So it is the plain "
+        "call there, with the same results, and keeps what it saves.\n"
+        "  Take gradients with backward() or torch.autograd.grad, and call the model with the whole batch instead of "
+        "vmap; or leave the region out there: handle.remove() for a plan"
+    )
 
 
 def run(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +178,7 @@ def recompute(
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         if name is not None and thread.overrides is not None:
             thread.overrides.region(name)
-        if tiles is not None and torch.is_grad_enabled():
+        if tiles is not None and torch.is_grad_enabled() and transforming() is None:
             return run_tiles(functools.partial(run, options, fn), options.name, tiles, tile_dim, args, kwargs)
         return run(options, fn, args, kwargs)
 
@@ -373,6 +387,8 @@ def keep(
     now = thread.run
     if now is None:
         return fn(*args, **kwargs)
+    if _under_other_hooks(now):
+        return fn(*args, **kwargs)
     if now.replaying:
         return _pass_by(now, name, fn, args, kwargs)
     frame = now if isinstance(now, RegionCall) else None
@@ -382,12 +398,23 @@ def keep(
     return result
 
 
+def _under_other_hooks(run: Run) -> bool:
+    """Whether the region's function has entered saved-tensor hooks of its own: what is saved in them is theirs.
+
+    Such are those of another checkpoint, which calls the function again itself and compares what is saved.
+    """
+    pack, hooks = getattr(run, "pack", None), ambient_hooks()
+    return pack is not None and hooks is not None and hooks[0] != pack
+
+
 def _pass_by(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     record: SavedCall = run.next_record(SavedCall, name)
     inputs = tensors_of(fn, args, kwargs)
     record.check(run.name, inputs)
     if isinstance(run, Replay):
         run.saved_call(record, inputs)
+    if record.repeated:
+        return call_again(run, name, fn, args, kwargs, history=True)
     again = functools.partial(call_again, run, name, fn, args, kwargs) if record.read else None
     result = record.result(run.name, inputs, again)
     if isinstance(run, RegionCall):

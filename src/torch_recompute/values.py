@@ -396,7 +396,7 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
         before = [ambient.capture() for ambient in run.ambients]
         in_graph = capturing()
         thread.run = None
-        _torch.push_hooks(_identity, _identity)
+        _torch.push_hooks(without_graph, without_graph)
         try:
             called = fn if here.observers is None else here.observers.around("choice", name, run, fn)
             result = called(*args, **kwargs)
@@ -432,5 +432,6 @@ def replay(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 @_torch.see_through
-def _identity(value: Any) -> Any:
+def without_graph(value: Any) -> Any:
+    """A hook for saved tensors that keeps each as it is, apart from its node, to which it might lead back."""
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from laws.cases import BY_NAME
 from laws.placements import PLACEMENTS, PLAIN
 from laws.table import for_each
 from laws.watch import Operations, assert_same, backward, left_by, ones
-from torch_recompute import recompute
+from torch_recompute import no_recompute, recompute
 
 places = for_each(placement=PLACEMENTS)
 
@@ -236,3 +237,58 @@ def test_nothing_is_copied_that_was_not_touched():
     recompute(torch.exp, state=[Watched()])(ones(2)).sum().backward()
     assert drawn == ["capture", "capture", "restore", "restore"]
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Sine(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight.sin() * 2
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_weights_that_are_computed_once(backward_inside):
+    """`parametrize.cached()` around a step, or its forward: a replay computes what its forward did."""
+
+    def step(wrap):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        for layer in layers:
+            parametrize.register_parametrization(layer, "weight", Sine())
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        with parametrize.cached():
+            y = wrap(lambda x: layers[0](layers[1](x).tanh()).exp())(layers[0](x))
+            loss = wrap(lambda y: layers[1](y).sin())(y).square().sum()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return [x.grad, *(p.grad for p in layers.parameters())]
+
+    for got, wanted in zip(step(recompute), step(lambda fn: fn), strict=True):
+        assert torch.equal(got, wanted)
+
+
+class Reads(nn.Module):
+    """Changes its buffer, which a saved call then reads."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.register_buffer("count", torch.ones(8))
+        self.keep = keep
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.keep(lambda y: y * self.count)(x * self.count).sin().exp()
+
+
+def test_a_saved_call_reads_a_buffer_that_the_region_changes():
+    """What the call saved of the buffer is what it read, though a replay changes the buffer and puts it back."""
+
+    def step(wrap, keep):
+        layer, x = Reads(keep), torch.linspace(-1, 1, 8).requires_grad_()
+        wrap(layer)(x).sum().backward()
+        return x.grad, layer.count
+
+    for got, wanted in zip(step(recompute, no_recompute), step(lambda fn: fn, lambda fn: fn), strict=True):
+        assert torch.equal(got, wanted)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from laws.cases import BY_NAME, CASES
@@ -44,6 +45,25 @@ def two_matmuls():
 def test_a_trailing_matmul_is_skipped(wrap, matmuls):
     """Of two matmuls the replay repeats only the first: the second's inputs are the last thing that is needed."""
     assert operations_in_backward(wrap(two_matmuls()), ones(4, 8))["mm"] == matmuls
+
+
+CONSTANT = [torch.eye(8), torch.eye(8)]
+WITH_A_CONSTANT = {
+    "one": lambda x, w: (x @ w).sin() @ CONSTANT[0],
+    "two": lambda x, w: (x @ w).sin() @ CONSTANT[0] @ CONSTANT[1],
+    "a linear layer without a gradient": lambda x, w: F.linear(F.linear((x @ w).sin(), CONSTANT[0]), CONSTANT[1]),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_CONSTANT)
+def test_a_trailing_product_with_a_constant_is_skipped(name):
+    """Where the last product saves a constant alone, the replay ends before it, as torch's checkpoint does."""
+    weight = torch.eye(8).requires_grad_()
+    counts = [
+        operations_in_backward(wrap(lambda x: WITH_A_CONSTANT[name](x, weight)), ones(4, 8))["mm"]
+        for wrap in (recompute, lambda fn: lambda x: torch_checkpoint(fn, x, use_reentrant=False))
+    ]
+    assert counts[0] == counts[1]
 
 
 def test_a_trailing_linear_layer_is_skipped():

@@ -33,6 +33,7 @@ import torch.overrides as _overrides
 from torch.cuda.amp import common
 from torch.library import Library
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -281,6 +282,27 @@ def autocast_as_one(is_on: Callable[[], None]) -> Generator[None]:
         for kind, on, dtype in before:
             enable(kind, on)
             choose(kind, dtype)
+
+
+transforming: Callable[[], Any] = _C._functorch.maybe_current_level
+"""The level of the innermost `torch.func` transform that this thread is in; None outside of one."""
+
+
+class ComputedWeights:
+    """What `parametrize.cached()` has computed, as a state that a replay finds as the forward found it."""
+
+    @staticmethod
+    def cached() -> bool:
+        """Whether this is in such a block."""
+        return parametrize._cache_enabled > 0
+
+    def capture(self) -> tuple[int, dict[Any, Any]]:
+        """How many blocks are entered, and what has been computed by now."""
+        return parametrize._cache_enabled, dict(parametrize._cache)
+
+    def restore(self, value: tuple[int, dict[Any, Any]]) -> None:
+        """Makes this the cache; one that is computed for a replay is not seen by others."""
+        parametrize._cache_enabled, parametrize._cache = value[0], dict(value[1])
 
 
 R = TypeVar("R")

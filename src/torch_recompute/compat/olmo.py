@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from .. import errors
+from .._torch.modes import transforming
 from ..engine.discard import Discard
 from ..engine.region_call import Options
-from ..region import trace
+from ..region import call, trace
 from ..state import DEFAULT, Ambient
 from ..values import name_of
 
@@ -84,6 +85,8 @@ class OutputDiscardCheckpoint:
         if torch.compiler.is_compiling():
             return trace(Options(name_of(fn)), fn, args, kwargs, region=functools.partial(self.checkpoint, fn))
         options = Options(name_of(fn), ambients=(*DEFAULT, *self._state()))
+        if transforming() is not None:
+            return call(options, fn, args, kwargs)
         self._call = Discard(options, fn, args, kwargs)
         return self._call.result
 

@@ -20,6 +20,7 @@ inside that module, and under ZeRO-3 its forward hook would take away the weight
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from _thread import RLock
@@ -32,8 +33,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, arguments, errors, state
 from .._torch import parameter_of, storage_id, tracing
-from ..arguments import meta, reach, rebuild
-from ..observer import here, tell
+from .._torch.modes import ComputedWeights
+from ..arguments import meta, parameters_of, reach, rebuild
+from ..observer import here, is_exhaustion, tell
 from ..state import copies
 from ..stores import Hooks, Store
 from ..values import CallRecord, Key, Run, thread
@@ -76,10 +78,10 @@ class Replay(Run):
     _module_hook: RemovableHandle | None = None
     _borrowed: Sequence[tuple[Slot, torch.Tensor]] = ()
 
-    def __init__(self, frame: RegionCall, ids: Container[int], stop: Key | None) -> None:
+    def __init__(self, frame: RegionCall, ids: Container[int], stop: Key | None, opened: Slot | None = None) -> None:
         super().__init__(frame.name, frame.ambients)
         self.read(frame.trace)
-        self._frame = frame
+        self._frame, self._opened = frame, opened
         self._ids, self.filled, self._done, self._unfinished = ids, 0, False, -1
         self._restored = frame.restored
         self._stop = stop
@@ -195,7 +197,7 @@ class Replay(Run):
                 self._unfinished = sequence_number()
             if index == self._last:
                 self._done = True
-                if finished or (differentiable and self._unfinished != sequence_number()):
+                if finished or (differentiable and self._unfinished != sequence_number()) or self._is_whole(slot):
                     raise Stop(self)
                 self._module_hook = register_module_forward_hook(self._module_ends)
             return rebuilt
@@ -213,6 +215,11 @@ class Replay(Run):
                 slot.tensor = rebuilt
         if self._fingerprints is not None and not borrowed:
             self._fingerprints.add(index, tensor)
+
+    def _is_whole(self, slot: Slot | None) -> bool:
+        """Whether what was saved last is known to be written: the node that reads it runs now, and is not RReLU's."""
+        node = _torch.current_node() if slot is not None and slot is self._opened else None
+        return node is not None and "Rrelu" not in node.name()
 
     def put(self, tensor: torch.Tensor) -> Packed:
         """Keeps an input of a region inside this one; it is finished, whether it requires grad or not."""
@@ -330,7 +337,8 @@ class RegionCall(Run):
             self.store = _ambient_store(outer)
             if self.store is None and waiting.results:
                 self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
-        self._state = state.ReplayState(found, self.ambients, cells=self.store is None)
+        ambients = (*self.ambients, ComputedWeights()) if ComputedWeights.cached() else self.ambients
+        self._state = state.ReplayState(found, ambients, cells=self.store is None)
         thread.calls += 1
         self.inputs = Inputs(call, captured, self.store, self.name)
 
@@ -507,7 +515,7 @@ class RegionCall(Run):
         """Replays the region, unless another thread has done it meanwhile, and returns the slot's tensor."""
         with self._lock:
             if not isinstance(slot.tensor, torch.Tensor):
-                replay = self._replay
+                replay = functools.partial(self._replay, slot)
                 if self.observers is not None:
                     replay = self.observers.around("rebuild", self.name, self, replay)
                 try:
@@ -518,6 +526,9 @@ class RegionCall(Run):
                         filled = replay()
                 except errors.MismatchError as error:
                     self.release()
+                    changed = self._changed()
+                    if changed:
+                        raise errors.ChangedError(changed) from None
                     if isinstance(self._contexts, OpTrace):
                         raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
                     raise
@@ -536,14 +547,44 @@ class RegionCall(Run):
             assert isinstance(tensor, torch.Tensor)
             return tensor
 
-    def _replay(self) -> int:
+    def _changed(self) -> str:
+        """Text for what has been changed since the forward so that another replay came of it; "" if that is unknown."""
+        owner: Any = getattr(self._template, "__self__", None)
+        text: str = owner.changed() if hasattr(owner, "changed") else ""
+        args, kwargs, cells, _ = self.inputs.open()
+        modules = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Module)]
+        found = reach(rebuild(self._template, cells), modules, self.options.owner)
+        trained = {id(getattr(node, "variable", None)) for node in _torch.upstream()}
+        for seen in () if found is None or text else parameters_of(found.modules, found.whole):
+            if not seen.tensor.requires_grad and id(seen.tensor) in trained:
+                return (
+                    f"{seen.label()}, which {self.name} reads, has been frozen since the forward "
+                    "(requires_grad_(False)), so the replay saves other tensors than the forward did.\n"
+                    "  Freeze it before the forward, or after backward()."
+                )
+        return text
+
+    def _repeats_calls(self, error: Exception) -> bool:
+        """Whether a replay may have failed because a gradient was asked for through a saved call, and another is made.
+
+        What a saved call returns has no history in a replay. In the next one the calls are made.
+        """
+        asked = any(text in str(error) for text in _NO_HISTORY) or isinstance(error, (TypeError, AttributeError))
+        if not asked or isinstance(error, errors.RecomputeError) or is_exhaustion(error):
+            return False
+        found = [record for record in _calls_in(self.trace) if not record.repeated]
+        for record in found:
+            record.repeated = True
+        return bool(found)
+
+    def _replay(self, opened: Slot) -> int:
         self._state.check(self.name)
         self.inputs.check(self.name)
         args, kwargs, cells, ids = self.inputs.open()
         fn = rebuild(self._template, cells)
         if self._contexts is not None:
             fn = _within(self._contexts, fn)
-        run = Replay(self, ids, self._need() if self.options.early_stop else None)
+        run = Replay(self, ids, self._need() if self.options.early_stop else None, opened)
         if self.observers is not None:
             fn = self.observers.around("replay", self.name, run, fn)
         grad, outer, overrides, observers = torch.is_grad_enabled(), thread.run, thread.overrides, here.observers
@@ -555,10 +596,13 @@ class RegionCall(Run):
             return run.filled
         except Read as read:
             give_values(self.name, read)
+        except Exception as error:
+            if not self._repeats_calls(error):
+                raise
         finally:
             thread.run, thread.overrides, here.observers = outer, overrides, observers
             _torch.set_grad_enabled(grad)
-        return self._replay()
+        return self._replay(opened)
 
     def _decide_lifetime(self) -> None:
         """Says how long the rebuilt tensors live.
@@ -602,6 +646,17 @@ class RegionCall(Run):
                     slot.tensor = None
             for record in self._saved_calls():
                 record.release()
+
+
+_NO_HISTORY = ("appears to not have been used in the graph", "does not require grad")
+
+
+def _calls_in(trace: CallRecord | None) -> Iterator[SavedCall]:
+    """The saved calls of a region's call and of those inside it."""
+    if trace is not None:
+        yield from (record for record in trace.records if isinstance(record, SavedCall))
+        for _, child in trace.children:
+            yield from _calls_in(child)
 
 
 def _is_full(slot: Slot | None) -> bool:

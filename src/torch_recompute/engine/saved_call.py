@@ -26,7 +26,7 @@ from ..arguments import wants_grad
 from ..observer import here
 from ..state import Ambient, advanced
 from ..stores import Kept, Store
-from ..values import Key, Run, thread
+from ..values import Key, Run, thread, without_graph
 from .inputs import Inputs
 from .shape_only import ShapeOnly, TensorLayout, missing
 from .slots import Owner, Packed, Slot, unpack
@@ -60,6 +60,11 @@ class Scope(Owner, Protocol):
     inputs: Inputs
     alive: Mapping[int, int]  # versions of its inputs and parameters by identity, while its forward runs
 
+    @property
+    def restored(self) -> frozenset[int]:
+        """The storages of tensors that hold other contents outside of the replay."""
+        ...
+
 
 def _other_inputs(region: str, call: str, position: int, then: str, now: str) -> str:
     """Text for a saved call that a replay reached with other inputs."""
@@ -79,9 +84,10 @@ class SavedCall:
         values_unused: Whether the values of its output are said not to be needed.
         pure: Whether it is known to draw no random numbers, to change nothing and to return memory of its own.
         read: Whether a replay needed them all the same; the call is then repeated.
+        repeated: Whether a gradient is asked for through the call inside the region; it is then repeated with history.
     """
 
-    not_needed = read = _returned = False
+    not_needed = read = repeated = _returned = False
     _outputs: Sequence[Any] | None = None
     _spec: Any = None
     _mutated: Sequence[tuple[int, Stored]] = ()
@@ -307,7 +313,9 @@ class SavedCall:
                     frame.dropped(tensor)
                     return slot
         if store is None:
-            return tensor.detach(), version_of(tensor)
+            own = frame is not None and not tensor.requires_grad and storage_id(tensor) in frame.restored
+            held = tensor.clone() if own else tensor.detach()  # a replay changes the buffer, and puts it back
+            return held, version_of(held)
         return Kept(store, tensor.detach(), self.name)
 
     def _sources(
@@ -420,13 +428,17 @@ def record_call(
     return result, kept
 
 
-def call_again(run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeats a saved call in a replay, for the values of its output alone."""
+def call_again(
+    run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], history: bool = False
+) -> Any:
+    """Repeats a saved call in a replay, for the values of its output; with history, for gradients asked for there."""
     if here.observers is not None:
         fn = here.observers.around("saved call", name, run, fn)
     thread.run = None
+    _torch.push_hooks(without_graph, without_graph)  # the region's are not to count what is saved
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(history):
             return fn(*args, **kwargs)
     finally:
+        _torch.pop_hooks()
         thread.run = run

@@ -31,6 +31,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._torch import tracing
+from .._torch.modes import transforming
 from ..arguments import copied
 from ..engine.discard import Discard
 from ..engine.region_call import Options
@@ -225,6 +226,16 @@ class Region(ForwardWrapper):
             return fn(*args, **kwargs)
         return trace(Options(self.name, self.store), fn, args, kwargs, self._contexts, region)
 
+    def changed(self) -> str:
+        """Text for a replay that came out otherwise because the plan was taken out meanwhile; "" if it was not."""
+        if not self.out:
+            return ""
+        return (
+            f"the plan was taken out of the model (handle.remove()) between the forward of {self.name} and its "
+            "backward, so the replay repeats calls that the plan keeps.\n"
+            "  Call handle.remove() after backward(), or before the forward."
+        )
+
     def watched(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """A region whose calls are shown to the figures, if there are any now."""
         figures = self.figures
@@ -350,7 +361,8 @@ class ChainedRegion(Region):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region whose result the next member rebuilds."""
-        if self.idle or self.disabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        alone = not torch.is_grad_enabled() or torch.compiler.is_compiling() or transforming() is not None
+        if self.idle or self.disabled or alone:
             return super().__call__(*args, **kwargs)
         if self._first:
             self._chain.check()
