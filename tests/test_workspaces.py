@@ -341,7 +341,7 @@ class Layer(nn.Module):
         return self.call(self.first(x)).float().square().mean()
 
 
-class OfModule(nn.Module):
+class ModuleCase(nn.Module):
     """The mean of the squares of what a module returns first."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -357,7 +357,7 @@ def pictures() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A small network of convolutions in channels_last, whose pooling's backward is the peak."""
     layers = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Flatten())
     x = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
-    return OfModule(layers.to(memory_format=torch.channels_last)), (x,)
+    return ModuleCase(layers.to(memory_format=torch.channels_last)), (x,)
 
 
 def chosen(y: torch.Tensor) -> torch.Tensor:
@@ -376,15 +376,15 @@ def transformed(y: torch.Tensor) -> torch.Tensor:
 EVEN = torch.arange(4096).view(64, 64) % 2 == 0
 WIDE: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     "max_pool2d in channels_last": pictures,
-    "LSTM": lambda: (OfModule(nn.LSTM(32, 32, 2, batch_first=True)), (torch.randn(8, 16, 32),)),
+    "LSTM": lambda: (ModuleCase(nn.LSTM(32, 32, 2, batch_first=True)), (torch.randn(8, 16, 32),)),
     "bf16 products": lambda: (Layer(256, lambda y: y @ y.mT, torch.bfloat16), (torch.randn(256, 256).bfloat16(),)),
     "Unfold and Fold": lambda: (
         Layer(32, lambda y: F.fold(F.unfold(y.view(8, 1, 32, 32), 3, padding=1), 32, 3, padding=1)),
         (torch.randn(8, 32, 32),),
     ),
-    "Bilinear": lambda: (OfModule(nn.Bilinear(32, 32, 32)), (torch.randn(64, 32), torch.randn(64, 32))),
+    "Bilinear": lambda: (ModuleCase(nn.Bilinear(32, 32, 32)), (torch.randn(64, 32), torch.randn(64, 32))),
     "matrix_exp": lambda: (Layer(64, torch.linalg.matrix_exp), (torch.randn(64, 64) * 10,)),
-    "orthogonal": lambda: (OfModule(nn.utils.parametrizations.orthogonal(nn.Linear(64, 64))), (torch.randn(8, 64),)),
+    "orthogonal": lambda: (ModuleCase(nn.utils.parametrizations.orthogonal(nn.Linear(64, 64))), (torch.randn(8, 64),)),
     "unique": lambda: (Layer(64, lambda y: y * torch.unique(y.detach()).numel()), (torch.randn(64, 64),)),
     "kthvalue": lambda: (Layer(64, chosen), (torch.randn(256, 64),)),
     "boolean index": lambda: (Layer(64, lambda y: y[EVEN]), (torch.randn(64, 64),)),
