@@ -173,8 +173,6 @@ def tf32(op: str) -> bool:
 
 
 _autograd, _profiler = _C._autograd, _C._profiler
-profiling: Callable[[], bool] = _autograd._profiler_enabled
-"""Whether a profiler is active on this thread, which then cannot have another."""
 
 
 def cpu_allocations(call: Callable[[], object]) -> list[int]:
