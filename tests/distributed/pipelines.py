@@ -62,6 +62,10 @@ class Layer(nn.Module):
     def notes(self) -> Counter[Any]:
         return self.inside[0]
 
+    @notes.setter
+    def notes(self, notes: Counter[Any]) -> None:
+        self.inside[0] = notes
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.note(x)
         h = self.norm(x)
