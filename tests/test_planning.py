@@ -86,9 +86,13 @@ def step(model: nn.Module, call: Callable[[], torch.Tensor], optimizer: torch.op
 
 
 def promise_is_kept(
-    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan, batch: Any, optimizer: Any = None
+    fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]],
+    plan: Plan,
+    batch: Any,
+    optimizer: Any = None,
+    exact: bool = True,
 ) -> None:
-    """Runs the step plainly and with the plan, and compares."""
+    """Runs the step plainly and with the plan, and compares; not `exact` if its sizes depend on the data."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     assert plan.prediction is not None
     counts: list[int] = []
@@ -100,7 +104,7 @@ def promise_is_kept(
             step(model, call)
         counts.append(counter.get_total_flops())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert counts[1] - counts[0] == plan.predicted_replay_flops
+    assert not exact or counts[1] - counts[0] == plan.predicted_replay_flops
     for name, wanted in gradients[0].items():
         got = gradients[1][name]
         assert (got is None) == (wanted is None), name
@@ -113,8 +117,8 @@ def promise_is_kept(
         step(model, call, made_optimizer)
     with measure(model, made_optimizer).track(*tensors) as m:
         step(model, call, made_optimizer)
-    assert m.peak_bytes <= plan.prediction.budget_bytes
-    assert m.peak_bytes == plan.predicted_peak_bytes
+    assert m.peak_bytes <= plan.prediction.peak_bytes <= plan.prediction.budget_bytes
+    assert not exact or m.peak_bytes == plan.predicted_peak_bytes
 
 
 @pytest.fixture(scope="module")

@@ -213,6 +213,17 @@ ORDERED: dict[Function, Function] = {
 }
 
 
+def _decides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return func in DECISIONS or (func is torch.where and len(args) + len(kwargs) == 1)
+
+
+def decided(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What `Carry` keeps of the result of a call; None where that is nothing."""
+    if func in ORDERED and "out" not in kwargs:
+        return result[1]
+    return result if _decides(func, args, kwargs) else None
+
+
 class Carry(TorchFunctionMode):
     """Carries the decisions of a region from its forward to its replays."""
 
@@ -222,7 +233,7 @@ class Carry(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in ORDERED and "out" not in kwargs:
             return _ordered(func, args, kwargs)
-        if func in DECISIONS or (func is torch.where and len(args) + len(kwargs) == 1):
+        if _decides(func, args, kwargs):
             return _own(replay(func)(*args, **kwargs))
         return func(*args, **kwargs)
 

@@ -21,10 +21,12 @@ those that a replay makes, which decide the peak in a layer's backward. Half of 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from .._torch.modes import attention_in_parts
 from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
 from ..memory.ledger import storages
 from ..memory.operations import Operation
-from ..plan.calls import ALL_PRODUCTS, kind_of
+from ..plan.calls import ALL_PRODUCTS, decided, kind_of
 from ..plan.choice import DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.cost import Graph, Node
 from ..plan.roles import inside, relative
@@ -57,7 +59,10 @@ class Made:
     inputs: set[int]  # the storages read for it, by index; -1 is the segment's input
     module: str  # path of the module that made it, below the segment
     call: int = -1  # the candidate that it was made in; -1 outside of all
-    needed: bool = False  # whether backward needs it
+    result: bool = False  # whether the call that it was made in returned it
+    decision: bool = False  # whether a region that carries decisions carries it
+    saved: dict[str, int] = field(default_factory=dict[str, int])
+    """Paths of the modules in which autograd saved it, each with how many storages had been made when it last did."""
 
 
 @dataclass
@@ -76,13 +81,16 @@ class SegmentTrace:
     """For a part those below it: the shared expert of a mixture, and its stack of experts."""
     feeders: dict[str, str] = field(default_factory=dict[str, str])
     """For a part the module, without calls of a kind, whose result it is given: its norm."""
+    given: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    """For a module the storages that its arguments are in."""
     output: int = -1  # index of the storage of its result
     input_needed: bool = False  # whether backward needs its input itself
 
     def graph(self, price: Callable[[Op], float]) -> Graph:
         """The operations as plain data, with prices."""
         nodes = [
-            Node(sum(map(price, made.ops)), made.bytes, tuple(sorted(made.inputs)), made.needed) for made in self.made
+            Node(sum(map(price, made.ops)), made.bytes, tuple(sorted(made.inputs)), bool(made.saved))
+            for made in self.made
         ]
         return Graph(tuple(nodes), self.output, self.input_bytes, self.input_needed)
 
@@ -98,15 +106,16 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
     found = SegmentTrace(sum(storage.nbytes() for _, storage in storages(list(inputs))))
     index: dict[int, int] = {id(storage): -1 for _, storage in storages(list(inputs))}
     held: list[Any] = [*inputs]  # no storage may die and give its identity to another
+    packs: list[tuple[weakref.ref[torch.Tensor], int, str, int]] = []
     made_in: list[_Key | None] = []
     calls = _Calls(module)
 
     def seen(op: Op, ran: Operation) -> None:
         given = {id(storage) for _, storage in ran.given}
         reads = set[int]() if op.func in ASK_FOR_LAYOUT else {index[storage] for storage in given & index.keys()}
-        held.append(ran.out)
         results = [s for _, s in ran.results]
-        fresh = [s for s in results if id(s) not in index and id(s) not in given]
+        held.extend(results)  # not the tensors, which would keep a graph alive that nothing else holds
+        fresh = [s for _, s in ran.made if id(s) not in index]
         written = [index[id(s)] for s in results if index.get(id(s), -1) >= 0]
         drawn = op.func is DROPOUT and len(fresh) == 2
         if drawn:  # first the mask, which follows from the layout alone
@@ -125,23 +134,33 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
             found.made[owner].ops.append(op)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        for _, storage in storages([tensor]):
-            place = index.get(id(storage))
-            if place == -1:
-                found.input_needed = True
-            elif place is not None:
-                found.made[place].needed = True
-        return tensor.detach()
+        packed, at = tensor.detach(), (calls.module, len(found.made))
+        places = [index[id(storage)] for _, storage in storages([tensor]) if id(storage) in index]
+        packs.extend((weakref.ref(packed), place, *at) for place in places)
+        return packed
 
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_torch.see_through(pack), lambda tensor: tensor))
-        stack.enter_context(calls)
+        stack.enter_context(calls.following())
         stack.enter_context(logging(seen))
         result = call()
+    for packed, place, saver, time in packs:
+        if packed() is None:  # of a graph that leads to nothing, and is gone
+            continue
+        if place == -1:
+            found.input_needed = True
+        else:
+            found.made[place].saved[saver] = time
     found.output = max((index.get(id(storage), -1) for _, storage in storages([result])), default=-1)
     calls.describe(found)
     for made, key in zip(found.made, made_in, strict=True):
         made.call = -1 if key is None else calls.found[key]
+    for path, given in calls.given.items():
+        found.given[path] = {index[storage] for storage in given & index.keys()}
+    for storage in calls.results & index.keys():
+        found.made[index[storage]].result = True
+    for storage in calls.decisions & index.keys():
+        found.made[index[storage]].decision = True
     return found
 
 
@@ -151,6 +170,9 @@ class _Calls(TorchFunctionMode):
     Attributes:
         current: The call; None for none.
         found: All calls, in the order in which they first ran; by the number of their candidate after `describe`.
+        given: The identities of the storages that a module was given, by its path.
+        results: Those of the storages that calls returned.
+        decisions: Those of what a region may carry.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -161,33 +183,36 @@ class _Calls(TorchFunctionMode):
         self._rows = {path for path, child in children if isinstance(child, nn.Sequential)}
         self._products = {path for path, child in children if hasattr(child, "base_layer")}
         self._stack: list[str] = []
-        self._hooks = ExitStack()
-        self._left: dict[int, tuple[str, Any]] = {}
-        self._given: dict[str, set[str]] = {}
+        self._left: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        self._feeders: dict[str, set[str]] = {}
+        self.given: dict[str, set[int]] = {}
+        self.results = set[int]()
+        self.decisions = set[int]()
         self.found: dict[_Key, int] = {}
         self.current: _Key | None = None
 
-    def __enter__(self) -> Any:
-        for path, child in self._module.named_modules():
-            enter = child.register_forward_pre_hook(lambda *seen, path=path: self._enter(path, seen), with_kwargs=True)
-            leave = child.register_forward_hook(lambda *seen: self._leave(seen[-1]), always_call=True)
-            self._hooks.callback(enter.remove)
-            self._hooks.callback(leave.remove)
-        return super().__enter__()
+    @contextmanager
+    def following(self) -> Generator[None]:
+        """Follows the modules through one run, under the mode, which enters itself again inside some functions."""
+        with ExitStack() as hooks:
+            for path, child in self._module.named_modules():
+                enter = partial(self._enter, path)
+                hooks.enter_context(child.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(child.register_forward_hook(self._leave, always_call=True))
+            hooks.enter_context(self)
+            yield
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._hooks.close()
-
-    def _enter(self, path: str, seen: tuple[Any, ...]) -> None:
+    def _enter(self, path: str, _: nn.Module, *given: Any) -> None:
         self._stack.append(path)
-        tensors = [leaf for leaf in _torch.tree_leaves(seen[1:]) if isinstance(leaf, torch.Tensor)]
-        self._given.setdefault(path, set()).update(self._left[id(x)][0] for x in tensors if id(x) in self._left)
+        tensors = [leaf for leaf in _torch.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        left = [(self._left[id(x)], x) for x in tensors if id(x) in self._left]
+        self._feeders.setdefault(path, set()).update(where for (where, ref), x in left if ref() is x)
+        self.given.setdefault(path, set()).update(id(storage) for _, storage in storages(tensors))
 
-    def _leave(self, result: Any) -> None:
+    def _leave(self, _: nn.Module, given: Any, result: Any) -> None:
         path = self._stack.pop()
         if isinstance(result, torch.Tensor):
-            self._left[id(result)] = path, result  # held, so that its identity stays its own
+            self._left[id(result)] = path, weakref.ref(result)
 
     @property
     def module(self) -> str:
@@ -203,16 +228,21 @@ class _Calls(TorchFunctionMode):
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs)
         if kind is None or self.current is not None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            carried = decided(func, args, kwargs, result)
+            self.decisions.update(id(storage) for _, storage in storages([carried]))
+            return result
         where = self._scope(self.module)
         if kind == DOWN and where in self._products:  # a part of a product with an adapter
             kind = PRODUCT
         self.current = where, kind
         self.found[self.current] = -1
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self.current = None
+        self.results.update(id(storage) for _, storage in storages([result]))
+        return result
 
     def _scope(self, path: str) -> str:
         """The module whose calls are named together with those of this one."""
@@ -249,7 +279,7 @@ class _Calls(TorchFunctionMode):
         trace.inner = {part: self._parts(part) for part in trace.parts}
         feeders: dict[str, str] = {}
         for part in trace.parts:
-            given = self._given.get(part, set()) - {""}
+            given = self._feeders.get(part, set()) - {""}
             feeder = next(iter(given), "")
             has_calls = any(inside(where, feeder) for where, _ in self.found)
             if len(given) == 1 and not has_calls and not inside(feeder, part):
@@ -326,15 +356,23 @@ class Guess:
     seconds: float  # of the replays
 
 
-def all_guesses(found: SegmentTrace, price: Callable[[Op], float], host: Overhead) -> list[Guess]:
-    """What each choice would cost."""
+def all_guesses(
+    found: SegmentTrace, price: Callable[[Op], float], host: Overhead, carries: Callable[[Sequence[str]], bool]
+) -> list[Guess]:
+    """What each choice would cost; `carries` says of the paths of a region whether it carries decisions."""
     seconds = [sum(map(price, made.ops)) for made in found.made]
-    return [_guess(found, seconds, regions, host) for regions in _choices(found)]
+    return [_guess(found, seconds, regions, host, carries) for regions in _choices(found)]
 
 
-def guesses(found: SegmentTrace, price: Callable[[Op], float], most: int, host: Overhead) -> list[Guess]:
+def guesses(
+    found: SegmentTrace,
+    price: Callable[[Op], float],
+    most: int,
+    host: Overhead,
+    carries: Callable[[Sequence[str]], bool],
+) -> list[Guess]:
     """The choices worth trying, at most so many."""
-    every = all_guesses(found, price, host)
+    every = all_guesses(found, price, host, carries)
     every.sort(key=lambda g: (g.saved, g.seconds, g.rebuilt, len(g.regions), sum(len(c.keep) for c in g.regions)))
     best: list[Guess] = []
     for guess in every:
@@ -395,16 +433,24 @@ def _by_kind(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[
             yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
-def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions, host: Overhead) -> Guess:
+def _guess(
+    found: SegmentTrace,
+    seconds: Sequence[float],
+    regions: Regions,
+    host: Overhead,
+    carries: Callable[[Sequence[str]], bool],
+) -> Guess:
     """Follows what backward needs back to what is stored."""
-    at = [
-        next((paths for paths in regions if any(inside(made.module, path) for path in paths)), None)
-        for made in found.made
-    ]
+
+    def region_of(module: str) -> tuple[str, ...] | None:
+        return next((paths for paths in regions if any(inside(module, path) for path in paths)), None)
+
+    at = [region_of(made.module) for made in found.made]
+    carrying = {paths for paths in regions if carries(paths)}
     stored: set[int] = set()
     again: set[int] = set()
     asked: set[int] = set()
-    open_ = [(i, at[i]) for i, made in enumerate(found.made) if made.needed]
+    open_ = [(i, region_of(saver)) for i, made in enumerate(found.made) for saver in made.saved]
     takes_input = found.input_needed
     while open_:
         i, asked_in = open_.pop()
@@ -414,25 +460,32 @@ def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions, host
         region = at[i]
         if region == asked_in:
             asked.add(found.made[i].call)
-        if i in stored or i in again:
-            continue
-        if region is None or region != asked_in or found.made[i].call in regions[region]:
-            stored.add(i)  # no region makes it again, or it is an input of the one that asks, or it is kept
-        else:
+        made = found.made[i]
+        if region is None or region != asked_in or made.call in regions[region] or made.decision and region in carrying:
+            stored.add(i)  # no region makes it again, or what asks is outside of the region, or it is kept
+        elif i not in again:
             again.add(i)
             open_.extend((read, region) for read in found.made[i].inputs)
     total, rebuilt = 0.0, 0
     choices: list[Choice] = []
     for paths, kept in regions.items():
         here = [i for i in again if at[i] == paths]
-        passed = [i for i in range(max(here, default=-1) + 1) if at[i] == paths and found.made[i].call not in kept]
+        saved = [(i, n) for i in here for saver, n in found.made[i].saved.items() if region_of(saver) == paths]
+        run = [i for i in range(max((n for _, n in saved), default=0)) if at[i] == paths]
+        passed = [i for i in run if found.made[i].call not in kept]
+        stored.update(i for i in run if found.made[i].call in kept and found.made[i].result)
+        if saved:  # there is a replay, which is given what the forward was given
+            given = {i for path in paths for i in found.given[path]}
+            takes_input = takes_input or -1 in given
+            stored.update(i for i in given if i >= 0 and at[i] != paths)
+            stored.update(i for i in run if paths in carrying and found.made[i].decision)
         idle = {found.made[i].call for i in passed} - asked - {-1}
         idle = {call for call in idle if _goes_nowhere(found, call, passed)}
         unread = {call: said for call in sorted(idle) if (said := _unread(found, paths, call))}
         total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
         calls = sum(len(found.calls[number]) for number in kept)
         total += host.of(1, calls, 2 * len(passed) if kept else 0)
-        rebuilt = max(rebuilt, sum(found.made[i].bytes for i in here if found.made[i].needed))
+        rebuilt = max(rebuilt, sum(found.made[i].bytes for i in {i for i, _ in saved}))
         choices.append(
             Choice(paths, (*_words(found, paths, kept), *(word for said in unread.values() for word in said)))
         )

@@ -322,7 +322,8 @@ class Planner:
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
                 traces[kind] = trace(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
-            guessed.setdefault(of, []).extend(guesses(traces[kind], self._replayed, TRIED, self._host_seconds))
+            carries = partial(self._carries, path)
+            guessed.setdefault(of, []).extend(guesses(traces[kind], self._replayed, TRIED, self._host_seconds, carries))
         for kind, first in firsts.items():
             path, call, found = self.paths[first], captured.calls[first], traces[kind]
             with captured.running():
@@ -342,6 +343,10 @@ class Planner:
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
 
+    def _carries(self, path: str, parts: Sequence[str]) -> bool:
+        """Whether a region around some parts of the segment at a path carries decisions."""
+        return decides([joined(path, part) for part in parts], self._routers)
+
     def _replayed(self, op: Op) -> float:
         """Seconds of an operation in a replay."""
         return self.price(op) + self._host_seconds.operation
@@ -356,7 +361,7 @@ class Planner:
         """
         choices: list[Choice] = []
         for region in regions:
-            carry = decides(of or [joined(path, part) for part in region.paths], self._routers)
+            carry = decides(of, self._routers) if of else self._carries(path, region.paths)
             paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
             choices.append(replace(region, paths=paths, carry=carry))
         try:
