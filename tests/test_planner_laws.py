@@ -1,7 +1,7 @@
 """The laws of the planner, over every model of the zoo; a row added there gains them all.
 
 Each row is profiled once, for a data sheet, so that nothing depends on this machine; the laws of a row share what was
-found: its options, its plans for three budgets, and their simulations.
+found: its options, its plans for two budgets, and their simulations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from zoo import ZOO, build, scalar_loss
 
-SHARES = (0.05, 0.3, 0.7)  # of the activation memory
+SHARES = (0.2, 0.7)  # of the activation memory
 
 # How many tokens an expert gets is not known before the step runs, and is taken as the most.
 SIZES_OF_DATA = {"megatron_moe"}
@@ -70,7 +70,7 @@ def row(request: pytest.FixtureRequest) -> Iterator[Row]:
     """One model of the zoo with two layers, the first of a stack and one like those after it; few choices are tried."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zoo, "LAYERS", 2)
-        patch.setattr(planning, "TRIED", 8)
+        patch.setattr(planning, "TRIED", 6)
         model, inputs = build(request.param)
         loop = Loop(hold_output=False)
         yield Row(request.param, Planner(model, (), inputs, loss=scalar_loss, device="h100", loop=loop))
@@ -98,7 +98,7 @@ def test_a_guess_is_what_a_trial_finds(row: Row) -> None:
 
 
 def test_a_prediction_is_what_is_simulated_and_measured(row: Row) -> None:
-    """A step under a plan takes the bytes and FLOPs that were predicted, and its gradients are those of the plain one."""
+    """A step under a plan takes the bytes and FLOPs that were predicted, and has the gradients of the plain one."""
 
     def fresh() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         model, inputs = build(row.name)
@@ -106,7 +106,7 @@ def test_a_prediction_is_what_is_simulated_and_measured(row: Row) -> None:
 
     for plan, promise in row.predictions:
         assert row.planner._simulated(Plan(plan.choices)).peak_bytes == promise.peak_bytes
-    promise_is_kept(fresh, row.predictions[1][0], build(row.name)[1], exact=row.name not in SIZES_OF_DATA)
+    promise_is_kept(fresh, row.predictions[0][0], build(row.name)[1], exact=row.name not in SIZES_OF_DATA)
 
 
 def test_a_larger_budget_never_costs_more(row: Row) -> None:
@@ -132,7 +132,7 @@ def test_what_a_plan_says_it_frees_is_freed(row: Row) -> None:
         """Bytes but those that the model made outside of its layers, and passed to them."""
         made = row.planner._simulated(choices).saved_by_module.items()
         first = row.planner.paths[0]
-        return sum(n for module, n in made if not inside(first, module))
+        return sum(n for module, n in made if module == first or not inside(first, module))
 
     for plan, promise in row.predictions:
         freed = kept(Plan()) - kept(Plan(plan.choices))

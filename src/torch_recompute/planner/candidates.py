@@ -10,9 +10,10 @@ the calls of one module, the members of a list of experts, the parts of a produc
 
 A choice is a set of regions in the segment (all of it, or some of its parts: the attention, the MLP, each also together
 with its norm) and, in each, the calls that are kept. There are hundreds. What each costs is guessed from the graph by
-three rules: a region stores its inputs and what its kept calls made, as far as something asks for it; what backward
-needs of the rest is made again, from that; and a replay runs everything up to the last tensor that is needed, except
-for the products of which nothing that is made again reads the values. Guesses only leave out choices: those worse than
+three rules, those of the engine: a region that is replayed stores its arguments, what its kept calls returned or
+backward needs of them, decisions, and what something outside of it needs; what backward needs of the rest is made
+again, from that; and a replay runs up to where the last such tensor was saved, except for the products of which nothing
+that is made again reads the values. Guesses only leave out choices: those worse than
 another in everything, and those far from the convex hull of seconds over bytes, since a mixture of two layers on the
 hull is as good as any choice above it. Bytes are meant twice: those stored, which add up over the layers, and with them
 those that a replay makes, which decide the peak in a layer's backward. Half of the choices are taken by each.
@@ -26,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -356,20 +357,19 @@ class Guess:
     seconds: float  # of the replays
 
 
+Carries = Callable[[Sequence[str]], bool]  # whether a region of these paths carries decisions
+
+
 def all_guesses(
-    found: SegmentTrace, price: Callable[[Op], float], host: Overhead, carries: Callable[[Sequence[str]], bool]
+    found: SegmentTrace, price: Callable[[Op], float], host: Overhead, carries: Carries = lambda _: False
 ) -> list[Guess]:
-    """What each choice would cost; `carries` says of the paths of a region whether it carries decisions."""
+    """What each choice would cost."""
     seconds = [sum(map(price, made.ops)) for made in found.made]
     return [_guess(found, seconds, regions, host, carries) for regions in _choices(found)]
 
 
 def guesses(
-    found: SegmentTrace,
-    price: Callable[[Op], float],
-    most: int,
-    host: Overhead,
-    carries: Callable[[Sequence[str]], bool],
+    found: SegmentTrace, price: Callable[[Op], float], most: int, host: Overhead, carries: Carries
 ) -> list[Guess]:
     """The choices worth trying, at most so many."""
     every = all_guesses(found, price, host, carries)
@@ -433,15 +433,10 @@ def _by_kind(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[
             yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
-def _guess(
-    found: SegmentTrace,
-    seconds: Sequence[float],
-    regions: Regions,
-    host: Overhead,
-    carries: Callable[[Sequence[str]], bool],
-) -> Guess:
+def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions, host: Overhead, carries: Carries) -> Guess:
     """Follows what backward needs back to what is stored."""
 
+    @cache
     def region_of(module: str) -> tuple[str, ...] | None:
         return next((paths for paths in regions if any(inside(module, path) for path in paths)), None)
 
@@ -461,8 +456,10 @@ def _guess(
         if region == asked_in:
             asked.add(found.made[i].call)
         made = found.made[i]
-        if region is None or region != asked_in or made.call in regions[region] or made.decision and region in carrying:
+        if region is None or region != asked_in or made.call in regions[region]:
             stored.add(i)  # no region makes it again, or what asks is outside of the region, or it is kept
+        elif made.decision and region in carrying:
+            stored.add(i)
         elif i not in again:
             again.add(i)
             open_.extend((read, region) for read in found.made[i].inputs)
