@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,15 @@ from torch import nn
 
 from distributed.staged import Net, planner, plans_for
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
-from torch_recompute.planner.pipeline import plan_stages
+from torch_recompute.plan.cost import Costs, Kind, Option, Segment
+from torch_recompute.planner.known import Known
+from torch_recompute.planner.layout import Layout
+from torch_recompute.planner.pipeline import PipelinePlanner, plan_stages
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.rank_memory import RankMemory, StageBytes
 from torch_recompute.planner.schedules import one_f_one_b, schedule_steps
-from torch_recompute.planner.stage_runs import StageRunner
+from torch_recompute.planner.stage_runs import StageRun, StageRunner
+from torch_recompute.simulation import Moment
 from zoo import mean_loss
 
 PATHS = [f"layers.{i}" for i in range(8)]
@@ -149,6 +155,44 @@ def test_an_optimizer_of_a_stage_takes_what_one_of_a_model_takes() -> None:
     names = [name for name, _ in model.named_parameters()]
     (_, more), _ = StageRunner(whole, [(0, len(whole.paths))], release=False).optimizer(torch.optim.AdamW, names)
     assert more == max(moments) - moments[0] >= 4 * sum(p.numel() for p in model.parameters())
+
+
+class Imagined(PipelinePlanner):
+    """Layers of one kind, whose stages take what their options say, without a model."""
+
+    def _described(self, stage: int) -> tuple[object, ...]:
+        return (len(self.segments(stage)),)
+
+    def run(self, stage: int, options: tuple[Option, ...], kinds: frozenset[str]) -> StageRun:
+        levels = [*accumulate((option.saved_bytes for option in options), initial=0)]
+        forward = [level + option.forward_bytes for level, option in zip(levels, options, strict=False)]
+        backward = [level + option.backward_bytes for level, option in zip(levels, options, strict=False)]
+        paths = [segment.path for segment in self.segments(self.alike[stage])]
+        steps = [("forward", *step) for step in zip(paths, forward, strict=True)]
+        steps += [("backward", *step) for step in reversed([*zip(paths, backward, strict=True)])]
+        moments = tuple(Moment(i, "", n, phase, path, ()) for i, (phase, path, n) in enumerate(steps))
+        own = {(kind, had): max(forward if kind == "F" else backward) for kind in "FB" for had in (False, True)}
+        taken = StageBytes(50 * len(options), 0, 0, 5, 5, levels[-1], 0, 0, own)
+        return StageRun(taken, moments, Counter(), ())
+
+
+@pytest.mark.parametrize("layers", range(29, 34))
+def test_every_layout_has_a_plan_or_a_sentence(layers: int) -> None:
+    """Whatever the ranks and chunks, of which some have more layers than others, each rank is given what it can."""
+    options = tuple(Option((), saved, saved + 5, 130, seconds) for saved, seconds in ((100, 0.0), (30, 0.5), (10, 1.0)))
+    costs = Costs({"a": Kind(options)}, tuple(Segment(f"layers.{i}", "a", 0, 0) for i in range(layers)))
+    profile = SimpleNamespace(costs=costs)
+    plain = SimpleNamespace(live_by_category={"activations": 0})
+    for pp, vpp in product(range(2, 6), range(1, 5)):
+        known = SimpleNamespace(profile=profile, known=Known(), plain=plain, price=lambda op: 0.0)
+        pipeline = Layout(pp=pp, vpp=vpp).pipeline(layers)
+        for rank in Imagined(known, pipeline, None, megatron=True).ranks:  # type: ignore[arg-type]
+            seconds: list[float] = []
+            for budget in (1, "10%", "70%", 2**40):
+                tried, wanted = rank.fitted(budget)
+                assert tried.peak.bytes <= wanted or budget == 1
+                seconds += [tried.seconds]
+            assert rank.least.seconds == seconds[0] >= seconds[1] > seconds[2] > seconds[3] == 0
 
 
 def test_what_a_rank_holds_is_a_sum() -> None:

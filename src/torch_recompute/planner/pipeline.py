@@ -311,8 +311,9 @@ class RankPlanner:
                 name, kind = f"{segment.kind} of stage {stage}", self._of.profile.costs.kinds[segment.kind]
                 options = tuple(_held(option, times, runs) for option in kind.options)
                 kinds[name] = Kind(options, kind.graph and graph_held(kind.graph, times + runs))
-                levels = costs.segments[i].forward_bytes + after[i + 1], costs.segments[i].backward_bytes + after[i + 1]
-                segments.append(Segment(segment.path, name, *(levels if runs else (0, 0))))
+                forward = costs.segments[i].forward_bytes + after[i + 1] if runs else 0
+                backward = costs.segments[i].backward_bytes + after[i + 1] if runs else 0
+                segments.append(Segment(segment.path, name, forward, backward))
         return Costs(kinds, tuple(segments), tuple(points), costs.step_seconds, costs.turn_bytes)
 
     def _calibrated(self, tried: TriedPlan, stage: int, level: int) -> Costs:
