@@ -578,7 +578,6 @@ _hooks_before, _hooks_after = map(operator.itemgetter, ("_forward_pre_hooks", "_
 _flat = itertools.chain.from_iterable
 _present: Callable[[Any], Any] = weakref.ref.__call__
 _get: Any = operator.itemgetter.__call__
-_NAMED = list[tuple[str, torch.Tensor]]
 Values = list[Any]
 """What several dictionaries held at one moment, one after the other."""
 
@@ -625,9 +624,9 @@ class Aside(NamedTuple):
         return self.tensor.detach().requires_grad_(self.grad)
 
 
-def _write(entries: dict[str, Any], then: dict[str, Any]) -> None:
-    """Has a dictionary hold what it held."""
-    for key in [key for key in entries if key not in then and key not in _OF_EVERY_MODULE]:
+def _write(entries: dict[str, Any], then: dict[str, Any], whole: bool = True) -> None:
+    """Has a dictionary hold what it held; if that is the whole, nothing else."""
+    for key in [key for key in entries if key not in then] if whole else ():
         del entries[key]
     for key, value in then.items():
         now = entries.get(key, _EMPTY)
@@ -693,7 +692,7 @@ class Snapshot:
         return [own[name] for own in some for name in _HOOKS if name in own]
 
     def set_aside(self, weights: bool) -> None:
-        """Lets go of what may get a history: after the forward, which knows tensors by their identity.
+        """Holds what may get a history without it: after the forward, which knows tensors by their identity.
 
         Args:
             weights: Whether some parameter is no `Parameter`.
@@ -710,35 +709,33 @@ class Snapshot:
                     self._aside = True
 
     def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
-        """Each dictionary, what it held, and whether that is left to a wrapper (see `_Scan`)."""
-        scan, values, place = self.scan, self.then, 0
+        """Each dictionary, what it held, and whether that is the whole; of what is left to a wrapper see `_Scan`."""
+        scan, values, place, name = self.scan, self.then, 0, 0
         for entries, keys, managed in zip(self._dicts, scan.keys, scan.managed, strict=True):
-            yield entries, dict(zip(keys, values[place : place + len(keys)], strict=True)), managed
+            read = dict(zip(keys, values[place : place + len(keys)], strict=True))
+            if managed:
+                yield entries, {key: read[key] for key in ("training",) if key in read}, False
+            else:
+                yield entries, {key: one for key, one in entries.items() if key in _NOT_READ} | read, True
             place += len(keys)
-        name = 0
-        managed = [*scan.managed, *([False] * len(scan.managed)), *scan.managed]  # buffers are not
         count = len(self._dicts)
+        managed = [*scan.managed, *([False] * count), *scan.managed]  # buffers are not
         for table, size, left in zip(self._all[count:], scan.sizes[count:], managed, strict=True):
-            yield table, dict(zip(scan.names[name : name + size], values[place : place + size], strict=True)), left
+            if not left:
+                yield table, dict(zip(scan.names[name : name + size], values[place : place + size], strict=True)), True
             place, name = place + size, name + size
 
     def restore(self) -> None:
         """Has the modules hold what they held."""
-        for entries, then, left in self._pairs():
-            if not left:
-                _write(entries, then)
-            elif "training" in then:
-                entries["training"] = then["training"]
+        for entries, then, whole in self._pairs():
+            _write(entries, then, whole)
 
     def keep(self) -> list[Undo]:
         """What makes the modules hold again what they hold now."""
-        kept: list[Undo] = []
-        for entries, then, left in self._pairs():
-            if not left:
-                kept.append((_write, entries, dict(entries)))
-            elif "training" in then:
-                kept.append((entries.__setitem__, "training", entries["training"]))
-        return kept
+        return [
+            (_write, entries, dict(entries) if whole else {key: entries[key] for key in then}, whole)
+            for entries, then, whole in self._pairs()
+        ]
 
 
 class Contents:
@@ -950,7 +947,7 @@ class Captures:
         """What makes the modules hold again what they hold now; for `undo`."""
         return [one for place in (*self.snapshots, *self.contents) for one in place.keep()]
 
-    def tables_of_buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
+    def buffers(self) -> Iterator[dict[str, torch.Tensor | None]]:
         """The dictionaries in which the modules hold their buffers."""
         for module in self.modules:
             if module._buffers:  # pyright: ignore[reportPrivateUsage]

@@ -210,9 +210,8 @@ def trace(
         compiler = tracing.set_compiler(None)
         try:
             whole = functools.partial(call, options, fn, args, kwargs)
-            return _run_untraced(
-                options.name or name_of(fn), compiler, functools.partial(region, *args, **kwargs) if region else whole
-            )
+            engine = functools.partial(region, *args, **kwargs) if region else whole
+            return _run_untraced(options.name or name_of(fn), compiler, engine)
         finally:
             tracing.set_compiler(compiler)
     if options.store is not None or len(options.ambients) > len(DEFAULT) or options.check == "values":

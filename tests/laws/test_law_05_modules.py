@@ -175,7 +175,7 @@ def submodule_made_by_the_first_forward(place):
 
 
 @step
-def frozen_before_backward(place):
+def nothing_that_changes(place):
     layer, x = Layer(), rand(2, 4)
     y = place(layer)(x)
     (y * 2).sum().backward()
@@ -323,6 +323,7 @@ def containers_changed_in_place(place):
 
     def body(layer, y):
         scale = sum(layer.list) + layer.dict["scale"] + len(layer.set) + layer.queue[0]
+        scale += layer.dict.get("training", 0.0)  # a name that every module has as well
         layer.list.append(1.0)
         layer.dict["calls"] = layer.dict.get("calls", 0) + 1
         return (y * scale * layer.list[0]).sin() * layer.dict["calls"]
@@ -330,7 +331,7 @@ def containers_changed_in_place(place):
     layer = Layer(body, list=[0.5], dict={"scale": 1.0}, set={1}, queue=collections.deque([0.25]))
     x, call = rand(2, 4), place(layer)
     y = call(call(x))
-    layer.list[0], layer.dict["scale"] = 7.0, 3.0
+    layer.list[0], layer.dict["scale"], layer.dict["training"] = 7.0, 3.0, 1.0
     layer.set.add(2)
     layer.queue.appendleft(4.0)
     y.sum().backward()

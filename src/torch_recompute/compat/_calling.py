@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,14 +50,11 @@ def as_region(
         rng: Whether it restores PyTorch's random generators.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        again = functools.partial(as_region, function, inputs=inputs, state=state, rng=rng)
-        return trace(
-            Options(name_of(function), inputs),
-            function,
-            args,
-            kwargs,
-            region=lambda *args, **kwargs: again(args, kwargs),
-        )
+
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return as_region(function, args, kwargs, inputs=inputs, state=state, rng=rng)
+
+        return trace(Options(name_of(function), inputs), function, args, kwargs, region=region)
     if rng or not torch.is_grad_enabled():
         return recompute(function, inputs=inputs, state=state())(*args, **kwargs)
     return call(Options(name_of(function), inputs, tuple(state()), rng=False), function, args, kwargs)

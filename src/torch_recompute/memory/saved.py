@@ -151,7 +151,7 @@ class CallState:
     """
 
     def __init__(self, reach: Captures, values: Iterable[Any]) -> None:
-        self._namespaces = [(held, dict(held)) for held in reach.tables_of_buffers()]
+        self._namespaces = [(held, dict(held)) for held in reach.buffers()]
         buffers = [buffer for held, _ in self._namespaces for buffer in held.values() if buffer is not None]
         stored = {id(storage): storage for buffer in buffers for _, storage in storages(buffer)}.values()
         self._contents = [(storage, storage.clone()) for storage in stored if storage.device.type != "meta"]
