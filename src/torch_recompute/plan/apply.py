@@ -290,8 +290,8 @@ def simulate(
 
     Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
     do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
-    kernels are those of the device; what they take while they run (convolutions, mostly) is found by running such an
-    operation once, alone, on zeros. `result.assumed` says what was assumed.
+    kernels are those of the device; what one takes while it runs is found by running it once, alone, on made-up
+    tensors. `result.assumed` says what was assumed.
 
     Args:
         model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded

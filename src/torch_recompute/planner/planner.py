@@ -158,6 +158,8 @@ class Planner:
             self.plain.advice,
             self._timing,
             self._loop,
+            self.plain.assumed,
+            self.plain.uncounted,
         )
 
     def plan(self, budget: object, solver: str = "auto") -> Plan:
@@ -174,6 +176,7 @@ class Planner:
         profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
         if scale is not None:
             costs, solution = scale(costs), scale.solution(solution)
+        profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted)
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
         if not fits:
             text = errors.no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
