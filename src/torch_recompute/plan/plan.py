@@ -41,6 +41,7 @@ WORDS: Mapping[str, str] = {
     "step": "the predicted time of a training step: forward, backward and optimizer",
     "GFLOP replayed": "work of matrix products and convolutions that is done again",
     "no schedule is faster": "a bound: whatever is kept and recomputed within the budget, no step is faster than that",
+    "about the": "what the bound allows to a schedule and a plan does not do",
     "seconds:": "where the times are from",
     "assumed:": "what could not be known of the step, and is not in the peak or only guessed",
     "(not counted:": "operations that are not known to take nothing while they run, on a device that is not here to be "
@@ -73,6 +74,7 @@ CHOICE_WORDS: Mapping[str, str] = {
     "(": "the label or setting that asked for the region",
 }
 """The words of any other plan."""
+WIDE = 0.05  # a gap that a reader will ask about
 _OPTIONAL = ("prediction", "modules", "sizes", "graph_bytes")
 
 
@@ -188,6 +190,12 @@ class Prediction:
             f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
             f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; no schedule is faster by more than {100 * self.gap:.1f} %",
         ]
+        if self.gap >= WIDE:
+            head.append(
+                f"about the {100 * self.gap:.1f} %: that limit is of schedules that may drop any part of what any "
+                "operation keeps; a plan drops what whole modules keep, but for calls that it names, so some of it, or "
+                "all, is out of reach"
+            )
         if self.timing:
             head.append(f"seconds: {self.timing}")
         head += [f"assumed: {words}" for words in self.assumed]

@@ -164,7 +164,8 @@ class Planner:
 
     def plan(self, budget: object, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        wanted = self._meant(budget, lambda: self.floor)
+        exact = read_budget(budget).share == 0  # of which costs may know a little more or less than a simulation
+        wanted = self._meant(budget, lambda: self.least[1].peak_bytes if exact else self.floor)
         if (wanted, wanted.said) in self.known.plans:
             return self.known.plans[wanted, wanted.said]
         best = self._within(wanted, solver)
@@ -200,6 +201,11 @@ class Planner:
     def floor(self) -> int:
         """The smallest peak by the costs, from which a share of the activation memory begins; `least` is simulated."""
         return min(smallest(self.costs).peak_bytes, self.plain.peak_bytes)
+
+    def peak_with(self, plan: Plan, optimizer: MakeOptimizer) -> int:
+        """The peak of the step under a plan with another optimizer, simulated."""
+        step = {**self._step, "optimizer": optimizer}
+        return simulate_step(self.model, *self.call, prepare=partial(apply, plan=plan), **step).peak_bytes
 
     def curve(self, budget: int, most: int) -> list[Plan]:
         """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""

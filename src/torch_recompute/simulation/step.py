@@ -56,8 +56,14 @@ MATTERS = 0.005
 """The share of a peak above which what is not known is said on the first line."""
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | str | None
 
+
+def _fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "adamw": torch.optim.AdamW,
+    "adamw-fused": _fused_adamw,
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adafactor": torch.optim.Adafactor,
@@ -68,6 +74,11 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "none": None,
 }
 """The optimizers that have a name, in Python and on the command line."""
+USUAL = "adamw-fused"
+"""What the command line takes where none is said: the default of transformers' Trainer and of torchtitan.
+
+Without `fused=True`, PyTorch's goes over lists on CUDA, whose temporaries take the bytes of a gradient of each weight.
+"""
 
 
 def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -> Any:
