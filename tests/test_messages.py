@@ -744,9 +744,9 @@ def cut_up(model: torch.nn.Module, **layout: Any) -> None:
     LayoutPlanner(model, "MODEL", Layout(**layout), 8, "none", "h100")
 
 
-def too_little_on_a_command_line() -> None:
+def too_little_on_a_command_line(*options: str) -> None:
     with patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
-        plans("here:small_stack", "--budget", "100", "--device", "h100", "--optimizer", "none", "--out", "plan.json")
+        plans("here:small_stack", "--budget", "100", "--device", "h100", *options)
 
 
 class OverFull:
@@ -1231,7 +1231,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: choose(Costs({"a": Kind((Option((), 5, 5, 7, 0.0),))}, (Segment("net", "a", 1, 2),)), 8),
     # steps over ranks
     lambda: LayoutPlanner.plans(OverFull(), 100),
-    too_little_on_a_command_line,
+    lambda: too_little_on_a_command_line("--optimizer", "none", "--out", "plan.json"),
+    lambda: too_little_on_a_command_line("--optimizer", "adam"),
     # planning
     plans_for_too_little,
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),
