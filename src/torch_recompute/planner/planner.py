@@ -204,7 +204,7 @@ class Planner:
 
     def peak_with(self, plan: Plan, optimizer: MakeOptimizer) -> int:
         """The peak of the step under a plan with another optimizer, simulated."""
-        step = {**self._step, "optimizer": optimizer}
+        step: dict[str, Any] = {**self._step, "optimizer": optimizer}
         return simulate_step(self.model, *self.call, prepare=partial(apply, plan=plan), **step).peak_bytes
 
     def curve(self, budget: int, most: int) -> list[Plan]:
