@@ -723,6 +723,11 @@ class Twice(torch.nn.Module):
         return self.layer(self.layer(x)).sum()
 
 
+class Converts(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super(Converts, self.double()).forward(x)
+
+
 def simulates(hook: Callable[[torch.Tensor], object]) -> None:
     """A model whose forward does something with its output too."""
     model = torch.nn.Linear(4, 4)
@@ -1145,6 +1150,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # simulated steps
     lambda: simulates(lambda out: torch.sparse.mm(torch.eye(2).to_sparse(), out)),
     lambda: simulates(lambda x: x.data_ptr()),
+    lambda: simulate(Converts(4, 4), (torch.ones(2, 4),)),
     lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),
     lambda: simulate(Reaches(), (vector(),), loss=torch.sum),
     # --- ChangedError

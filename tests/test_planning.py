@@ -28,6 +28,7 @@ from torch_recompute import (
     profile,
     simulate,
     solve,
+    verify,
 )
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
@@ -450,3 +451,27 @@ def test_every_word_is_explained(gpt: Planner, budget: float) -> None:
     titles = [title.strip() for title in lines[3].split("  ") if title.strip()]
     for said in [*titles, *re.findall(r"@\w+", str(plan)), "at the peak", "slower", "budget", "counted", "not counted"]:
         assert any(word and word in said for word in words), said
+
+
+class Router(nn.Module):
+    """Sees to the type of its own classifier in each forward, as that of transformers' SwitchTransformers does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.classifier, self.mlp, self.dtype = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        chances = self.classifier(x.to(self.dtype)).softmax(-1).to(x.dtype)
+        return x + torch.tanh(self.mlp(x)) * chances
+
+
+def test_a_layer_that_converts_its_own_module_in_forward() -> None:
+    """A conversion that changes nothing is planned and keeps its promise; a real one is named, with what to write."""
+    model = nn.Sequential(*(Router(torch.float32) for _ in range(4)))
+    x = torch.randn(256, WIDTH)
+    plan = make_plan(model, x, loss=mean_loss, budget=0.2)
+    assert plan.choices
+    assert verify(model, x, plan=plan, loss=mean_loss).ok
+    with pytest.raises(ArgumentError, match=r"parameter weight of a module.*float32 on cpu to float64 on cpu"):
+        make_plan(nn.Sequential(Router(torch.float64)), x, loss=mean_loss, budget=0.2)

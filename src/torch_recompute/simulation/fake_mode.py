@@ -44,6 +44,7 @@ from .._torch.fakes import (
     FakeTensor,
     FakeTensorMode,
     answer_for,
+    converted,
     device_of,
     fake_like,
     flex_uncompiled,
@@ -113,6 +114,18 @@ def _cannot_simulate(op: str, where: str, error: Exception) -> str:
     )
 
 
+def _converts(where: str, name: str, before: torch.Tensor, after: torch.Tensor) -> str:
+    def kind(tensor: torch.Tensor) -> str:
+        return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+    return (
+        f"simulate: the forward of {where or 'the model'} converts the parameter {name} of a module, as `.to(...)` "
+        f"does, from {kind(before)} to {kind(after)}. A step from the middle of training finds it converted, and so "
+        "must a plan.\n"
+        "  Convert that module before planning, as the forward does: module.to(...), or call the model once."
+    )
+
+
 class FakeMode(TorchDispatchMode):
     """Runs operations on real small tensors, simulates those on fake ones.
 
@@ -145,6 +158,7 @@ class FakeMode(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(generators_as_before())
             stack.enter_context(flex_uncompiled())
+            stack.enter_context(converted(lambda *found: errors.ArgumentError(_converts(self._where(), *found))))
             if self.capability is not None:
                 stack.enter_context(autocast_of_cuda())
                 stack.enter_context(AsOnCuda(self.capability))
