@@ -475,3 +475,28 @@ def test_a_layer_that_converts_its_own_module_in_forward() -> None:
     assert verify(model, x, plan=plan, loss=mean_loss).ok
     with pytest.raises(ArgumentError, match=r"parameter weight of a module.*float32 on cpu to float64 on cpu"):
         make_plan(nn.Sequential(Router(torch.float64)), x, loss=mean_loss, budget=0.2)
+
+
+class Forces(nn.Module):
+    """A potential of positions: the loss is of its gradient, which its forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0]
+
+
+def test_gradients_that_the_forward_takes() -> None:
+    """Regions in it change no gradient and free nothing, and a plan and a budget that is too small say why."""
+    model, x = Forces(), torch.randn(256, WIDTH)
+    regions_by_hand = Plan(tuple(Choice((f"layers.{i}",)) for i in range(4)))
+    assert verify(model, x, plan=regions_by_hand, loss=mean_loss).ok
+    plan = make_plan(model, x, loss=mean_loss, budget=0.2)
+    assert not plan.choices
+    assert "create_graph=True" in str(plan)
+    with pytest.raises(BudgetError, match="create_graph=True"):
+        make_plan(model, x, loss=mean_loss, budget=1000)
+    assert "create_graph" not in str(make_plan(model.layers, x, loss=mean_loss, budget=0.2))

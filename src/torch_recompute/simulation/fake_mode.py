@@ -137,6 +137,7 @@ class FakeMode(TorchDispatchMode):
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
+        graph_of_gradients: Whether a backward has been recorded for another one, as by `create_graph=True`.
         capability: Of the CUDA device that functions are composed for; None for none.
     """
 
@@ -147,6 +148,7 @@ class FakeMode(TorchDispatchMode):
         self._fakes, self._where, self._make = fakes, where, FakeMaker(fakes)
         answer_for(fakes, self)
         self.assumed: dict[str, None] = {}
+        self.graph_of_gradients = False
         self._seen: Seen | None = None
         self._known: dict[Any, Any] | None = None  # of the present operation, as the next
         self._taken: int | None = None
@@ -198,6 +200,8 @@ class FakeMode(TorchDispatchMode):
             return device_of(args[0])
         if traced():
             return func(*args, **(kwargs or {}))
+        if _torch.graph_is_kept() and torch.is_grad_enabled():
+            self.graph_of_gradients = True
         kwargs = kwargs or {}
         tensors: list[FakeTensor] = []
         try:

@@ -54,6 +54,10 @@ Watch = Callable[[str, Operation], object]
 _WORTH_ADVICE = 0.1
 MATTERS = 0.005
 """The share of a peak above which what is not known is said on the first line."""
+_DOUBLED = (
+    "The forward or the loss asks for gradients with create_graph=True, which runs the regions within it again before "
+    "backward and keeps what they make: they lower no peak. Take a smaller batch, or regions outside it."
+)
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | str | None
 
 
@@ -334,6 +338,7 @@ class _Step:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
             books.forward_is_over()
+            doubled = _DOUBLED if self._pretend.graph_of_gradients else ""
             self._modules.step = "backward"
             self._backward(value)
             if not loop.hold_output:
@@ -403,7 +408,7 @@ class _Step:
             assumed=(*self._faker.assumed, *self._pretend.assumed, *assumed),
             uncounted=words,
             logits_bytes=sum(wide),
-            advice=_advise(wide, peak.live_bytes, books.logits),
+            advice=" ".join(filter(None, [_advise(wide, peak.live_bytes, books.logits), doubled])),
             loop=loop,
         )
 
