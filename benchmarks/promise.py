@@ -2,9 +2,11 @@
 
     python benchmarks/promise.py
 
-Two loops, three budgets. The meter shares nothing with this library: it is the running sum of the CPU allocator's own
-events, from before the model is built to the end of the third step, without the states of random generators (5,056
-bytes each, host memory on any device). The peak is that of the second step and the third.
+Besides those, models whose operations take memory while they run: convolutions in channels_last with pooling, LSTMs,
+products in bfloat16, and weights that are computed in every forward. Two loops, three budgets. The meter shares nothing
+with this library: it is the running sum of the CPU allocator's own events, from before the model is built to the end of
+the third step, without the states of random generators (5,056 bytes each, host memory on any device). The peak is that
+of the second step and the third.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,66 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from allocated import levels_in
 
 from zoo import ZOO, build, scalar_loss
+
+Built = tuple[nn.Module, dict[str, Any]]
+
+
+def blocks(make: Callable[[], nn.Module], x: torch.Tensor) -> Built:
+    """Three blocks in a row, and their batch."""
+    return nn.Sequential(*(make() for _ in range(3))), {"input": x}
+
+
+def in_channels_last() -> Built:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 1, 1))
+
+    layout: Any = torch.channels_last
+    model: Any
+    model, batch = blocks(block, torch.randn(4, 16, 16, 16).to(memory_format=layout))
+    return model.to(memory_format=layout), batch
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose state is dropped, added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.lstm(x)[0]
+
+
+def computed(norm: Callable[[nn.Module], nn.Module]) -> Built:
+    """Blocks whose weights are computed in every forward."""
+    return blocks(
+        lambda: nn.Sequential(norm(nn.Linear(64, 64)), nn.GELU(), norm(nn.Linear(64, 64))), torch.randn(32, 64)
+    )
+
+
+def in_halves() -> Built:
+    layer = partial(nn.TransformerEncoderLayer, 64, 4, 128, batch_first=True, dtype=torch.bfloat16)
+    return blocks(layer, torch.randn(4, 32, 64, dtype=torch.bfloat16))
+
+
+TAKING: dict[str, Callable[[], Built]] = {
+    "cnn-channels-last": in_channels_last,
+    "lstm": lambda: blocks(Recurrent, torch.randn(8, 24, 32)),
+    "bfloat16": in_halves,
+    "weight_norm": lambda: computed(torch.nn.utils.weight_norm),
+    "spectral_norm": lambda: computed(torch.nn.utils.spectral_norm),
+}
+
+
+def made(name: str) -> Built:
+    """A model of the tests, or one of `TAKING`; the same every time."""
+    if name in ZOO:
+        return build(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, batch = TAKING[name]()
+    return model.train(), batch
+
 
 BUDGETS = (0.25, 0.5, 0.75)
 ALLOWED = 0.005
@@ -72,7 +135,7 @@ def measured(name: str, plan: Plan, loop: Any) -> int:
 
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model, batch = build(name)
+        model, batch = made(name)
         apply(model, plan)
         loop(model, batches(batch), torch.optim.AdamW(model.parameters()), scalar_loss)
     return max(level for when, level in levels_in(profiler) if when > marks[1])
@@ -80,7 +143,7 @@ def measured(name: str, plan: Plan, loop: Any) -> int:
 
 def rows(name: str, loop: str) -> Iterator[dict[str, Any]]:
     """What is promised and what is measured, for each budget."""
-    model, batch = build(name)
+    model, batch = made(name)
     words = Loop(hold_output=loop == "held")
     # `make_plan` is this for one budget. With a device by name no time is taken; the bytes are those of the CPU.
     planner = Planner(model, (), batch, loss=scalar_loss, optimizer=torch.optim.AdamW, device="h100", loop=words)
@@ -105,10 +168,10 @@ def rows(name: str, loop: str) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Prints one line per model, loop and budget, and the worst of them."""
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", only="these models alone")
     print(f"{'model':22} {'loop':9} {'budget':>6} {'promised':>10} {'measured':>10}")
     figures: list[dict[str, Any]] = []
-    for one in (one for pair in itertools.product(ZOO, LOOPS) for one in rows(*pair)):
+    for one in (one for pair in itertools.product(options.only or [*ZOO, *TAKING], LOOPS) for one in rows(*pair)):
         figures.append(one)
         words = f"{one['model']:22} {one['loop']:9} {one['budget']:>6}"
         print(f"{words} {one['promised']:>10,} {one['measured']:>10,}  {one['error']:+.3%}", flush=True)

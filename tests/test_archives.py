@@ -60,9 +60,10 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     """Every source file is in the wheel, with `py.typed` and the plugin; tests, tools and documentation are not."""
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    kinds = ("*.py", "*.html", "*.css", "*.js", "*.json")
+    kinds = ("*.py", "*.html", "*.css", "*.js", "*.json", "*.txt")
     here = {f"torch_recompute/{p.relative_to(PACKAGE).as_posix()}" for kind in kinds for p in PACKAGE.rglob(kind)}
-    assert found == {*here, "torch_recompute/py.typed", "torch_recompute_cli.py", "torch_recompute_pytest.py"}
+    besides = "torch_recompute/py.typed", "torch_recompute_cli.py", "torch_recompute_pytest.py"
+    assert found == {*here, *besides}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())
 
 

@@ -20,10 +20,12 @@ WRITTEN = [
     (0.4, Budget(share=0.4)),
     ("0.4", Budget(share=0.4)),
     ("40%", Budget(share=0.4)),
+    (0, Budget(share=0)),
+    ("0%", Budget(share=0)),
     ("fit", Budget()),
     (Budget(share=0.5), Budget(share=0.5)),
 ]
-WRONG = ["", "much", "24G", "24 GiBs", "-3GiB", "0", "0GiB", "1.5", "0%", "100%", 0, -1, True, 1.0, 24e9, None, [1]]
+WRONG = ["", "much", "24G", "24 GiBs", "-3GiB", "0GiB", "1.5", "100%", -1, True, 1.0, 24e9, None, [1]]
 
 
 @pytest.mark.parametrize(("written", "meant"), WRITTEN)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from test_sizes import at, gpt
-from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile
+from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
 from torch_recompute.observer import Running, running
 from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner import planner
@@ -40,6 +42,37 @@ class Counting(nn.Module):
         self.calls += 1
         x.add_(1)  # the caller's own tensor
         return self.down(torch.dropout(self.up(self.norm(x)).relu() + self.again(x), 0.1, True)).square().mean()
+
+
+class Drawing(nn.Module):
+    """Layers that draw from Python's generator, NumPy's and PyTorch's in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + random.random() + float(np.random.rand())
+        return torch.dropout(self.layers(x), 0.1, True).square().mean()
+
+
+RUNS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "make_plan": lambda model, x: make_plan(model, x, budget=0.5),
+    "profile": profile,
+    "simulate": simulate,
+    "saved_activations": saved_activations,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_generators_are_put_back(name: str) -> None:
+    """What runs a model to know about it leaves Python's generator, NumPy's and PyTorch's where they were."""
+    model, x = Drawing(), torch.randn(4, 8)
+    before = random.getstate(), np.random.get_state()[1:], torch.get_rng_state()
+    RUNS[name](model, x)
+    assert random.getstate() == before[0]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state()[1:], before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 def test_a_step_is_run_and_nothing_is_changed() -> None:

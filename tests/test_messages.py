@@ -723,6 +723,11 @@ class Twice(torch.nn.Module):
         return self.layer(self.layer(x)).sum()
 
 
+class Converts(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super(Converts, self.double()).forward(x)
+
+
 def simulates(hook: Callable[[torch.Tensor], object]) -> None:
     """A model whose forward does something with its output too."""
     model = torch.nn.Linear(4, 4)
@@ -744,9 +749,9 @@ def cut_up(model: torch.nn.Module, **layout: Any) -> None:
     LayoutPlanner(model, "MODEL", Layout(**layout), 8, "none", "h100")
 
 
-def too_little_on_a_command_line() -> None:
+def too_little_on_a_command_line(*options: str) -> None:
     with patch.dict(sys.modules, {"here": types.SimpleNamespace(small_stack=small_stack)}):
-        plans("here:small_stack", "--budget", "100", "--device", "h100", "--optimizer", "none", "--out", "plan.json")
+        plans("here:small_stack", "--budget", "100", "--device", "h100", *options)
 
 
 class OverFull:
@@ -1145,6 +1150,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # simulated steps
     lambda: simulates(lambda out: torch.sparse.mm(torch.eye(2).to_sparse(), out)),
     lambda: simulates(lambda x: x.data_ptr()),
+    lambda: simulate(Converts(4, 4), (torch.ones(2, 4),)),
     lambda: simulate(Reads(), (torch.empty(2**25, device="meta"),), device="cpu"),
     lambda: simulate(Reaches(), (vector(),), loss=torch.sum),
     # --- ChangedError
@@ -1231,7 +1237,8 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: choose(Costs({"a": Kind((Option((), 5, 5, 7, 0.0),))}, (Segment("net", "a", 1, 2),)), 8),
     # steps over ranks
     lambda: LayoutPlanner.plans(OverFull(), 100),
-    too_little_on_a_command_line,
+    lambda: too_little_on_a_command_line("--optimizer", "none", "--out", "plan.json"),
+    lambda: too_little_on_a_command_line("--optimizer", "adam"),
     # planning
     plans_for_too_little,
     lambda: plans_for_too_little(sizes=[(torch.ones(64, 8),)]),

@@ -111,14 +111,14 @@ def test_a_configuration(llama: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     plan = Plan.from_json(out.read_text())
     first, *table = output.out.splitlines()
     assert "LlamaForCausalLM" in first
-    assert "in float32; input_ids 2 x 256, labels 2 x 256; optimizer adamw" in first
+    assert "in float32; input_ids 2 x 256, labels 2 x 256; optimizer adamw-fused" in first
     assert table[: len(str(plan).splitlines())] == str(plan).splitlines()
     assert output.err == ""
 
     model = load(llama, torch.float32).model
     ids = torch.ones(2, 256, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    assert plan == make_plan(model, (), batch, budget=0.3, optimizer=torch.optim.AdamW, device="h100")
+    assert plan == make_plan(model, (), batch, budget=0.3, optimizer="adamw-fused", device="h100")
     apply(model, plan).remove()
 
 

@@ -137,3 +137,9 @@ def test_what_a_plan_says_it_frees_is_freed(row: Row) -> None:
     for plan, promise in row.predictions:
         freed = kept(Plan()) - kept(Plan(plan.choices))
         assert freed >= sum(line.count * line.freed_bytes for line in promise.lines) or row.name in HELD_IN_CONTEXT
+
+
+def test_a_budget_of_nothing_is_the_least_peak(row: Row) -> None:
+    """`budget=0` and `"0%"` give the plan with the smallest peak, below which no budget is enough."""
+    least = row.planner.least[1].peak_bytes
+    assert [row.planner.plan(budget).predicted_peak_bytes for budget in (0, "0%")] == [least, least]

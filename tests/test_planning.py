@@ -28,6 +28,7 @@ from torch_recompute import (
     profile,
     simulate,
     solve,
+    verify,
 )
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
@@ -450,3 +451,52 @@ def test_every_word_is_explained(gpt: Planner, budget: float) -> None:
     titles = [title.strip() for title in lines[3].split("  ") if title.strip()]
     for said in [*titles, *re.findall(r"@\w+", str(plan)), "at the peak", "slower", "budget", "counted", "not counted"]:
         assert any(word and word in said for word in words), said
+
+
+class Router(nn.Module):
+    """Sees to the type of its own classifier in each forward, as that of transformers' SwitchTransformers does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.classifier, self.mlp, self.dtype = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        chances = self.classifier(x.to(self.dtype)).softmax(-1).to(x.dtype)
+        return x + torch.tanh(self.mlp(x)) * chances
+
+
+def test_a_layer_that_converts_its_own_module_in_forward() -> None:
+    """A conversion that changes nothing is planned and keeps its promise; a real one is named, with what to write."""
+    model = nn.Sequential(*(Router(torch.float32) for _ in range(4)))
+    x = torch.randn(256, WIDTH)
+    plan = make_plan(model, x, loss=mean_loss, budget=0.2)
+    assert plan.choices
+    assert verify(model, x, plan=plan, loss=mean_loss).ok
+    with pytest.raises(ArgumentError, match=r"parameter weight of a module.*float32 on cpu to float64 on cpu"):
+        make_plan(nn.Sequential(Router(torch.float64)), x, loss=mean_loss, budget=0.2)
+
+
+class Forces(nn.Module):
+    """A potential of positions: the loss is of its gradient, which its forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0]
+
+
+def test_gradients_that_the_forward_takes() -> None:
+    """Regions in it change no gradient and free nothing, and a plan and a budget that is too small say why."""
+    model, x = Forces(), torch.randn(256, WIDTH)
+    regions_by_hand = Plan(tuple(Choice((f"layers.{i}",)) for i in range(4)))
+    assert verify(model, x, plan=regions_by_hand, loss=mean_loss).ok
+    plan = make_plan(model, x, loss=mean_loss, budget=0.2)
+    assert not plan.choices
+    assert "create_graph=True" in str(plan)
+    with pytest.raises(BudgetError, match="create_graph=True"):
+        make_plan(model, x, loss=mean_loss, budget=1000)
+    assert "create_graph" not in str(make_plan(model.layers, x, loss=mean_loss, budget=0.2))

@@ -77,7 +77,7 @@ def test_the_command_line_says_what_python_says(
     """The plan that is printed, and that in the document, are the plan of `make_plan`."""
     step = deep()
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(step=lambda: tuple(step)))  # type: ignore[arg-type]
-    plan = make_plan(step.model, step.batch, loss=step.loss, budget="40%", optimizer="adamw", device="h100")
+    plan = make_plan(step.model, step.batch, loss=step.loss, budget="40%", optimizer="adamw-fused", device="h100")
     argv = ["plan", "mine:step", "--budget", "40%", "--device", "h100", "--quiet"]
     assert cli.main(argv) == cli.OK
     assert capsys.readouterr().out.split("\n", 1)[1].rstrip() == str(plan)

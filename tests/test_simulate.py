@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from models import Made
 from test_zoo import plans
-from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, measure, simulate
+from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
 from torch_recompute.memory import CATEGORIES
 from torch_recompute.simulation.step import _Step
 from zoo import ZOO, build, mean_loss, scalar_loss
@@ -300,3 +300,11 @@ def test_a_compiled_model_is_compiled_after_it_was_simulated() -> None:
     assert not frames
     model(x)
     assert frames
+
+
+def test_a_device_is_named_as_in_make_plan() -> None:
+    """On a machine without it, a model on meta is simulated for a device by its data sheet as it is planned for it."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    plan = make_plan(model, torch.ones(4, 8), budget="1GiB", loss=mean_loss, device="h100")
+    assert simulate(model, torch.ones(4, 8), loss=mean_loss, device="h100").peak_bytes == plan.predicted_peak_bytes

@@ -936,6 +936,21 @@ def test_resizes_of_storages_are_told() -> None:
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
+def test_fake_parameters_are_converted_to_what_they_are() -> None:
+    """A module keeps its parameters and the kind of its buffers; another type is refused; real modules are torch's."""
+    real, method = torch.nn.Linear(2, 2), torch.nn.Module._apply
+    with fakes.FakeTensorMode():
+        faked = torch.nn.BatchNorm1d(2)
+    with fakes.converted(lambda name, *_: ValueError(name)):
+        weight = faked.weight
+        assert faked.float().weight is weight
+        assert faked.running_mean is not None
+        assert real.double().weight.dtype == torch.float64
+        with pytest.raises(ValueError, match="weight"):
+            faked.double()
+    assert torch.nn.Module._apply is method
+
+
 def test_fakes_are_made_as_torch_makes_them() -> None:
     """Each of a mode and a device has the attributes and the memory that `FakeTensor` gives, and no address."""
     mode, device = fakes.FakeTensorMode(), torch.device("cpu")

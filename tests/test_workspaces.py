@@ -1,7 +1,7 @@
 """The memory that kernels take while they run: what is said of an operation, and the peaks that follow from it."""
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +19,16 @@ from models import Made
 from test_blocks import alive
 from test_zoo import plans
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
-from torch_recompute._torch.devices import cpu_allocations
+from torch_recompute._torch.devices import cpu_bytes_between
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.loop import Loop
-from torch_recompute.memory.workspaces import COPYING, TAKING, attention_on_cuda, kept_by_cublas, workspace
+from torch_recompute.memory.workspaces import (
+    attention_on_cuda,
+    circumstances,
+    kept_by_cublas,
+    takes_nothing,
+    workspace,
+)
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
 from zoo import build, mean_loss, scalar_loss
@@ -30,13 +36,17 @@ from zoo import build, mean_loss, scalar_loss
 aten: Any = torch.ops.aten
 
 
+NOTHING = 64  # bytes: what counts as none in `takes_nothing.txt`
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """Nothing is known yet; gets an item for each operation that is run alone."""
     seen: list[Any] = []
     real = workspaces._on_cpu
+    monkeypatch.setenv("TORCH_RECOMPUTE_CACHE", str(tmp_path))
     monkeypatch.setattr(workspaces, "_known", {})
-    monkeypatch.setattr(workspaces, "_on_cpu", lambda call: (seen.append(call), real(call))[1])
+    monkeypatch.setattr(workspaces, "_on_cpu", lambda *call: (seen.append(call), real(*call))[1])
     return seen
 
 
@@ -114,17 +124,34 @@ def test_products_are_not_run(asked: list[Any]) -> None:
     assert len(asked) == 1
 
 
-def test_every_name_is_an_operation() -> None:
-    """No name in the lists is misspelt, and none draws random numbers, which would move the caller's generator.
+def test_every_line_is_of_an_operation() -> None:
+    """The written list names operations of this torch, says how it was written, and circumstances as they are asked."""
+    header, *lines = (Path(workspaces.__file__).parent / "takes_nothing.txt").read_text("utf-8").splitlines()
+    assert "benchmarks/catalogue.py --write" in lines.pop(0)
+    assert header.startswith("# ")
+    for line in lines:
+        name, said = line.split(": ")
+        assert getattr(aten, name.removeprefix("aten.")).overloads(), name
+        for words in said.split(", "):
+            *kinds, layout = words.replace("+", " ").split(" ")
+            assert layout in ("contiguous", "dense", "gaps", "unlike"), line
+            assert all(not kind or hasattr(torch, kind) for kind in kinds), line
 
-    Attention is marked as if it always did: without dropout it draws nothing, and with it is not run.
-    """
-    for name in sorted(TAKING | COPYING):
-        if "attention" in name:
-            continue
-        packet = getattr(aten, name)
-        tags = [tag for overload in packet.overloads() for tag in getattr(packet, overload).tags]
-        assert torch.Tag.nondeterministic_seeded not in tags, name
+
+CIRCUMSTANCES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "float32 contiguous": lambda: (torch.ones(3, 4), 1.0, torch.tensor(2.0, dtype=torch.float64)),
+    "float32+int64 dense": lambda: (torch.ones(3, 4).t(), [torch.ones(3, dtype=torch.long)]),
+    "bfloat16+float32 gaps": lambda: (torch.ones(4, 4)[:, ::2], torch.ones(4, dtype=torch.bfloat16)),
+    "float32 gaps": lambda: (torch.ones(4, 1).expand(4, 4), torch.ones(4).t()),
+    "float32 unlike": lambda: (torch.ones(4, 4), torch.ones(4, 4).t()),
+    "float32+float64 contiguous": lambda: (torch.ones(2), torch.float64),
+}
+
+
+@pytest.mark.parametrize("words", CIRCUMSTANCES)
+def test_circumstances_are_types_and_the_worst_layout(words: str) -> None:
+    """What an operation's arguments are alike in: types, also one that is asked for, and how far from contiguous."""
+    assert circumstances(CIRCUMSTANCES[words]()) == words
 
 
 def test_threads_are_part_of_the_question(asked: list[Any]) -> None:
@@ -178,19 +205,17 @@ class _Comparing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: list[Any] = []
-        sizes = cpu_allocations(lambda: out.append(func(*args, **(kwargs or {}))))
-        found = list(accumulate(sizes, initial=0))
-        rise, said = max(found) - found[-1], workspace(func, (args, kwargs))
-        name = str(func).partition(".")[2].partition(".")[0]
+        rise = cpu_bytes_between(lambda: out.append(func(*args, **(kwargs or {}))))
+        said = workspace(func, (args, kwargs))
         self.compared += bool(said)
-        if rise != said and (name in TAKING | COPYING or rise > 256):
+        if rise != said and (said or not takes_nothing(func, (args, kwargs)) or rise > NOTHING):
             self.wrong.append((str(func), rise, said))
         return out[0]
 
 
 @pytest.mark.parametrize("name", ["convnext", "vit", "whisper", "mamba", "t5"])
 def test_it_is_the_same_in_a_step(name: str) -> None:
-    """In a real step each operation takes what is said of it, and what is not asked takes no more than 256 bytes."""
+    """In a real step each operation takes what is said of it, and what is not asked no more than some numbers."""
     model, inputs = build(name)
     torch.manual_seed(1)
     with _Comparing() as mode:
@@ -286,19 +311,108 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[
         empty = convolutions()
     named = simulate_step(empty, (x,), composed="cuda", loss=mean_loss)
     assert not asked
-    monkeypatch.setattr(workspaces, "host_memory", lambda: (1000, 2000))
+    monkeypatch.setattr(workspaces, "host_memory", lambda: (1, 2000))
     crowded = simulate(model, (x,), loss=mean_loss)
     assert not asked
-    assert named.assumed == (
-        "the workspace of aten.convolution is not known and counted as 0 bytes: there is no cuda device here to ask",
-    )
-    assert crowded.assumed == (
-        "the workspace of aten.convolution is not known and counted as 0 bytes: there is no memory to run it alone",
-    )
+    for step, why in ((named, "there is no cuda device here to ask"), (crowded, "there is no memory to run it alone")):
+        (said,) = (words for words in step.assumed if "aten.convolution " in words)
+        assert said.startswith(f"the workspace of aten.convolution is not known and counted as 0 bytes: {why}")
+    assert "; a copy of its arguments and results (" in said  # a share of a peak that has no workspace of cuBLAS
+    assert crowded.uncounted.startswith("not counted: what aten.convolution takes while it runs, perhaps ")
+    assert crowded.uncounted in str(crowded).partition("\n")[0]
     assert crowded.peak_bytes == named.peak_bytes - kept_by_cublas((8, 0))
     monkeypatch.undo()
     assert simulate(model, (x,), loss=mean_loss).peak_bytes > crowded.peak_bytes
     assert not simulate(model, (x,), loss=mean_loss).assumed
+
+
+class Layer(nn.Module):
+    """A function of what a linear layer makes."""
+
+    def __init__(self, width: int, call: Callable[[torch.Tensor], torch.Tensor], dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.first, self.call = nn.Linear(width, width, dtype=dtype), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.first(x)).float().square().mean()
+
+
+class ModuleCase(nn.Module):
+    """The mean of the squares of what a module returns first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        found = self.module(*args)
+        return (found[0] if isinstance(found, tuple) else found).square().mean()
+
+
+def pictures() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A small network of convolutions in channels_last, whose pooling's backward is the peak."""
+    layers = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Flatten())
+    x = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+    return ModuleCase(layers.to(memory_format=torch.channels_last)), (x,)
+
+
+def chosen(y: torch.Tensor) -> torch.Tensor:
+    return torch.kthvalue(y, 3, dim=0).values
+
+
+def reduced(y: torch.Tensor) -> torch.Tensor:
+    places = (torch.arange(y.numel()) % 8).view(y.shape)
+    return torch.zeros(8, y.shape[1]).scatter_reduce(0, places, y, "amax", include_self=False)
+
+
+def transformed(y: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.fft.fft(torch.fft.fft(y.to(torch.complex64), dim=0), dim=1))
+
+
+EVEN = torch.arange(4096).view(64, 64) % 2 == 0
+WIDE: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "max_pool2d in channels_last": pictures,
+    "LSTM": lambda: (ModuleCase(nn.LSTM(32, 32, 2, batch_first=True)), (torch.randn(8, 16, 32),)),
+    "bf16 products": lambda: (Layer(256, lambda y: y @ y.mT, torch.bfloat16), (torch.randn(256, 256).bfloat16(),)),
+    "Unfold and Fold": lambda: (
+        Layer(32, lambda y: F.fold(F.unfold(y.view(8, 1, 32, 32), 3, padding=1), 32, 3, padding=1)),
+        (torch.randn(8, 32, 32),),
+    ),
+    "Bilinear": lambda: (ModuleCase(nn.Bilinear(32, 32, 32)), (torch.randn(64, 32), torch.randn(64, 32))),
+    "matrix_exp": lambda: (Layer(64, torch.linalg.matrix_exp), (torch.randn(64, 64) * 10,)),
+    "orthogonal": lambda: (ModuleCase(nn.utils.parametrizations.orthogonal(nn.Linear(64, 64))), (torch.randn(8, 64),)),
+    "unique": lambda: (Layer(64, lambda y: y * torch.unique(y.detach()).numel()), (torch.randn(64, 64),)),
+    "kthvalue": lambda: (Layer(64, chosen), (torch.randn(256, 64),)),
+    "boolean index": lambda: (Layer(64, lambda y: y[EVEN]), (torch.randn(64, 64),)),
+    "scatter_reduce": lambda: (Layer(64, reduced), (torch.randn(64, 64),)),
+    "chained 1-D FFTs": lambda: (Layer(64, transformed), (torch.randn(64, 64),)),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_what_takes_something_is_counted(name: str) -> None:
+    """Of what was on no list: simulated, measured and by the allocator's events the step has one peak, to 0.5 %."""
+    torch.manual_seed(0)
+    model, batch = WIDE[name]()
+    simulated = simulate(model, batch, hold_output=False).peak_bytes
+
+    def step() -> None:
+        model(*batch).backward()
+        model.zero_grad()
+
+    step()
+    real = peak_of_step(model, batch, step)
+    with measure(model).track(*batch) as measured:
+        step()
+    most = 1 + TOO_MUCH.get(name, 0.005)
+    assert real * 0.995 <= measured.peak_bytes <= real * (1.005 if name == "orthogonal" else most)
+    assert real * 0.995 <= simulated <= real * most
+
+
+TOO_MUCH = {
+    "orthogonal": 0.3,  # how much matrix_exp takes follows from the norm of its values, and most is said
+    "boolean index": 0.2,  # its backward is not in place under any dispatch mode
+}
 
 
 GIB = 2**30
@@ -377,8 +491,8 @@ def test_attention_on_cuda_is_asked_of_the_device(dropout: float, monkeypatch: p
     cuda, mode = torch.device("cuda", 0), FakeTensorMode()
     monkeypatch.setattr(workspaces, "_known", {})
     monkeypatch.setattr(workspaces, "_free_bytes", lambda device: GIB)
-    monkeypatch.setattr(workspaces, "_zeros", lambda like, device: places.append(device.type))
-    monkeypatch.setattr(workspaces, "_on_cuda", lambda call, device: 77)
+    monkeypatch.setattr(workspaces, "_made_up", lambda like, device: places.append(device.type))
+    monkeypatch.setattr(workspaces, "_on_cuda", lambda call, inputs, device: 77)
     func, args = attention_of("flash", ((2, 3, 100, 80),) * 3, torch.bfloat16)
     args[10] = dropout
     made = [FakeTensor(mode, x, cuda) if isinstance(x, torch.Tensor) else x for x in args]

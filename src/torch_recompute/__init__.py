@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from .doctor.audit import Audit, audit
     from .doctor.verify import Verification, verify
     from .memory import Measurement, SavedActivations, measure, saved_activations
-    from .plan import Applied, Choice, Plan, SizeClass, apply, simulate
+    from .plan import Applied, Choice, Plan, SizeClass, apply
     from .plan.config import RecomputeConfig
     from .plan.plan import Prediction
     from .plan.profile import Profile
     from .plan.solve import solve
     from .plan.stages import StagePlan, StagePlans, Stages
-    from .planner import auto, make_plan, profile
+    from .planner import auto, make_plan, profile, simulate
     from .simulation import Simulation
 else:  # imported when they are first asked for
     from importlib import import_module
@@ -49,13 +49,13 @@ else:  # imported when they are first asked for
     _later = {
         "doctor.audit": ("Audit", "audit"),
         "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
-        "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"),
+        "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply"),
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
         "plan.profile": ("Profile",),
         "plan.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
-        "planner": ("auto", "make_plan", "profile"),
+        "planner": ("auto", "make_plan", "profile", "simulate"),
         "simulation": ("Simulation",),
         "doctor.verify": ("Verification", "verify"),
         "doctor": (),

@@ -187,7 +187,7 @@ def bad_budget(budget: object) -> str:
     return (
         f"budget={budget!r} is not a budget.\n"
         '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
-        'between 0 and 1 (0.4, "40%"), or "fit" for what the device has free.'
+        'from 0, the least peak, to below 1 (0.4, "40%"), or "fit" for what the device has free.'
     )
 
 

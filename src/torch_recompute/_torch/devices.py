@@ -12,6 +12,7 @@ Invariants: `on_streams` puts streams and device back, whatever happens inside i
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, cast
 
@@ -173,6 +174,8 @@ def tf32(op: str) -> bool:
 
 
 _autograd, _profiler = _C._autograd, _C._profiler
+profiling: Callable[[], bool] = _autograd._profiler_enabled
+"""Whether a profiler is active on this thread, which then cannot have another."""
 
 
 def cpu_allocations(call: Callable[[], object]) -> list[int]:
@@ -191,3 +194,18 @@ def cpu_allocations(call: Callable[[], object]) -> list[int]:
         events = [event for thread in _autograd._disable_profiler_legacy() for event in thread]
         del result
     return [int(event.cpu_memory_usage()) for event in events if event.kind() == "memory_alloc"]
+
+
+def cpu_bytes_between(call: Callable[[], object]) -> int:
+    """How many bytes what a call allocates rises, while it runs, above what of that is left at its end.
+
+    That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
+    """
+    alive: Counter[int] = Counter()
+    level = most = 0
+    for size in cpu_allocations(call):
+        if size > 0 or alive[-size]:
+            alive[abs(size)] += 1 if size > 0 else -1
+            level += size
+            most = max(most, level)
+    return most - level

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch._subclasses.fake_tensor as _fake_tensor
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -196,6 +197,38 @@ def resizes(note: Callable[[], None]) -> Generator[None]:
             kind.resize_ = method
         else:
             del kind.resize_
+
+
+@contextmanager
+def converted(refuse: Callable[[str, torch.Tensor, torch.Tensor], Exception]) -> Generator[None]:
+    """Lets modules with fake parameters be asked for the type or device that they have, `module.to(...)`, in the block.
+
+    `Module.to` swaps a fake parameter for what it has been converted to, even for itself, and PyTorch cannot swap one
+    that anything watches.
+
+    Args:
+        refuse: The error for a real conversion, from a parameter's name, itself, and what it was to become.
+    """
+    method: Any = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        named = list(module.named_parameters(recurse=recurse))
+        if not any(isinstance(parameter, FakeTensor) for _, parameter in named):
+            return method(module, fn, recurse)
+        with torch.no_grad():
+            for name, parameter in named:
+                made = fn(parameter)
+                if made is not parameter:
+                    raise refuse(name, parameter, made)
+        for one in module.modules() if recurse else (module,):
+            one._buffers.update({name: fn(buffer) for name, buffer in one._buffers.items() if buffer is not None})
+        return module
+
+    cast("Any", nn.Module)._apply = apply
+    try:
+        yield
+    finally:
+        cast("Any", nn.Module)._apply = method
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from ..plan.profile import Profile
 from ..plan.solve import frontier, planned
 from ..planner.planner import Loss, Planner
 from ..planner.prices import DEVICES
-from ..simulation.step import OPTIMIZERS, optimizer_of
+from ..simulation.step import OPTIMIZERS, USUAL, optimizer_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
@@ -81,7 +81,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, weights: str) -> None:
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Gives a command the rest of a step: the optimizer and the device."""
-    parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (adamw)")
+    parser.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} ({USUAL})")
     parser.add_argument(
         "--device", choices=(*DEVICES, "cpu"), help="what the seconds are of (h100; for a model with weights, its own)"
     )
@@ -392,7 +392,7 @@ class Step:
         meta = all(parameter.is_meta for parameter in model.parameters())
         device = args.device or ("h100" if meta else None)
         offload = getattr(args, "offload", False)
-        return Step(args.model, model, call, (args.optimizer or "adamw").lower(), device, offload, loss, loop_of(args))
+        return Step(args.model, model, call, (args.optimizer or USUAL).lower(), device, offload, loss, loop_of(args))
 
     @property
     def how(self) -> dict[str, Any]:

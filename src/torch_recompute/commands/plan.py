@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from ..planner.planner import Planner
-from ..simulation.step import optimizer_of
+from ..simulation.step import OPTIMIZERS, optimizer_of
 from .models import (
     DTYPES,
     Step,
@@ -66,6 +66,7 @@ CURVE_WORDS = {
 }
 """The columns of the curve."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
+LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # of those with a name, what may take less than another
 SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
@@ -86,7 +87,6 @@ def add_command(commands: Any) -> None:
     asked.add_argument("--frontier", action="store_true", help="what ten budgets cost, instead of a plan for one")
     add_step_options(parser)
     add_loop_options(parser)
-    parser.set_defaults(optimizer="adamw")
     parser.add_argument(
         "--offload",
         nargs="?",
@@ -146,10 +146,19 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
         unwritten = f" {args.out} has not been written; with --budget {smallest} it is that plan." if args.out else ""
         text = (
             f"{errors.too_small(promise.budget, smallest, planner.profile.plain_peak_bytes)}\n"
-            f"  Write --budget {errors.enough(smallest)} or more, or a smaller batch.{unwritten}"
+            f"  Write --budget {errors.enough(smallest)} or more, or a smaller batch{_others(planner, least)}."
+            f"{unwritten}"
             f"{errors.more_advice(promise.advice)}"
         )
         raise errors.BudgetError(text, smallest, least) from None
+
+
+def _others(planner: Planner, least: Plan) -> str:
+    """What the plan with the least peak reaches with the optimizers that take less than the one that was asked for."""
+    peaks = {name: planner.peak_with(least, OPTIMIZERS[name]) for name in LEAN_OPTIMIZERS}
+    lower = {name: peak for name, peak in peaks.items() if peak < (least.predicted_peak_bytes or 0)}
+    said = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
+    return f", or another optimizer: the least peak is {said}" if said else ""
 
 
 def _to_json(step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> str:
@@ -278,6 +287,7 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         raise errors.ArgumentError(_goes_without(said, option, why))
     check_sizes(args)
     optimizer_of("--optimizer", args.optimizer)
+    args.optimizer = args.optimizer or RANK_OPTIMIZERS[0]
     if args.optimizer not in RANK_OPTIMIZERS:
         why = f"of ranks, whose optimizer is Megatron's, are planned {', '.join(RANK_OPTIMIZERS)}"
         raise errors.ArgumentError(_goes_without(f"--optimizer {args.optimizer}", option, why))

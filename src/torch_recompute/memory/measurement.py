@@ -50,7 +50,7 @@ from .ledger import (
 )
 from .operations import Operation, Operations, place_in_code
 from .snapshot import write_snapshot
-from .workspaces import workspace
+from .workspaces import watched, workspace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -117,8 +117,9 @@ class Measurement:
         """Names what no operation of the block made: from now on it counts, and under its own category.
 
         Args:
-            things: Modules (their parameters, buffers and gradients), optimizers (their parameters, gradients and
-                state, also the state made later) and tensors (counted as "other").
+            things: Modules (their parameters, buffers and gradients, and tensors that they hold as plain attributes,
+                counted as "other": `torch.nn.utils.weight_norm` computes its weight into one), optimizers (their
+                parameters, gradients and state, also the state made later) and tensors (counted as "other").
 
         Returns:
             The measurement itself.
@@ -130,6 +131,7 @@ class Measurement:
                 if isinstance(thing, nn.Module):
                     self._track_parameters(thing.parameters())
                     self._mark(tuple(thing.buffers()), BUFFERS)
+                    self._mark([held for module in thing.modules() for held in vars(module).values()], OTHER)
                 elif isinstance(thing, torch.optim.Optimizer):
                     self._track_parameters(parameter for group in thing.param_groups for parameter in group["params"])
                     self._follow(thing)
@@ -265,7 +267,7 @@ class Measurement:
 
     def _book(self, ran: Operation) -> None:
         """Books one operation: its new storages, and any known one that changed size."""
-        func, inputs = ran.func, (ran.args, ran.kwargs)
+        func = ran.func
         with self._lock:
             self._events += 1
             for device, storage in ran.given:
@@ -276,9 +278,10 @@ class Measurement:
                 if not ledger.touch(storage):
                     place = place or self._place(func)
                     ledger.mark(storage, OPTIMIZER if self._in_step else ACTIVATIONS, place)
-            name, taken = str(getattr(func, "__name__", func)), self._workspace(func, inputs)
+            name, taken = str(getattr(func, "__name__", func)), self._workspace(ran)
             if taken:
-                self._take(name, taken, ran.given[0][0], place or self._place(func))
+                device = next((where for where, _ in (*ran.given, *ran.made)), torch.device("cpu"))
+                self._take(name, taken, device, place or self._place(func))
             self._close("" if taken else name)
 
     def _take(self, op: str, nbytes: int, device: torch.device, place: Place) -> None:
@@ -296,9 +299,10 @@ class Measurement:
             ledger.settle()
             ledger.sample(self._events, op)
 
-    def _workspace(self, func: Any, inputs: Any) -> int:
-        """Returns the bytes that an operation takes while it runs; 0 where they are not known."""
-        return taken if isinstance(taken := workspace(func, inputs), int) else 0
+    def _workspace(self, ran: Operation) -> int:
+        """Returns the bytes that an operation took while it ran; 0 where they are not known."""
+        taken = workspace(ran.func, (ran.args, ran.kwargs)) if ran.taken is None else ran.taken
+        return taken if isinstance(taken, int) else 0
 
     def _place(self, func: object) -> Place:
         """Returns where the present operation is, for the snapshot."""
@@ -308,7 +312,7 @@ class Measurement:
 
     @contextmanager
     def _watching(self) -> Generator[None]:
-        with observing(), Operations(self._book):
+        with observing(), Operations(self._book, watched):
             yield
 
     def _choose(self, wanted: torch.device | None) -> torch.device:

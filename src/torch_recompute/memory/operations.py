@@ -55,9 +55,10 @@ class Operation:
         out: Its result.
         known: What is known of operations with arguments of these layouts, see `once`.
         tensors: All tensors among the arguments, where they are known.
+        taken: The bytes that it took while it ran, where it was watched.
     """
 
-    __slots__ = ("_given", "_known", "_results", "_tensors", "args", "func", "kwargs", "out")
+    __slots__ = ("_given", "_known", "_results", "_tensors", "args", "func", "kwargs", "out", "taken")
 
     def __init__(
         self,
@@ -67,8 +68,10 @@ class Operation:
         out: Any,
         known: dict[Any, Any] | None = None,
         tensors: Sequence[torch.Tensor] | None = None,
+        taken: int | None = None,
     ) -> None:
         self.func, self.args, self.kwargs, self.out, self._known = func, args, kwargs, out, known
+        self.taken = taken
         self._tensors = tensors
         self._given: Storages | None = None
         self._results: Storages | None = None
@@ -111,21 +114,29 @@ class Operation:
 Seen = Callable[[Operation], object]
 
 
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]]
+
+
 class Operations(TorchDispatchMode):
-    """Runs operations as they are, and calls `seen` with each."""
+    """Runs operations as they are, and calls `seen` with each.
+
+    Args:
+        seen: Is called with each.
+        run: Runs one, and says what it took; by default nothing is said.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, run: Run | None = None) -> None:
         super().__init__()
-        self._seen = seen
+        self._seen, self._run = seen, run
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._seen(Operation(func, args, kwargs, out))
+        out, taken = (func(*args, **kwargs), None) if self._run is None else self._run(func, args, kwargs)
+        self._seen(Operation(func, args, kwargs, out, taken=taken))
         return out
 
 

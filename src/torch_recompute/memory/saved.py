@@ -23,6 +23,7 @@ import gc
 import json
 import linecache
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from .. import arguments, errors
 from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
 from ..arguments import Batch, Captures, call_of, undo
-from ..state import DEFAULT
+from ..state import DEFAULT, NumpyRng, PythonRng
 from .ledger import storages
 from .operations import Allocation, Allocations
 from .retainers import Hold, Retainers, name_referrers, python_tensors
@@ -133,12 +134,23 @@ def _explain_the_rest(
 
 @contextmanager
 def _state_as_before(reach: Captures, values: list[Any]) -> Generator[None]:
-    """Puts back the buffers and generators that a call reaches, and PyTorch's own."""
-    reached, states = CallState(reach, values), [(ambient, ambient.capture()) for ambient in DEFAULT]
+    """Puts back the buffers and generators that a call reaches, PyTorch's own, Python's and NumPy's."""
+    reached = CallState(reach, values)
+    with generators_as_before():
+        try:
+            yield
+        finally:
+            reached.restore()
+
+
+@contextmanager
+def generators_as_before() -> Generator[None]:
+    """Puts back PyTorch's default generators, that of `random`, and NumPy's where it has been imported."""
+    numpy = (NumpyRng(),) if "numpy.random" in sys.modules else ()
+    states = [(ambient, ambient.capture()) for ambient in (*DEFAULT, PythonRng(), *numpy)]
     try:
         yield
     finally:
-        reached.restore()
         for ambient, state in states:
             ambient.restore(state)
 

@@ -1,70 +1,56 @@
 """Workspaces: the memory that one operation takes and gives back while it runs.
 
 What a kernel takes besides what it returns may be most of a step's peak: on the CPU a convolution writes every patch of
-its input out as a column, a norm copies what is not contiguous, attention has a block of scores for each thread. So the
-operation runs once alone, on tensors of zeros with the same layouts, under the allocator's events; how far these rise
-above what is left at the end is its workspace. It depends on the operation, the layouts, the other arguments and the
-number of threads, so it is measured once per process, by `measure` and `simulate` alike. Only operations of the kinds
-below are measured, those that had any among all operations of the models of the tests, and of the same families.
+its input out as a column, a norm copies what is not contiguous, attention has a block of scores for each thread. No
+schema says so. So an operation takes what it was seen to take:
 
-Two things are known without measuring: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts
+    measured   an operation on the CPU runs under the allocator's events (7 us), and what these say counts (`watched`)
+    simulated  it is run once alone, on made-up tensors with the same layouts, under the same events (`workspace`); the
+               figure is kept for the process, and for the next one beside the prices of the device
+
+How far the events rise above what is left at the end is the workspace. It depends on the operation, the layouts, the
+other arguments and the number of threads. Most operations take nothing, and are not asked: `takes_nothing.txt` says
+which, and in which circumstances (types and layouts of their tensors). `benchmarks/catalogue.py` writes it, from every
+operation and layer that it runs. What is not in it is asked. Rejected: a list of those that take something, which is
+silent about what it lacks.
+
+Two things are known without asking: attention on CUDA (`attention_on_cuda`; the sources say how much, which counts
 for a GPU that is not at hand, with dropout, and where the operation alone would take too long), and `kept_by_cublas`.
 
-The operation runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and on
-no tensor of the caller. Nothing is run that draws random numbers, that could not be alive twice in the memory that is
-free, or that would take longer than some seconds.
+The operation runs on a thread of its own, on which no mode, no autocast and no profiler of the caller is active, and
+changes no tensor of the caller. Values are ones; integers and masks are the caller's where these are real. Generators
+that it draws from are put back; on a GPU what draws is not run. Nor is what could not be alive twice in the memory that
+is free, would take longer than some seconds, or is not PyTorch's own: what another library's operation does besides
+(communicate, count) is its own affair.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from .. import _torch, errors
-from .._torch.devices import cpu_allocations
-from .._torch.fakes import FakeTensor, device_of
+from .._torch.devices import cpu_bytes_between, profiling
+from .._torch.fakes import FakeTensor, device_of, is_operator
+from .._torch.flops import flops, fused_on_cpu
 from ..arguments import mapped
+from ..state import DEFAULT
+from ..stores.measured import PriceFile, folder, full_name
 from . import allocator
 from .free import host_memory
+from .ledger import SCALARS, leaves, storages
 
 SDPA = "_scaled_dot_product"
-
-TAKING = frozenset(
-    {
-        # inputs and weights in the layout of the kernel, or all patches of the input as columns
-        *("convolution", "convolution_backward"),
-        # sums of each thread, statistics, copies of what is not contiguous
-        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
-        *("native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
-        # scores of a block of queries for each thread, or which rows are all masked
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        *(f"{SDPA}_{kind}_attention{end}" for kind in ("cudnn", "efficient", "flash") for end in ("", "_backward")),
-        "_safe_softmax",
-        # the maximum and the differences from it; a copy; sums so far of each thread
-        *("logsumexp", "sort", "cumsum"),
-        # weights and indices of the points between
-        *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d"),
-    }
-)
-"""Operations that may take a workspace whatever their arguments are."""
-
-COPYING = frozenset(
-    {
-        *("gelu_backward", "embedding_dense_backward", "avg_pool2d", "avg_pool2d_backward", "upsample_nearest2d"),
-        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
-    }
-)
-"""Operations that copy arguments that are not contiguous, and take nothing where all are."""
 
 aten: Any = torch.ops.aten
 _CUDNN: Any = aten._cudnn_rnn.default
@@ -77,7 +63,113 @@ MOST_WORK = 10**11
 DRAWS = "it draws random numbers"
 NO_MEMORY = "there is no memory to run it alone"
 
-_known: dict[Any, int | str] = {}
+_LAYOUTS = "contiguous", "dense", "gaps", "unlike"
+_COMMUNICATING = frozenset({"c10d", "_c10d_functional"})  # what they take is no allocator's
+
+_known: dict[Any, tuple[int, ...] | str] = {}
+_NOTHING = (0,)
+
+
+# --- what takes nothing ---
+
+
+@functools.cache
+def _nothing() -> Mapping[str, frozenset[str]]:
+    """The circumstances in which operations take nothing, by their names."""
+    lines = Path(__file__).with_name("takes_nothing.txt").read_text("utf-8").splitlines()
+    words = (line.split(": ") for line in lines if line and not line.startswith("#"))
+    return {name: frozenset(circumstances.split(", ")) for name, circumstances in words}
+
+
+def takes_nothing(func: Any, inputs: Any, on_gpu: bool = False) -> bool:
+    """Whether it is known that an operation takes no more than some numbers.
+
+    Args:
+        func: Its overload.
+        inputs: Its positional and its keyword arguments.
+        on_gpu: Whether that is asked for a GPU that is not here. What is known of the CPU then stands in, and that of
+            32 bits for 16, which the CPU computes by other means.
+    """
+    clear = _clear(func)
+    return clear is None or (bool(clear) and circumstances(inputs, on_gpu) in clear)
+
+
+@functools.cache
+def _clear(func: Any) -> frozenset[str] | None:
+    """The circumstances in which an operation takes nothing; None for any."""
+    if getattr(func, "is_view", False) or getattr(func, "namespace", "") in _COMMUNICATING:
+        return None
+    return _nothing().get(str(getattr(func, "overloadpacket", "")), frozenset())
+
+
+_HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def circumstances(inputs: Any, on_gpu: bool = False) -> str:
+    """The types of some arguments and the worst of their layouts, such as "float32+int64 dense".
+
+    Worst is that two of one shape have unlike ones: then a kernel that goes over both copies one.
+    """
+    found: dict[Any, Any] = {}
+    worst = _look(inputs, found, 0)
+    kinds = {_HALVES.get(kind, kind) if on_gpu else kind for kind in found if type(kind) is torch.dtype}
+    return f"{'+'.join(sorted(str(kind)[6:] for kind in kinds))} {_LAYOUTS[worst]}"
+
+
+def _look(value: Any, found: dict[Any, Any], worst: int) -> int:
+    """Adds the types and the strides by shape in a nest of arguments; returns the worst layout of it and before."""
+    if type(value) is torch.dtype:
+        found[value] = None
+    elif type(value) in SCALARS:
+        pass
+    elif isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return len(_LAYOUTS) - 1
+        if value.dim():
+            found[value.dtype], shape, stride = None, value.shape, value.stride()
+            if found.setdefault(shape, stride) != stride:
+                return len(_LAYOUTS) - 1
+            worst = max(worst, _laid(shape, stride))
+    elif isinstance(value, (list, tuple, dict)):
+        for item in cast("Sequence[Any]", value.values() if isinstance(value, dict) else value):
+            worst = _look(item, found, worst)
+    return worst
+
+
+@functools.lru_cache(2**14)
+def _laid(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Which of the layouts a tensor has."""
+    if 0 in shape:
+        return 0
+    places = [(step, size) for step, size in zip(stride, shape, strict=True) if size != 1]
+    for which, order in ((0, places[::-1]), (1, sorted(places))):
+        expected = 1
+        for step, size in order:
+            if step != expected:
+                break
+            expected *= size
+        else:
+            return which
+    return 2
+
+
+# --- what is taken ---
+
+
+def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | None]:
+    """Runs an operation, and returns its result and the bytes that it took on the CPU.
+
+    They are None where it was not watched: it takes nothing, or the caller is profiling, and no tensor was moved.
+    """
+    if takes_nothing(func, (args, kwargs)):
+        return func(*args, **kwargs), None
+    if profiling():  # there cannot be two; what an operation had before it moved can be asked no more
+        before = _sizes((args, kwargs))
+        out = func(*args, **kwargs)
+        return out, sum(_moved(before)) or None
+    made: list[Any] = []
+    taken = _on_cpu(lambda: made.append(func(*args, **kwargs)), (args, kwargs))
+    return made[0], taken
 
 
 def workspace(func: Any, inputs: Any) -> int | str:
@@ -91,27 +183,74 @@ def workspace(func: Any, inputs: Any) -> int | str:
         The bytes, or why they are not known, in words. 0 for real tensors that are not on the CPU, whose allocator
         says what was taken.
     """
-    copying = _name(func) in COPYING
-    if not takes(func) and not copying:
-        return 0
+    found = _seen(func, inputs)
+    return found if isinstance(found, str) else found[0]
+
+
+def sizes_of_results(func: Any, inputs: Any) -> tuple[int, ...]:
+    """Returns the bytes of the memory of each of an operation's results; nothing where they are as large as they look.
+
+    Some kernels leave a result in the larger memory that they computed it in. The arguments are those of `workspace`.
+    """
+    found = _seen(func, inputs)
+    return () if isinstance(found, str) else found[1:]
+
+
+def _seen(func: Any, inputs: Any) -> tuple[int, ...] | str:
+    """The bytes that an operation takes while it runs, then those of its results; or why they are not known."""
+    if takes_nothing(func, inputs):
+        return _NOTHING
     tensors = _torch.tensors_in(inputs)
-    if not tensors or (copying and all(tensor.is_contiguous() for tensor in tensors)):
-        return 0
-    device = device_of(tensors[0])
-    if device.type != "cpu" and type(tensors[0]) is not FakeTensor:
-        return 0
+    away = [tensor for tensor in tensors if device_of(tensor).type != "cpu"]
+    if not tensors or any(type(tensor) is not FakeTensor for tensor in away):
+        return _NOTHING
+    device = device_of((away or tensors)[0])
     threads = torch.get_num_threads()
-    key = (func, _layout(inputs), str(device), threads, torch.backends.mkldnn.enabled)
-    if key in _known:
-        return _known[key]
+    key = (func, _layout(inputs), torch.backends.mkldnn.enabled, torch.is_grad_enabled(), str(device), threads)
+    try:
+        if key in _known:
+            return _known[key]
+    except TypeError:
+        return "an argument cannot be made up"
     formula = attention_on_cuda(func, inputs[0])
     drops_out = any(isinstance(value, float) and 0 < value < 1 for value in inputs[0])  # of attention's the only such
-    found = DRAWS if formula is not None and drops_out else _asked(func, inputs, tensors, device, threads)
-    if isinstance(found, str) and formula is not None:
-        found = formula
+    draws = drops_out if formula is not None else torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    kept = _file(device)
+    name = hashlib.sha256(repr((str(func), *key[1:4])).encode()).hexdigest()[:32]
+    found: tuple[int, ...] | str | None = tuple(kept.taken[name]) if kept is not None and name in kept.taken else None
+    if found is None:
+        found = DRAWS if draws and device.type != "cpu" else _asked(func, inputs, tensors, device, threads)
+        if isinstance(found, str) and formula is not None:
+            found = (formula,)
+        elif not isinstance(found, str) and kept is not None:
+            kept.taken[name] = [*found]
     if found != NO_MEMORY:  # which may be different the next time
         _known[key] = found
     return found
+
+
+_files: dict[tuple[Path, str], PriceFile] = {}
+
+
+def _file(device: torch.device) -> PriceFile | None:
+    """Where figures of a device are kept; None for one that is not here."""
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        key = folder(), _full_name(device, torch.get_num_threads())
+        if key not in _files:
+            _files[key] = PriceFile(key[1])
+        return _files[key]
+    return None
+
+
+@functools.cache
+def _full_name(device: torch.device, threads: int) -> str:
+    return full_name(device)
+
+
+def keep() -> None:
+    """Writes what was seen since to the files of prices."""
+    for file in _files.values():
+        file.save()
 
 
 def reserve(func: Any, inputs: Any) -> int | str:
@@ -138,14 +277,12 @@ def reserve(func: Any, inputs: Any) -> int | str:
 
     def bytes_of(steps: int) -> int | str:
         first = torch.empty((steps, *args[0].shape[1:]), dtype=args[0].dtype, device="meta")
-        key = (func, _layout(((first, *args[1:]), kwargs)), str(device), threads)
+        key = (func, "reserve", _layout(((first, *args[1:]), kwargs)), str(device), threads)
         if key not in _known:
-            _known[key] = _alone(func, ((first, *args[1:]), kwargs), device, threads, nbytes)
-        return _known[key]
-
-    def nbytes(call: Callable[[], Any]) -> int:
-        with torch.enable_grad():  # without, the CPU's keeps nothing
-            return int(call()[RECURRENT[func]].nbytes)
+            with torch.enable_grad():  # without, the CPU's keeps nothing
+                _known[key] = _alone(func, ((first, *args[1:]), kwargs), device, threads, _on_cpu)
+        found = _known[key]
+        return found if isinstance(found, str) else found[1 + RECURRENT[func]]
 
     one, two = (0, bytes_of(steps)) if steps <= fewer else (bytes_of(fewer // 2), bytes_of(fewer))
     if isinstance(one, str) or isinstance(two, str):
@@ -156,11 +293,6 @@ def reserve(func: Any, inputs: Any) -> int | str:
 @functools.cache
 def _name(func: Any) -> str:
     return str(getattr(func, "overloadpacket", "")).removeprefix("aten.")
-
-
-def takes(func: Any) -> bool:
-    """Whether an operation is of a kind that may take a workspace whatever its arguments are."""
-    return _name(func) in TAKING
 
 
 def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
@@ -175,7 +307,7 @@ def attention_on_cuda(func: Any, args: Sequence[Any]) -> int | None:
     - cuDNN from 9.0 on (`scaled_dot_product_flash_attention.h` of its frontend): rows and widths as they are
     """
     name = _name(func)
-    if not name.startswith(SDPA) or name not in TAKING or "for_cpu" in name:
+    if not name.startswith(SDPA) or "for_cpu" in name or "math" in name:
         return None
     back = name.endswith("_backward")
     query, key, value = args[back : back + 3]
@@ -211,10 +343,18 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int) -> int | str:
-    """Runs an operation alone, if it can be; returns its workspace, or why it is not known."""
+def _asked(
+    func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int
+) -> tuple[int, ...] | str:
+    """Runs an operation alone, if it can be; returns what it takes, or why that is not known."""
+    if not is_operator(func):
+        return "it runs functions of the caller"
+    if func.namespace != "aten":
+        return f"it is an operation of {func.namespace}, and what it does besides is not known"
     if any(type(x) is not FakeTensor and not _torch.is_plain_kind(type(x)) for x in tensors):
         return "a tensor is of a class of its own"
+    if any(x.layout is not torch.strided for x in tensors):
+        return "a tensor has a layout without strides"
     if device.type not in ("cpu", "cuda"):
         return f"{device.type} does not say what it allocates"
     free = _free_bytes(device)
@@ -222,56 +362,77 @@ def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.de
         return "what is free here is not known"
     if 2 * sum(tensor.untyped_storage().nbytes() for tensor in tensors) > free:
         return NO_MEMORY
-    if _work(str(func), inputs[0], tensors) > MOST_WORK * threads:
+    if _work(func, inputs[0], inputs[1] or {}, tensors) > MOST_WORK * threads:
         return "it would take too long to run it alone"
     ask = _on_cpu if device.type == "cpu" else partial(_on_cuda, device=device)
     return _alone(func, inputs, device, threads, ask)
 
 
 def _alone(
-    func: Any, inputs: Any, device: torch.device, threads: int, ask: Callable[[Callable[[], Any]], int]
-) -> int | str:
-    """Measures an operation that runs on zeros, on a thread of its own."""
+    func: Any, inputs: Any, device: torch.device, threads: int, ask: Callable[[Callable[[], Any], Any], int]
+) -> tuple[int, ...] | str:
+    """Measures an operation that runs on made-up tensors, on a thread of its own; adds the bytes of its results."""
     found: list[int] = []
+    graded = torch.is_grad_enabled()
     on_cpu = torch.device("cpu")  # where arguments stay that a kernel reads on the host
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    states = [(ambient, ambient.capture()) for ambient in DEFAULT if draws]
 
     def run() -> None:
         try:
             torch.set_num_threads(threads)  # a new thread has the environment's number until it is set
-            with torch.no_grad():
+            with torch.set_grad_enabled(graded):
                 args, kwargs = mapped(
-                    inputs, lambda tensor: _zeros(tensor, on_cpu if device_of(tensor).type == "cpu" else device)
+                    (tuple(inputs[0]), inputs[1] or {}),
+                    lambda tensor: _made_up(tensor, on_cpu if device_of(tensor).type == "cpu" else device),
                 )
-                found.append(ask(lambda: func(*args, **(kwargs or {}))))
-        except (RuntimeError, NotImplementedError):  # no memory after all, or no kernel: the caller says so
+                if kwargs.get("generator") is not None:
+                    kwargs["generator"] = torch.Generator(kwargs["generator"].device)
+                out: list[Any] = []
+                found.append(ask(lambda: out.append(func(*args, **kwargs)), (args, kwargs)))
+                found.extend(int(tensor.untyped_storage().nbytes()) for tensor in leaves(out))
+        except Exception:  # no memory after all, no kernel, values that do not fit: the caller says so
             pass
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0] if found else "it cannot be run alone"
+    for ambient, state in states:
+        ambient.restore(state)
+    return tuple(found) or "it cannot be run alone"
 
 
-def _work(name: str, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
+def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:
     """Estimates the multiplications of an operation; of a convolution's backward those of either gradient."""
-    back = "backward" in name
+    name = str(func)
     if "convolution" in name:
+        back = "backward" in name
         x, weight = tensors[back : back + 2]
         stride, transposed = args[3 + back], args[6 + back]
         places = x.numel() // max(1, x.shape[1]) // (1 if transposed else math.prod(stride))
         return places * weight.numel()
-    if "attention" in name:
-        query, key = tensors[back : back + 2]
-        return 2 * query.numel() * key.shape[-2]
-    return max(tensor.numel() for tensor in tensors)
+    counted = flops(func, args, kwargs, None) or fused_on_cpu(func, args)
+    return max(counted // 2, *(tensor.numel() for tensor in tensors))
 
 
-def _on_cpu(call: Callable[[], object]) -> int:
-    levels = list(accumulate(cpu_allocations(call), initial=0))
-    return max(levels) - levels[-1]
+def _on_cpu(call: Callable[[], object], inputs: Any) -> int:
+    before = _sizes(inputs)
+    return cpu_bytes_between(call) + sum(_moved(before))
 
 
-def _on_cuda(call: Callable[[], object], device: torch.device) -> int:
+_Sizes = list[tuple[torch.UntypedStorage, int]]
+
+
+def _sizes(inputs: Any) -> _Sizes:
+    return [(storage, storage.nbytes()) for _, storage in storages(inputs)]
+
+
+def _moved(before: _Sizes) -> list[int]:
+    """The memory that tensors had until an operation gave them another, of which no event tells."""
+    return [size for storage, size in before if storage.nbytes() not in (0, size)]
+
+
+def _on_cuda(call: Callable[[], object], inputs: Any, device: torch.device) -> int:
     call()  # what libraries keep for good is made now
     peaks: dict[int, allocator.Peak] = {}
     torch.cuda.synchronize(device)
@@ -294,17 +455,25 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _layout(value: Any) -> Any:
-    """Returns the part of an argument that a workspace depends on."""
+    """Returns the part of an argument that a workspace depends on; of a real mask, how much it lets through."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        real = value.dtype is torch.bool and type(value) is not FakeTensor and value.device.type == "cpu"
+        return tuple(value.shape), value.stride(), value.dtype, int(value.count_nonzero()) if real else None
     if isinstance(value, dict):
         return tuple((name, _layout(item)) for name, item in cast("dict[str, Any]", value).items())
     if isinstance(value, (list, tuple)):
         return tuple(_layout(item) for item in cast("tuple[Any, ...]", value))
-    return type(value), value
+    return type(value), None if isinstance(value, torch.Generator) else value
 
 
-def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _made_up(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor with the layout of another: its values where these are integers or masks and real, else ones."""
     made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device)
-    made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).zero_()  # some of it may repeat
+    whole = (made.untyped_storage().nbytes() // made.itemsize,), (1,)  # some of it may repeat
+    flat, floats = made.as_strided(*whole), made.dtype.is_floating_point or made.dtype.is_complex
+    if not floats and type(like) is not FakeTensor and like.device == device:
+        flat.copy_(like.as_strided(*whole, like.storage_offset()))
+    else:
+        flat.fill_(floats)
+        flat[::2] = 1 if floats or made.dtype is torch.bool else 0
     return made

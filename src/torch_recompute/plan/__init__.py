@@ -7,8 +7,8 @@ it is made of `wrappers.py`, `calls.py`, `sizes.py` (calls of several sizes) and
 libraries bring along).
 """
 
-from .apply import Applied, apply, simulate
+from .apply import Applied, apply
 from .choice import Choice
 from .plan import Plan, SizeClass
 
-__all__ = ["Applied", "Choice", "Plan", "SizeClass", "apply", "simulate"]
+__all__ = ["Applied", "Choice", "Plan", "SizeClass", "apply"]

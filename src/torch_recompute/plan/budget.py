@@ -1,8 +1,9 @@
 """Budgets as people write them.
 
 A budget is bytes for the peak of the whole step (`25769803776`, `"24GiB"`, `"24 GB"`), a share of the activation memory
-(`0.4`, `"40%"`: that much of the way from the least that any plan needs to what no plan at all needs), or `"fit"`: what
-the device has free. `"24G"` is refused: half of its readers take it for 24 GB and half for 24 GiB, 7 % apart.
+(`0.4`, `"40%"`: that much of the way from the least that any plan needs, which is `0`, to what no plan at all needs),
+or `"fit"`: what the device has free. `"24G"` is refused: half of its readers take it for 24 GB and half for 24 GiB,
+7 % apart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Budget:
 
     Attributes:
         bytes: For the peak of the whole step.
-        share: Of the activation memory, between 0 and 1.
+        share: Of the activation memory, from 0, the least peak, to below 1.
         said: As it was written.
     """
 
@@ -63,7 +64,8 @@ def read_budget(budget: object) -> Budget:
     """Reads a budget.
 
     Args:
-        budget: Bytes as an int, text such as "24GiB", "800MB", "40%", "0.4" or "fit", or a float between 0 and 1.
+        budget: Bytes as an int, text such as "24GiB", "800MB", "40%", "0.4" or "fit", or a float from 0 to below 1;
+            0 is the least peak.
 
     Raises:
         ArgumentError: It is none of these.
@@ -80,6 +82,8 @@ def read_budget(budget: object) -> Budget:
         count = operator.index(budget)  # type: ignore[arg-type]
     except TypeError:
         count = 0
+    if budget == 0 and not isinstance(budget, bool):
+        return _share(0.0, budget)
     if isinstance(budget, bool) or count <= 0:
         raise errors.ArgumentError(errors.bad_budget(budget))
     return Budget(bytes=count, said=Limit(count).said)
@@ -94,7 +98,7 @@ def _of_text(text: str) -> Budget:
     number, unit = match.groups()
     if unit == "%":
         return _share(float(number) / 100, text)
-    if unit == "" and "." in number:
+    if unit == "" and ("." in number or not int(number)):
         return _share(float(number), text)
     if unit and unit not in _UNITS:
         two = f"; {unit!r} could be {unit.upper()}B or {unit.upper()}iB, which differ" if unit in tuple("kmgt") else ""
@@ -110,6 +114,6 @@ def _of_text(text: str) -> Budget:
 
 
 def _share(share: float, budget: object) -> Budget:
-    if not 0 < share < 1:
+    if not 0 <= share < 1:
         raise errors.ArgumentError(errors.bad_budget(budget))
     return Budget(share=share, said=str(budget).strip())

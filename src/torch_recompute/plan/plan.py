@@ -41,7 +41,11 @@ WORDS: Mapping[str, str] = {
     "step": "the predicted time of a training step: forward, backward and optimizer",
     "GFLOP replayed": "work of matrix products and convolutions that is done again",
     "no schedule is faster": "a bound: whatever is kept and recomputed within the budget, no step is faster than that",
+    "about the": "what the bound allows to a schedule and a plan does not do",
     "seconds:": "where the times are from",
+    "assumed:": "what could not be known of the step, and is not in the peak or only guessed",
+    "(not counted:": "operations that are not known to take nothing while they run, on a device that is not here to be "
+    "asked; the share is that of a copy of their arguments and results",
     "count": "how many layers, or groups of layers, are treated alike and share a row",
     "kept": "what each keeps from its forward to its backward; `(products kept)`, `up@product kept`: results inside "
     "of a region that stay, so that these calls do not run again",
@@ -70,6 +74,7 @@ CHOICE_WORDS: Mapping[str, str] = {
     "(": "the label or setting that asked for the region",
 }
 """The words of any other plan."""
+WIDE = 0.05  # a gap that a reader will ask about
 _OPTIONAL = ("prediction", "modules", "sizes", "graph_bytes")
 
 
@@ -130,6 +135,9 @@ class Prediction:
         loop: The training loop that the peak is of; None if the plan does not say.
         advice: What else would lower this peak, in words.
         budget: What was asked for, as it was written and what it means.
+        assumed: What was not known of the step and has been assumed, in words.
+        uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words;
+            "" for none.
     """
 
     budget_bytes: int
@@ -147,6 +155,8 @@ class Prediction:
     loop: Loop | None = None
     advice: str = ""
     budget: str = ""
+    assumed: tuple[str, ...] = ()
+    uncounted: str = ""
 
     @property
     def gap(self) -> float:
@@ -156,6 +166,7 @@ class Prediction:
     def summary(self, choices: Sequence[Choice]) -> str:
         """One sentence on the step under some choices: its peak, its time, and what is recomputed."""
         peak = f"{errors.brief(self.peak_bytes, self.plain_peak_bytes)} at the peak"
+        peak += f" ({self.uncounted})" if self.uncounted else ""
         if not choices and not self.replay_flops:
             return f"{peak}, and nothing is recomputed"
         hosted = f", {errors.brief(self.host_bytes)} in host memory" if self.host_bytes else ""
@@ -179,8 +190,15 @@ class Prediction:
             f"step {_ms(self.step_seconds)} on {self.device}, {_ms(self.plain_step_seconds)} without recomputation; "
             f"{self.replay_flops / 1e9:,.1f} GFLOP replayed; no schedule is faster by more than {100 * self.gap:.1f} %",
         ]
+        if self.gap >= WIDE:
+            head.append(
+                f"about the {100 * self.gap:.1f} %: that limit is of schedules that may drop any part of what any "
+                "operation keeps; a plan drops what whole modules keep, but for calls that it names, so some of it, or "
+                "all, is out of reach"
+            )
         if self.timing:
             head.append(f"seconds: {self.timing}")
+        head += [f"assumed: {words}" for words in self.assumed]
         unit, name = errors.unit_of(max((max(line.saved_bytes, line.freed_bytes) for line in self.lines), default=0))
         rows = [("count", f"kept {name}", f"freed {name}", "replay ms", f"freed {name} per ms", "layers")]
         for line in self.lines:
@@ -297,6 +315,11 @@ class Plan:
     def predicted_peak_bytes(self) -> int | None:
         """The most bytes alive at any time of the step; None without a prediction, as with the others."""
         return None if self.prediction is None else self.prediction.peak_bytes
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What was not known of the step and has been assumed, in words: such as what an operation takes elsewhere."""
+        return () if self.prediction is None else self.prediction.assumed
 
     @property
     def predicted_step_seconds(self) -> float | None:

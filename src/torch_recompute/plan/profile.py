@@ -89,6 +89,8 @@ class Profile:
         advice: What else would lower `plain_peak_bytes`, in words; "" for nothing.
         timing: Where the seconds are from, in words.
         loop: The training loop that the bytes are of; None where the profile does not say.
+        assumed: What was not known of the step and has been assumed, in words.
+        uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words.
     """
 
     model: str
@@ -101,6 +103,8 @@ class Profile:
     advice: str = ""
     timing: str = ""
     loop: Loop | None = None
+    assumed: tuple[str, ...] = ()
+    uncounted: str = ""
 
     def __str__(self) -> str:
         step = f"{errors.brief(self.plain_peak_bytes)} at the peak, {_ms(self.costs.step_seconds)} ms per step"

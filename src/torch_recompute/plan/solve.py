@@ -155,6 +155,8 @@ def planned(
         loop=profile.loop,
         advice=advice,
         budget=said,
+        assumed=profile.assumed,
+        uncounted=profile.uncounted,
     )
     source, asked_of = f"a budget of {said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)

@@ -7,6 +7,6 @@ several sizes, `pipeline.py` and `layout.py` the ranks of a pipeline, and `makin
 planned on plain data is in `plan/`.
 """
 
-from .making import auto, make_plan, profile
+from .making import auto, make_plan, profile, simulate
 
-__all__ = ["auto", "make_plan", "profile"]
+__all__ = ["auto", "make_plan", "profile", "simulate"]

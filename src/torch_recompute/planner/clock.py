@@ -32,12 +32,12 @@ import torch
 from torch import nn
 
 from .. import _torch
+from ..memory.saved import generators_as_before
 from ..observer import Observer, Running, observing
 from ..plan.apply import apply
 from ..plan.cost import Costs, Kind, Option, Solution
 from ..plan.observe import Stamp, between, stamp
 from ..plan.plan import Plan
-from ..state import DEFAULT
 from .prices import now, on
 
 TIMES, MOST_TIMES = 3, 20
@@ -130,29 +130,24 @@ def clock(
 
     The model's tensors are on the device; of the arguments copies are used. `region` is the price of a region.
     """
-    states = [(ambient, ambient.capture()) for ambient in DEFAULT]
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), on(device):
-            bare, same = _copy(model), _copy(model)
-            apply(same, plan)
-            began = time.perf_counter()
+    with generators_as_before(), torch.inference_mode(False), torch.enable_grad(), on(device):
+        bare, same = _copy(model), _copy(model)
+        apply(same, plan)
+        began = time.perf_counter()
 
-            def forward(model: nn.Module) -> torch.Tensor:
-                return loss(model(*_fresh(args), **_fresh(kwargs)))
+        def forward(model: nn.Module) -> torch.Tensor:
+            return loss(model(*_fresh(args), **_fresh(kwargs)))
 
-            both = (bare, same) if plan.choices else ()
-            found = [_step(same, both, forward, device)]  # warms up
-            while True:
-                spent, times = time.perf_counter() - began, len(found)
-                if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
-                    break
-                steps = [sum(seconds[:2]) for seconds in found[1:][-TIMES:]]
-                if len(steps) == TIMES and max(steps) <= (1 + STEADY) * min(steps):
-                    break
-                found.append(_step(same, both, forward, device))
-    finally:
-        for ambient, state in states:
-            ambient.restore(state)
+        both = (bare, same) if plan.choices else ()
+        found = [_step(same, both, forward, device)]  # warms up
+        while True:
+            spent, times = time.perf_counter() - began, len(found)
+            if times > 1 and (times > (TIMES if spent > ENOUGH else MOST_TIMES) or spent >= LONGEST):
+                break
+            steps = [sum(seconds[:2]) for seconds in found[1:][-TIMES:]]
+            if len(steps) == TIMES and max(steps) <= (1 + STEADY) * min(steps):
+                break
+            found.append(_step(same, both, forward, device))
     forward_seconds, backward, replays, count, added = (min(times) for times in zip(*found[1:], strict=True))
     return Clocked(forward_seconds, backward, replays, max(0.0, added) + region * count)
 

@@ -133,6 +133,8 @@ def plan_compiled(
         loop=best.simulation.loop,
         advice=best.simulation.advice,
         budget=wanted.said,
+        assumed=best.simulation.assumed,
+        uncounted=best.simulation.uncounted,
     )
     plan = Plan((), f"a budget of {wanted.said}", prediction, graph_bytes=best.graph.budget_bytes)
     if peak > wanted:

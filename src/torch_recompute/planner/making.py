@@ -1,4 +1,4 @@
-"""`profile`, `make_plan` and `auto`: what a person asks a `Planner` for.
+"""`profile`, `make_plan` and `auto`: what a person asks a `Planner` for; and `simulate`, for the same devices.
 
 One planner knows one call of a model. Several sizes of calls are several planners under one plan (`sizes.py`); a
 pipeline is one planner of the whole model, cut into stages (`stages.py`).
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -25,7 +26,7 @@ from ..plan.apply import Applied, apply
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.stages import StagePlans, Stages
-from ..simulation import simulate_step
+from ..simulation import Simulation, simulate_step
 from ..simulation.step import device_of, optimizer_of
 from .known import PlanFile, made_for
 from .pipeline import plan_stages
@@ -78,6 +79,86 @@ def profile(
     how: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "offload": offload}
     with at_work(f"profiling {type(model).__name__}"):
         return Planner(model, *call, loop=loop, **how).profile
+
+
+def simulate(
+    model: nn.Module,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | Roofline | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    rounding: int | None = None,
+) -> Simulation:
+    """Simulates a training step on fake tensors: its memory and its FLOPs, without running anything.
+
+        result = simulate(model, batch, plan=plan, optimizer="adamw")
+        print(result)
+        result.peak_bytes, result.by_category, result.saved_by_module, result.flops["replay"]
+
+    The step is one from the middle of training, in the loop
+
+        for batch in loader:
+            out = model(**batch)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    so the optimizer has its state from the start, the batch is on the device, and `out` keeps the model's output until
+    the next forward returns, unless `hold_output=False`. It runs on a copy whose parameters are fake, so the model may
+    be on the meta device and of any size; the model, its gradients and all random states are left as they were. Bytes
+    are counted as `measure` counts them; `torch.autocast` around this call is around the step.
+
+    Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
+    do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
+    kernels are those of the device; what one takes while it runs is found by running it once, alone, on made-up
+    tensors. `result.assumed` says what was assumed.
+
+    Args:
+        model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded
+            parameters (`fully_shard`) are refused.
+        args: A batch, see `make_plan`. Nothing in it is changed; it may be on the meta device, where integers are
+            taken to be ones.
+        kwargs: More keyword arguments of the call.
+        plan: A plan to apply to the copy.
+        loss: From the model's output to a scalar. It may be left out where the output has a `.loss` or `["loss"]`, or
+            where one scalar in it requires grad.
+        optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
+            optimizer of the model's parameters; without one the step ends after backward.
+        device: Where the step is to run: "cpu", the accelerator of this machine, or another by its data sheet, such as
+            "h100", as in `make_plan`; by default where the model is, and for one on meta the accelerator if there is
+            one, else the CPU.
+        hold_output: Whether the output is alive until the next forward returns; else it is gone in backward.
+        accumulate: How many forwards and backwards come before the optimizer's step. Bytes are those of the last, which
+            finds the gradients of the others; FLOPs those of all.
+        set_to_none: Whether the gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and
+            for a `zero_grad()` between forward and backward.
+        rounding: What the size of each storage is rounded up to a multiple of, in bytes; by default 512 on CUDA, as its
+            allocator does, and 1 elsewhere.
+
+    Returns:
+        The figures, as plain data.
+
+    Raises:
+        ArgumentError: An argument is not of its kind, the plan does not fit, a tensor cannot be copied as a fake, or
+            there is no `loss` and the output does not tell.
+        RecomputeError: The model reads values that a simulation cannot know, or its copy uses the model itself.
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        raise errors.ArgumentError(errors.not_applicable(model, plan))
+    prepare = None if plan is None else partial(apply, plan=plan)
+    call = call_of("simulate", model, args, kwargs, a_module=True)
+    make = optimizer_of("simulate", optimizer, model)
+    loop = Loop(hold_output, accumulate, set_to_none)
+    step = where(device, model).step
+    how: dict[str, Any] = {"loss": loss, "optimizer": make, "loop": loop, "rounding": rounding, **step}
+    with at_work(f"simulating {type(model).__name__}"):
+        return simulate_step(model, *call, prepare=prepare, **how)
 
 
 def auto(
@@ -260,8 +341,8 @@ def make_plan(
             mapping (a dict, a `BatchEncoding`) for `model(**batch)`.
         kwargs: More keyword arguments of the call; with `sizes`, of every call.
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
-            or text as "24GiB"; or a fraction above 0 and below 1 of the way from the least feasible peak to that of
-            the step without recomputation; or "fit": what is free on the device now.
+            or text as "24GiB"; or a fraction of the way from the least feasible peak, which is 0, to that of the
+            step without recomputation, which is 1; or "fit": what is free on the device now.
         loss: See `profile`, as the next two.
         optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
             optimizer of the model's parameters.

@@ -158,11 +158,14 @@ class Planner:
             self.plain.advice,
             self._timing,
             self._loop,
+            self.plain.assumed,
+            self.plain.uncounted,
         )
 
     def plan(self, budget: object, solver: str = "auto") -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        wanted = self._meant(budget, lambda: self.floor)
+        exact = read_budget(budget).share == 0  # of which costs may know a little more or less than a simulation
+        wanted = self._meant(budget, lambda: self.least[1].peak_bytes if exact else self.floor)
         if (wanted, wanted.said) in self.known.plans:
             return self.known.plans[wanted, wanted.said]
         best = self._within(wanted, solver)
@@ -174,6 +177,7 @@ class Planner:
         profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
         if scale is not None:
             costs, solution = scale(costs), scale.solution(solution)
+        profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted)
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
         if not fits:
             text = errors.no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
@@ -197,6 +201,11 @@ class Planner:
     def floor(self) -> int:
         """The smallest peak by the costs, from which a share of the activation memory begins; `least` is simulated."""
         return min(smallest(self.costs).peak_bytes, self.plain.peak_bytes)
+
+    def peak_with(self, plan: Plan, optimizer: MakeOptimizer) -> int:
+        """The peak of the step under a plan with another optimizer, simulated."""
+        step: dict[str, Any] = {**self._step, "optimizer": optimizer}
+        return simulate_step(self.model, *self.call, prepare=partial(apply, plan=plan), **step).peak_bytes
 
     def curve(self, budget: int, most: int) -> list[Plan]:
         """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""

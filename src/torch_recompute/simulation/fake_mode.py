@@ -44,6 +44,7 @@ from .._torch.fakes import (
     FakeTensor,
     FakeTensorMode,
     answer_for,
+    converted,
     device_of,
     fake_like,
     flex_uncompiled,
@@ -61,8 +62,16 @@ from .._torch.fakes import (
 from ..arguments import mapped
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, Seen
-from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes, workspace
-from ..state import DEFAULT
+from ..memory.saved import generators_as_before
+from ..memory.workspaces import (
+    RECURRENT,
+    attention_on_cuda,
+    reserve,
+    sizes_of_results,
+    takes_nothing,
+    watched,
+    workspace,
+)
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 
 INTEGERS = 2**24
@@ -105,6 +114,18 @@ def _cannot_simulate(op: str, where: str, error: Exception) -> str:
     )
 
 
+def _converts(where: str, name: str, before: torch.Tensor, after: torch.Tensor) -> str:
+    def kind(tensor: torch.Tensor) -> str:
+        return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+    return (
+        f"simulate: the forward of {where or 'the model'} converts the parameter {name} of a module, as `.to(...)` "
+        f"does, from {kind(before)} to {kind(after)}. A step from the middle of training finds it converted, and so "
+        "must a plan.\n"
+        "  Convert that module before planning, as the forward does: module.to(...), or call the model once."
+    )
+
+
 class FakeMode(TorchDispatchMode):
     """Runs operations on real small tensors, simulates those on fake ones.
 
@@ -116,6 +137,7 @@ class FakeMode(TorchDispatchMode):
 
     Attributes:
         assumed: What had to be assumed, in words, each once.
+        graph_of_gradients: Whether a backward has been recorded for another one, as by `create_graph=True`.
         capability: Of the CUDA device that functions are composed for; None for none.
     """
 
@@ -126,17 +148,19 @@ class FakeMode(TorchDispatchMode):
         self._fakes, self._where, self._make = fakes, where, FakeMaker(fakes)
         answer_for(fakes, self)
         self.assumed: dict[str, None] = {}
+        self.graph_of_gradients = False
         self._seen: Seen | None = None
-        self._known: dict[Any, Any] | None = None  # of the present operation
-        self._composed = composed
+        self._known: dict[Any, Any] | None = None  # of the present operation, as the next
+        self._taken: int | None = None
+        self._composed, self._recipes = composed, _recipes[bool(composed)]
         self.capability = capability_of(composed)
         self._around: list[ExitStack] = []
 
     def __enter__(self) -> Any:
         with ExitStack() as stack:
-            for ambient in DEFAULT:
-                stack.callback(ambient.restore, ambient.capture())
+            stack.enter_context(generators_as_before())
             stack.enter_context(flex_uncompiled())
+            stack.enter_context(converted(lambda *found: errors.ArgumentError(_converts(self._where(), *found))))
             if self.capability is not None:
                 stack.enter_context(autocast_of_cuda())
                 stack.enter_context(AsOnCuda(self.capability))
@@ -156,19 +180,18 @@ class FakeMode(TorchDispatchMode):
         finally:
             self._seen = None
 
-    def workspace(self, func: Any, inputs: Any) -> int:
-        """Bytes that an operation takes while it runs; where they are not known, that is noted."""
-        if self._composed:
-            known = attention_on_cuda(func, inputs[0]) if self.capability else None
-            unknown = f"there is no {self._composed} device here to ask" if takes(func) else 0
-            taken = unknown if known is None else known
-        else:
-            taken = workspace(func, inputs)
-        if isinstance(taken, str):
-            kind = str(func).partition(".default")[0].removesuffix("_backward")
-            self.assumed[f"the workspace of {kind} is not known and counted as 0 bytes: {taken}"] = None
-            return 0
-        return taken
+    def workspace(self, ran: Operation) -> int | str:
+        """Bytes that an operation takes while it runs, or why they are not known."""
+        if ran.taken is not None:
+            return ran.taken
+        inputs = ran.args, ran.kwargs
+        if not self._composed:
+            return workspace(ran.func, inputs)
+        known = attention_on_cuda(ran.func, ran.args) if self.capability else None
+        unknown = (
+            0 if takes_nothing(ran.func, inputs, on_gpu=True) else f"there is no {self._composed} device here to ask"
+        )
+        return unknown if known is None else known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,12 +200,15 @@ class FakeMode(TorchDispatchMode):
             return device_of(args[0])
         if traced():
             return func(*args, **(kwargs or {}))
+        if _torch.graph_is_kept() and torch.is_grad_enabled():
+            self.graph_of_gradients = True
         kwargs = kwargs or {}
         tensors: list[FakeTensor] = []
         try:
-            recipe, known, is_all, _ = _recipes.get(_key(func, args, kwargs, tensors), _UNKNOWN)
+            recipe, known, is_all, _ = self._recipes.get(_key(func, args, kwargs, tensors), _UNKNOWN)
         except TypeError:  # an argument that cannot be looked up
             recipe, known, is_all, _ = _UNKNOWN
+        self._taken = None
         if is_all:
             self._known = known
             out = self._remade(recipe, tensors)
@@ -190,7 +216,7 @@ class FakeMode(TorchDispatchMode):
             self._known = None
             out = self._out(func, args, kwargs)
         if self._seen is not None and out is not NotImplemented:
-            self._seen(Operation(func, args, kwargs, out, self._known, tensors if is_all else None))
+            self._seen(Operation(func, args, kwargs, out, self._known, tensors if is_all else None, self._taken))
         return out
 
     def _out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,7 +235,7 @@ class FakeMode(TorchDispatchMode):
             return self._real(func, args, kwargs, real)
         views, writing, reads = _kind(func)
         if func in _MASKED:
-            args = self._by_index(args)
+            args = self._by_index(func, args, kwargs)
             real = True
         elif reads:  # integers stay as they are, the rest becomes fake
             out = self._run(func, args, kwargs)
@@ -235,8 +261,14 @@ class FakeMode(TorchDispatchMode):
             out = self._simulated(func, args, kwargs, real)
             if not all(map(_stays, leaves(out))):
                 return out
+        return self._in_the_act(func, args, kwargs)
+
+    def _in_the_act(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation on real tensors, and sees what it takes."""
         with without_modes():
-            return func(*args, **kwargs)
+            out, taken = watched(func, args, kwargs)
+        self._taken = None if self._composed else taken
+        return out
 
     def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         if real:
@@ -269,21 +301,26 @@ class FakeMode(TorchDispatchMode):
 
         given, named = mapped((args, kwargs), real)
         try:
-            with without_modes():
-                return func(*given, **named)
+            return self._in_the_act(func, given, named)
         except RuntimeError as error:
             raise errors.RecomputeError(_cannot_simulate(str(func), self._where(), error)) from error
 
-    def _by_index(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _by_index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Indices instead of a mask, whose number of entries a fake operation could not know."""
+        masked: list[Any] = []
         indices: list[Any] = []
         for index in args[1]:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
                 mask = self._made_up(index, "indexing with a mask") if type(index) is FakeTensor else index
+                masked.append(mask)
                 with without_modes():
                     indices.extend(mask.nonzero().unbind(1))
             else:
+                masked.append(index)
                 indices.append(index)
+        if len(indices) > len(masked) or any(a is not b for a, b in zip(masked, indices, strict=True)):
+            taken = self._composed or workspace(func, ((args[0], masked, *args[2:]), kwargs))
+            self._taken = taken if isinstance(taken, int) else None
         return (args[0], indices, *args[2:])
 
     def _decided(self, func: Any, args: Any, out: Any) -> Any:
@@ -310,7 +347,7 @@ class FakeMode(TorchDispatchMode):
         n = source.shape[-1] if out.dim() == source.dim() else max(1, source.numel() // max(1, out.numel()))
         self._note(str(func), "chooses evenly")
         with without_modes():
-            return (torch.arange(out.numel()) % max(1, n)).view(out.shape).to(device=out.device, dtype=out.dtype)
+            return _laid_as(out, torch.arange(out.numel()) % max(1, n))
 
     def _made_up(self, fake: torch.Tensor, what: str) -> torch.Tensor:
         if fake.numel() > INTEGERS:
@@ -326,7 +363,7 @@ class FakeMode(TorchDispatchMode):
             else:
                 self._note(what, "finds ones")
                 values = torch.ones(fake.numel(), dtype=fake.dtype)
-            return values.view(fake.shape).to(fake.device)
+            return _laid_as(fake, values)
 
     def _note(self, what: str, value: str) -> None:
         where = self._where()
@@ -356,8 +393,6 @@ class FakeMode(TorchDispatchMode):
     def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation none of whose arguments is a real tensor."""
         out = self._answer(func, args, kwargs)
-        if func in _UNREDUCED and (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]:
-            out.untyped_storage().resize_(args[0].nbytes)
         if func in _BATCH_NORMS:
             with self._fakes:
                 return _dense(out)
@@ -368,7 +403,7 @@ class FakeMode(TorchDispatchMode):
         like = _LAID_OUT_AS.get(func, func)
         key = _key(func, args, kwargs, tensors)
         try:
-            recipe, self._known, *_ = _recipes.get(key, _UNKNOWN)
+            recipe, self._known, *_ = self._recipes.get(key, _UNKNOWN)
         except TypeError:  # an argument that cannot be looked up
             return on_fakes(self._fakes, like, args, kwargs)
         if recipe is None:
@@ -376,20 +411,35 @@ class FakeMode(TorchDispatchMode):
             recipe = None if kwargs else self._in_lists(func, args)
             if recipe is None:
                 out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
+                self._resize(func, args, kwargs, out, tensors)
                 recipe = _recipe(out, tensors, set())
             else:
                 out = self._remade(recipe, tensors)
             if before != [_layout(t, []) for t in tensors]:
                 recipe = _ASK
-            if len(_recipes) >= _MOST:
-                _recipes.clear()
+            if len(self._recipes) >= _MOST:
+                self._recipes.clear()
             self._known = None if recipe is _ASK else {}
             is_all = recipe is not _ASK and bool(tensors) and _is_all(func, out)
-            _recipes[key] = recipe, self._known, is_all, func
+            self._recipes[key] = recipe, self._known, is_all, func
             return out
         if recipe is _ASK:
             return on_fakes(self._fakes, like, args, kwargs)
         return self._remade(recipe, tensors)
+
+    def _resize(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[FakeTensor]) -> None:
+        """Makes the memory of results as large as their kernel leaves it."""
+        made = leaves(out)
+        if func in _UNREDUCED:
+            sizes: Sequence[int] = (
+                (args[0].nbytes,) if (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0] else ()
+            )
+        else:
+            sizes = () if self._composed else sizes_of_results(func, (args, kwargs))
+        given = {_torch.storage_id(tensor) for tensor in tensors}
+        for result, nbytes in zip(made, sizes, strict=False) if len(sizes) == len(made) else ():
+            if _torch.storage_id(result) not in given and result.untyped_storage().nbytes() < nbytes:
+                result.untyped_storage().resize_(nbytes)
 
     def _in_lists(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The recipe of an operation that treats each place of some lists alone; None for another one.
@@ -426,9 +476,11 @@ class FakeMode(TorchDispatchMode):
 
     def _remade(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
         if type(recipe) is _Made:
-            shape, stride, offset, dtype, device, source = recipe
+            shape, stride, offset, dtype, device, source, nbytes = recipe
             if source is None:
                 made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                if nbytes is not None:
+                    made.untyped_storage().resize_(nbytes)
             else:
                 made = lay(tensors[source].untyped_storage(), offset, (shape, stride), dtype, "meta")
             return self._make(made, device)
@@ -438,6 +490,14 @@ class FakeMode(TorchDispatchMode):
             return tensors[recipe]
         kind, parts = recipe
         return kind([self._remade(part, tensors) for part in parts])
+
+
+def _laid_as(fake: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values in a tensor with the layout of a fake one."""
+    values = values.view(fake.shape).to(fake.device, fake.dtype)
+    if 0 in fake.stride():  # which cannot be written to
+        return values
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).copy_(values)
 
 
 def _floats(tensor: torch.Tensor) -> bool:
@@ -474,6 +534,7 @@ class _Made(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     source: int | None
+    nbytes: int | None = None  # of its memory, where this is larger than it looks
 
 
 _UNREDUCED = {  # losses that write every element into the memory of their result; where `reduction` is
@@ -485,15 +546,15 @@ _UNREDUCED = {  # losses that write every element into the memory of their resul
 _LAID_OUT_AS = {aten.copysign.Tensor: aten.atan2.default}
 """Operations whose fakes have another layout than their results, and one with the same result whose fakes have it."""
 _BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
-_BESIDES = frozenset({*_MASKED, *RECURRENT, *_UNREDUCED, *_BATCH_NORMS, _GROUPED})
+_BESIDES = frozenset({*_MASKED, *RECURRENT, *_BATCH_NORMS, _GROUPED})
 """Operations of which more is to be found out than what the fake ones return."""
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _ASK = object()
 _NOTHING = object()
 _MOST = 2**16
-_recipes: dict[Any, tuple[Any, dict[Any, Any] | None, bool, Any]] = {}
-"""By layouts: the recipe; what `Operation.once` knows of such operations; whether the recipe is all there is to do; the
-operation, which the key has by `id`."""
+_recipes: tuple[dict[Any, tuple[Any, dict[Any, Any] | None, bool, Any]], ...] = {}, {}
+"""For this machine, and composed for another device, by layouts: the recipe; what `Operation.once` knows of such
+operations; whether the recipe is all there is to do; the operation, which the key has by `id`."""
 _UNKNOWN = None, None, False, None
 
 
@@ -549,10 +610,10 @@ def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:
         return made
     size = out.untyped_storage().nbytes()
     exact = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta").untyped_storage().nbytes()
-    if storage in taken or offset or size != exact:
+    if storage in taken or offset or size < exact:
         return _ASK
     taken.add(storage)
-    return made
+    return made if size == exact else made._replace(nbytes=size)
 
 
 def grouped(
@@ -603,6 +664,11 @@ class Faker:
 
         positional = tuple(faked(f"args[{i}]", arg) for i, arg in enumerate(args))
         return positional, {name: faked(name, value) for name, value in kwargs.items()}
+
+    def forget(self) -> None:
+        """Forgets the tensors and their fakes, so that one of these can die that a step replaces."""
+        self._memo.clear()
+        self._storages.clear()
 
     def tensor(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
         """The fake of a tensor, or a copy of one that stays real; the same one each time."""

@@ -63,6 +63,8 @@ class Simulation(NamedTuple):
             what recomputation costs.
         rounding: What each storage's size was rounded up to a multiple of.
         assumed: What the simulation could not know and has assumed, in words.
+        uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words;
+            "" for none.
         logits_bytes: The activations alive at the peak that are as wide as the logits of a
             cross-entropy: those of the loss.
         advice: What else would help, in words; "" where nothing is to be said.
@@ -85,6 +87,7 @@ class Simulation(NamedTuple):
     flops: dict[str, int]
     rounding: int
     assumed: tuple[str, ...]
+    uncounted: str
     logits_bytes: int
     advice: str
     loop: Loop
@@ -108,7 +111,8 @@ class Simulation(NamedTuple):
     def __str__(self) -> str:
         where = f" of {self.peak.module}" if self.peak.module else ""
         lines = [
-            f"peak {size(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})",
+            f"peak {size(self.peak_bytes)} on {self.device}, in {self.peak.phase}{where} ({self.peak.op})"
+            + (f"; {self.uncounted}" if self.uncounted else ""),
             *_sums([*self.by_category.items(), *((f"  {use}", n) for use, n in self.activations_by_use.items())]),
             f"counted: {self.loop}",
             f"not counted: {NOT_COUNTED}",

@@ -20,13 +20,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import counted
+from .._text import counted, listed
 from .._torch.fakes import FakeTensorMode, resizes
 from .._torch.flops import flops
 from .._torch.modes import uncompiled
@@ -45,17 +45,29 @@ from ..memory.ledger import (
 from ..memory.loop import COMMON, Loop
 from ..memory.measurement import Measurement
 from ..memory.operations import PHASES, ModuleStack, Operation, Seen, Storages
-from ..memory.workspaces import kept_by_cublas
+from ..memory.workspaces import keep, kept_by_cublas
 from ..observer import observing
 from .fake_mode import FakeMode, Faker
 from .result import Moment, Simulation
 
 Watch = Callable[[str, Operation], object]
 _WORTH_ADVICE = 0.1
+MATTERS = 0.005
+"""The share of a peak above which what is not known is said on the first line."""
+_DOUBLED = (
+    "The forward or the loss asks for gradients with create_graph=True, which runs the regions within it again before "
+    "backward and keeps what they make: they lower no peak. Take a smaller batch, or regions outside it."
+)
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | str | None
+
+
+def _fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "adamw": torch.optim.AdamW,
+    "adamw-fused": _fused_adamw,
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adafactor": torch.optim.Adafactor,
@@ -66,6 +78,11 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "none": None,
 }
 """The optimizers that have a name, in Python and on the command line."""
+USUAL = "adamw-fused"
+"""What the command line takes where none is said: the default of transformers' Trainer and of torchtitan.
+
+Without `fused=True`, PyTorch's goes over lists on CUDA, whose temporaries take the bytes of a gradient of each weight.
+"""
 
 
 def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -> Any:
@@ -142,7 +159,9 @@ def simulate_step(
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(model):
             step = _Step(where, rounding, watch, composed)
             step.set_up(model, optimizer, prepare)
-            return step.run(args, kwargs or {}, loss, loop)
+            found = step.run(args, kwargs or {}, loss, loop)
+            keep()
+            return found
     finally:
         touched = [parameter for parameter, grad in before if parameter.grad is not grad]
         for parameter, grad in before:
@@ -287,6 +306,7 @@ class _Step:
     ) -> Simulation:
         """Runs the step."""
         args, kwargs = self._faker.arguments(args, kwargs)
+        self._faker.forget()
         batch = _torch.tensors_in((args, kwargs))
         if loop.keeps_gradients:
             with self._pretend, self._modules.following():
@@ -312,12 +332,13 @@ class _Step:
             output = self._model(*args, **kwargs)
             returned = books.events
             self._modules.step = "loss"
-            value, words = loss_in(output) if loss is None else (loss(output), _called(loss))
+            value, name = loss_in(output) if loss is None else (loss(output), _called(loss))
             _check(value)
             if not loop.hold_output:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
             books.forward_is_over()
+            doubled = _DOUBLED if self._pretend.graph_of_gradients else ""
             self._modules.step = "backward"
             self._backward(value)
             if not loop.hold_output:
@@ -340,7 +361,7 @@ class _Step:
         output = value = None  # what this frees, the step before has left until here
         held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._composed.partition(" ")[0], self._device.type)
-        loop = replace(loop, loss=words, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
+        loop = replace(loop, loss=name, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
 
         def left(event: int) -> int:
             """The output of the step before, which goes when the forward returns."""
@@ -359,6 +380,12 @@ class _Step:
         if in_first:
             categories["optimizer"] += state
             categories["other"] += left(peak.event)
+        unknown: dict[str, Unknown] = {}
+        for part in parts:
+            for (kind, _), one in part.unknown.items():
+                one = one._replace(level=one.level + (state + left(one.event) if part is books else 0))
+                unknown[kind] = max(unknown.get(kind, one), one, key=lambda each: each.level)
+        assumed, words = uncounted(unknown, peak.live_bytes)
         blocks = blocks_of(*(part.here.changes for part in parts))
         if held:
             blocks = (Block("other", held, 0, returned + 1, Place(0, "forward")), *blocks)
@@ -378,9 +405,10 @@ class _Step:
             saved_by_module=_by_module(books.kept),
             flops={phase: count * loop.accumulate for phase, count in books.flops.items()},
             rounding=self._rounding,
-            assumed=(*self._faker.assumed, *self._pretend.assumed),
+            assumed=(*self._faker.assumed, *self._pretend.assumed, *assumed),
+            uncounted=words,
             logits_bytes=sum(wide),
-            advice=_advise(wide, peak.live_bytes, books.logits),
+            advice=" ".join(filter(None, [_advise(wide, peak.live_bytes, books.logits), doubled])),
             loop=loop,
         )
 
@@ -415,8 +443,15 @@ class SimulatedMeasurement(Measurement):
         with observing(), self._pretend.showing(self._book), resizes(resized):
             yield
 
-    def _workspace(self, func: Any, inputs: Any) -> int:
-        return self._pretend.workspace(func, inputs)
+    def _workspace(self, ran: Operation) -> int:
+        taken = self._pretend.workspace(ran)
+        if isinstance(taken, str):
+            self._uncounted(ran, taken)
+            return 0
+        return taken
+
+    def _uncounted(self, ran: Operation, why: str) -> None:
+        """Is called with an operation of which is not known what it takes while it runs, and why not."""
 
     def _place(self, func: object) -> Place:
         return Place()
@@ -435,6 +470,7 @@ class Recording(SimulatedMeasurement):
         flops: FLOPs of products by phase, by PyTorch's own formulas.
         kept: What the (last) forward keeps for backward: entries of activations and their bytes.
         logits: What a cross-entropy was of; None where none was seen.
+        unknown: What is not known to be taken, by operation and phase; of several the one whose `level` is highest.
     """
 
     def __init__(
@@ -449,6 +485,7 @@ class Recording(SimulatedMeasurement):
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
         self.logits: _Made | None = None
+        self.unknown: dict[tuple[str, str], Unknown] = {}
 
     @property
     def events(self) -> int:
@@ -482,6 +519,12 @@ class Recording(SimulatedMeasurement):
         if self._watched is not None:
             self._watched(phase, ran)
         self.flops[phase] += count
+
+    def _uncounted(self, ran: Operation, why: str) -> None:
+        sizes = {id(storage): storage.nbytes() for _, storage in (*ran.given, *ran.results)}
+        found = Unknown(why, sum(sizes.values()), self._events, self.here.live + sum(sizes.values()))
+        kind = str(ran.func).partition(".default")[0].removesuffix("_backward"), self.at[self._events].phase
+        self.unknown[kind] = max(self.unknown.get(kind, found), found, key=lambda one: one.level)
 
     def _mark_new(self, found: Storages) -> None:
         """Books storages that no operation has made, as from now on."""
@@ -530,6 +573,32 @@ class Recording(SimulatedMeasurement):
             if place.op.startswith(_PRODUCTS) and place.shape and place.shape[-1] == width:
                 return event, width
         return None
+
+
+class Unknown(NamedTuple):
+    """An operation of which is not known what it takes."""
+
+    why: str
+    nbytes: int  # of all its arguments and results
+    event: int
+    level: int  # with a copy of these
+
+
+def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...], str]:
+    """What is not known of operations, in words: each, and those that could raise the peak by over `MATTERS`."""
+    said: list[str] = []
+    most: dict[str, float] = {}
+    for kind, one in unknown.items():
+        more = one.level / peak - 1 if peak else 0.0
+        could = f"; a copy of its arguments and results ({errors.size(one.nbytes)}) would raise the peak by {more:.1%}"
+        said.append(f"the workspace of {kind} is not known and counted as 0 bytes: {one.why}{could * (more > MATTERS)}")
+        if more > MATTERS:
+            most[kind] = more
+    named = listed(sorted(most, key=lambda kind: -most[kind])[:3])
+    words = (
+        f"not counted: what {named} takes while it runs, perhaps {max(most.values()):.1%} of the peak" if most else ""
+    )
+    return tuple(said), words
 
 
 _Made = tuple[int, int]  # by which operation, and how wide

@@ -1,7 +1,8 @@
-"""Seconds that were measured on this machine, kept for the next process, and the speed of copies to host memory.
+"""Seconds and bytes that were measured on this machine, kept for the next process; the speed of copies to host memory.
 
 A model is planned again each time its training is started, and its operations and copies take what they took the last
-time. So there is one file for each device, version of torch and (on the CPU) number of threads:
+time: seconds, and memory while they run. So there is one file for each device, version of torch and (on the
+CPU) number of threads:
 
     $XDG_CACHE_HOME/torch-recompute/prices-NAME.json        by default below ~/.cache
 
@@ -66,20 +67,26 @@ class PriceFile:
     Attributes:
         path: The file.
         seconds: What is known, by the hash of an operation, or by a word.
+        taken: The bytes that operations take while they run, then those of their results, by their hash.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.path = folder() / f"prices-{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"
-        self.seconds = self._read()
-        self._saved = len(self.seconds)
+        self.seconds, self.taken = self._read()
+        self._saved = self._known
+
+    @property
+    def _known(self) -> tuple[int, int]:
+        return len(self.seconds), len(self.taken)
 
     def save(self) -> None:
         """Writes what was measured since, if anything was."""
-        if len(self.seconds) == self._saved:
+        if self._known == self._saved:
             return
-        self.seconds = self._read() | self.seconds
-        data = {"version": VERSION, "device": self._name, "seconds": self.seconds}
+        seconds, taken = self._read()
+        self.seconds, self.taken = seconds | self.seconds, taken | self.taken
+        data = {"version": VERSION, "device": self._name, "seconds": self.seconds, "taken": self.taken}
         passing = self.path.with_suffix(f".{os.getpid()}.passing")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,22 +94,25 @@ class PriceFile:
             passing.replace(self.path)
         except OSError as error:
             _say(f"Prices cannot be kept in {self.path.parent} ({error}); the next process measures them again. ")
-        self._saved = len(self.seconds)
+        self._saved = self._known
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> tuple[dict[str, float], dict[str, list[int]]]:
         try:
             data: Any = json.loads(self.path.read_text(encoding="utf-8"))
             seconds = cast("dict[str, float]", data["seconds"])
+            taken = cast("dict[str, list[int]]", data.get("taken", {}))
             if data["version"] != VERSION or data["device"] != self._name:
                 raise ValueError("it is of another version of the library, or another device")
             if not all(isinstance(known, float) and known > 0 for known in seconds.values()):
                 raise ValueError("a price is not a number of seconds above 0")
+            if not all(type(nbytes) is int and nbytes >= 0 for known in taken.values() for nbytes in known):
+                raise ValueError("what an operation takes is not a number of bytes")
         except FileNotFoundError:
-            return {}
+            return {}, {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _say(f"{self.path} cannot be read ({error}); prices are measured again and written there. ")
-            return {}
-        return seconds
+            return {}, {}
+        return seconds, taken
 
 
 def _say(text: str) -> None:
