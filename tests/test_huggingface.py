@@ -200,7 +200,8 @@ def test_less_is_kept() -> None:
         model, inputs = build("llama")
         model.config.use_cache = True
         if policy is not None:
-            apply(model, policy)
+            handle = apply(model, policy)
+            assert "config.use_cache counts as False in training" in repr(handle)
         with measure() as memory:
             output = model(**inputs)
             live = memory.live_bytes

@@ -910,6 +910,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: simulate(nn_linear(), (vector().to_sparse(),)),
     lambda: simulate(nn_linear(), (torch.ones(2, 3),)),
     lambda: simulate(nn_linear(), (vector(),), loss=lambda out: 3),
+    lambda: simulate(
+        nn_linear(), (vector(),), loss=lambda out: torch.autograd.grad(out.sum(), torch.ones(2, requires_grad=True))[0]
+    ),
     lambda: simulate(nn_linear(), (vector(),), optimizer=len),
     # the lens
     lambda: saved_activations(vector(), ()),

@@ -308,3 +308,77 @@ def test_a_device_is_named_as_in_make_plan() -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
     plan = make_plan(model, torch.ones(4, 8), budget="1GiB", loss=mean_loss, device="h100")
     assert simulate(model, torch.ones(4, 8), loss=mean_loss, device="h100").peak_bytes == plan.predicted_peak_bytes
+
+
+class Remembering(nn.Module):
+    """Replaces a tensor that it holds as a plain attribute, in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.memory = torch.zeros(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory = self.layer(x + self.memory).detach()
+        return self.layer(self.memory * x).square().mean()
+
+
+def test_a_tensor_that_a_module_replaces_dies() -> None:
+    """What the model held before the step is alive until its forward replaces it, and no longer."""
+    x = torch.ones(64, 16)
+    found = simulate(Remembering(), (x,), hold_output=False)
+    model = Remembering()
+    model(x).backward()
+    model.zero_grad()
+    with measure(model).track(x) as real:
+        model(x).backward()
+    assert (found.peak_bytes, found.live_bytes) == (real.peak_bytes, real.live_bytes)
+
+
+class Skipping(nn.Module):
+    """Runs those of its layers that it is told to."""
+
+    def __init__(self, ran: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 8)])
+        self.ran = ran
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.ran:
+            layer = self.layers[int(name)]
+            x = layer[0](x) if name == "0" else layer(x)  # a layer counts as run where a part of it is
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("ran", "training", "said"),
+    [
+        ("01234", True, None),
+        ("0123", True, None),  # the only one of its class: a head that is not used
+        ("024", True, "of 4 Sequential in layers, 2 did not run in this forward (1, 3)"),
+        ("024", False, None),
+    ],
+)
+def test_layers_that_did_not_run_are_said(ran: str, training: bool, said: str | None) -> None:
+    """Of like layers some of which are left out, the peak is of one draw, and that is said in training."""
+    assumed = simulate(Skipping(ran).train(training), (torch.ones(2, 8),)).assumed
+    assert [words.partition(", and")[0] for words in assumed] == ([said] if said else [])
+    plan = make_plan(Skipping(ran).train(training), (torch.ones(2, 8),), budget=0.5)
+    assert (said in str(plan)) if said else ("did not run" not in str(plan))
+
+
+def test_a_penalty_on_a_tensor_of_the_caller_is_explained() -> None:
+    """A loss that differentiates by a tensor that it holds gets a sentence; one that is given it is simulated."""
+    x = torch.ones(4, 8, requires_grad=True)
+
+    def penalty(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    class Both(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return super().forward(input), input
+
+    with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
+        simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x))
+    assert simulate(Both(8, 8), (x,), loss=lambda out: penalty(*out)).peak_bytes > 0

@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -170,6 +170,11 @@ class ModuleStack:
     def module(self) -> str:
         """Path of the module that runs in a forward; "" for none."""
         return self._stack[-1][0] if self._stack else ""
+
+    @property
+    def called(self) -> Collection[str]:
+        """Paths of the modules that have been called."""
+        return self._counts.keys()
 
     def now(self) -> tuple[str, str]:
         """Returns the phase and the path of the module; "" where that is the model itself or none."""

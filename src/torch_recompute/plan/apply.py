@@ -103,7 +103,11 @@ class Applied:
     def __repr__(self) -> str:
         regions = len(self.plan.all_choices)
         state = f"{regions} regions" if self._placed or not regions else "removed"
-        return f"<plan applied to {type(self.model).__name__}: {state}>"
+        uncached = self._placed and any(
+            getattr(getattr(top, "config", None), "use_cache", False) for top in roots(self.model)
+        )
+        note = "; config.use_cache counts as False in training" if uncached else ""
+        return f"<plan applied to {type(self.model).__name__}: {state}{note}>"
 
 
 def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = None) -> Applied:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -236,6 +236,47 @@ def any_loss(output: Any) -> torch.Tensor:
         return tensor.mean()
 
 
+def _loss_by(loss: Callable[[Any], torch.Tensor], output: Any) -> torch.Tensor:
+    """The loss of an output by a function of the caller's.
+
+    Raises:
+        ArgumentError: It differentiates by a tensor that the copy has not been given.
+    """
+    try:
+        return loss(output)
+    except RuntimeError as error:
+        if "appears to not have been used in the graph" not in str(error):
+            raise
+        raise errors.ArgumentError(
+            f"the loss ({_called(loss)}) asks for the gradient by a tensor that its output does not depend on. A step "
+            "is simulated on a copy of the model and of the batch, so a tensor of the batch that the loss holds is not "
+            "the one that the copy was given.\n"
+            "  Let the model return its input too, and take it from there:  loss=lambda out: penalty(*out), where the "
+            "forward returns (y, x) and penalty calls torch.autograd.grad(y.sum(), x, create_graph=True)."
+        ) from error
+
+
+def _skipped(model: nn.Module, called: Collection[str]) -> list[str]:
+    """Of lists of like modules, those of which some ran and some did not, in words."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if not (isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and module.training):
+            continue
+        like: defaultdict[type, dict[str, bool]] = defaultdict(dict)
+        for name, child in module.named_children():
+            like[type(child)][name] = any(paths[id(one)] in called for one in child.modules())
+        for kind, ran in like.items():
+            idle = [name for name, did in ran.items() if not did]
+            if 0 < len(idle) < len(ran):
+                found.append(
+                    f"of {len(ran)} {kind.__name__} in {path or 'the model'}, {len(idle)} did not run in this forward "
+                    f"({', '.join(idle)}), and the peak is of those that did; where layers are left out at random "
+                    "(LayerDrop), another step takes more: set that probability to 0 here"
+                )
+    return found
+
+
 def _is_scalar(tensor: torch.Tensor) -> bool:
     trains = tensor.requires_grad or not torch.is_grad_enabled()
     return tensor.numel() == 1 and tensor.dtype.is_floating_point and trains
@@ -332,8 +373,9 @@ class _Step:
             output = self._model(*args, **kwargs)
             returned = books.events
             self._modules.step = "loss"
-            value, name = loss_in(output) if loss is None else (loss(output), _called(loss))
+            value, name = loss_in(output) if loss is None else (_loss_by(loss, output), _called(loss))
             _check(value)
+            skipped = _skipped(self._model, self._modules.called)
             if not loop.hold_output:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
@@ -405,7 +447,7 @@ class _Step:
             saved_by_module=_by_module(books.kept),
             flops={phase: count * loop.accumulate for phase, count in books.flops.items()},
             rounding=self._rounding,
-            assumed=(*self._faker.assumed, *self._pretend.assumed, *assumed),
+            assumed=(*self._faker.assumed, *self._pretend.assumed, *assumed, *skipped),
             uncounted=words,
             logits_bytes=sum(wide),
             advice=" ".join(filter(None, [_advise(wide, peak.live_bytes, books.logits), doubled])),
