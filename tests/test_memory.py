@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from laws.watch import no_collector, on_threads
 from models import Made
+from torch_recompute._torch.devices import cpu_allocations
 from torch_recompute.memory import CATEGORIES, Measurement, measure
 from zoo import ZOO, build, scalar_loss
 
@@ -268,6 +271,64 @@ def test_measure_is_what_the_allocator_says(name: str) -> None:
 
 
 SUMMED = {"mamba"}  # autograd sums gradients in place where no dispatch mode watches
+
+
+INDICES = torch.tensor([[3, 1], [0, 2], [1, 1]])
+FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gather": lambda x: x.gather(1, INDICES),
+    "index": lambda x: x[INDICES[:, 0]],
+    "mask": lambda x: x[torch.arange(64) % 2 == 0],
+    "index_select": lambda x: x.index_select(0, INDICES[0]),
+    "take": lambda x: x.take(INDICES),
+    "max": lambda x: x.max(1)[0],
+    "trace": lambda x: x.trace(),
+    "linear of a view": lambda x: x.sum() + WIDE(x.detach().view(8, 8, 256).mT.contiguous().mT).sum(),
+}
+WIDE = nn.Linear(256, 1024).requires_grad_(False)
+
+
+class Scatters(torch.autograd.Function):
+    """Copies; its backward, in Python, scatters into a copy of zeros and uses the zeros again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(grads[0].shape)
+        return grads[0] + zeros.scatter(0, torch.zeros(1, 256, dtype=torch.long), 1.0) + zeros
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    """Has a hook that scatters into a copy of zeros and uses the zeros again, between nodes of PyTorch's own."""
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros_like(grad)
+        return grad + zeros.index_fill(0, INDICES[0], 1.0) + zeros
+
+    y = x * 2
+    y.register_hook(hook)
+    return y
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, "function of the user", "hook"])
+def test_formulas_write_where_a_plain_step_writes(name: str) -> None:
+    """PyTorch copies less where no mode is on; the peak, measured and simulated, is that of the plain step's events."""
+    call = {**FORMULAS, "function of the user": Scatters.apply, "hook": hooked}[name]
+    x = torch.linspace(0, 1, 64 * 256).view(64, 256).requires_grad_()
+
+    def step() -> torch.Tensor:
+        call(x).square().mean().backward()
+        grad, x.grad = x.grad, None
+        assert grad is not None
+        return grad
+
+    wanted = step()
+    peak = max(accumulate(cpu_allocations(step), initial=0))
+    with measure() as m:
+        assert torch.equal(step(), wanted)
+    assert abs(m.peak_bytes - peak) <= 64  # numbers that become tensors do not count
 
 
 def test_measuring_changes_neither_values_nor_bytes(tmp_path: Path) -> None:

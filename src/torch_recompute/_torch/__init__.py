@@ -18,11 +18,13 @@ import contextlib
 import ctypes
 import operator
 import os
+import sys
 import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -89,6 +91,26 @@ def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward call has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_AROUND_MODES = tuple(_FOLDER + path for path in ("_compile.py", "_dynamo" + os.sep, "utils/_python_dispatch.py"))
+
+
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
+"""Python's frame around PyTorch's engine."""
+
+
+def caller(ours: str) -> CodeType:
+    """The code that called the present operation of PyTorch, directly or from C++; `ENGINE` on threads of the engine.
+
+    Args:
+        ours: The folder of the mode that asks, whose frames do not count.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((ours, *_AROUND_MODES)):
+        frame = frame.f_back
+    return ENGINE if frame is None else frame.f_code
 
 
 _MOST_NODES = 10_000  # to look at before giving up

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._torch import TorchDispatchMode, current_node, sequence_number, sequence_of
+from .._torch import ENGINE, TorchDispatchMode, caller, current_node, in_backward, sequence_number, sequence_of
 from ..observer import observing, running
 from ..values import thread
 from .ledger import leaves, storages
@@ -117,6 +117,48 @@ Seen = Callable[[Operation], object]
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, int | None]]
 
 
+_SCATTERING = "scatter", "scatter_add", "index_add", "index_fill", "index_put", "masked_scatter", "put"
+_aten: Any = torch.ops.aten
+_ADD = _aten.add.Tensor
+_ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default})
+
+
+@functools.cache
+def _in_place(func: Any) -> Any:
+    """The operation that scatters into its first argument, for one that does so into a copy; None for others."""
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    if name not in _SCATTERING or func.namespace != "aten":
+        return None
+    return getattr(getattr(_aten, f"{name}_"), str(func).rpartition(".")[2], None)
+
+
+class PlainFormulas:
+    """Says which operations a step runs where no dispatch mode is on.
+
+    While one is on, PyTorch writes to a copy in some places where it otherwise writes in place
+    (`TensorSubclassLikeUtils.h`). Its formulas for the gradients of indexing, `gather`, `max` and others scatter into a
+    copy of the zeros that they have made: for logits of which some rows are taken, as much again as the logits. A
+    linear layer adds its bias so to a product of what is not contiguous.
+    """
+
+    def __init__(self) -> None:
+        self._zeros: Callable[[], object] = lambda: None
+
+    def meant(self, func: Any, args: Sequence[Any]) -> Any:
+        """The operation that a plain step runs in the place of this one."""
+        if func is _ADD:
+            return _aten.add_.Tensor if caller(_OURS) is nn.Linear.forward.__code__ else func
+        plain = _in_place(func)
+        if plain is None or args[0] is not self._zeros() or torch.is_grad_enabled() or caller(_OURS) is not ENGINE:
+            return func
+        return plain
+
+    def ran(self, func: Any, out: Any) -> None:
+        """Is told of each operation that has run."""
+        if func in _ZEROS and in_backward():
+            self._zeros = weakref.ref(out)
+
+
 class Operations(TorchDispatchMode):
     """Runs operations as they are, and calls `seen` with each.
 
@@ -129,13 +171,15 @@ class Operations(TorchDispatchMode):
 
     def __init__(self, seen: Seen, run: Run | None = None) -> None:
         super().__init__()
-        self._seen, self._run = seen, run
+        self._seen, self._run, self._formulas = seen, run, PlainFormulas()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        func = self._formulas.meant(func, args)
         out, taken = (func(*args, **kwargs), None) if self._run is None else self._run(func, args, kwargs)
+        self._formulas.ran(func, out)
         self._seen(Operation(func, args, kwargs, out, taken=taken))
         return out
 

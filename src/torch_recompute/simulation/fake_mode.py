@@ -61,7 +61,7 @@ from .._torch.fakes import (
 )
 from ..arguments import mapped
 from ..memory.ledger import leaves
-from ..memory.operations import Operation, Seen
+from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
 from ..memory.workspaces import (
     RECURRENT,
@@ -155,6 +155,7 @@ class FakeMode(TorchDispatchMode):
         self._composed, self._recipes = composed, _recipes[bool(composed)]
         self.capability = capability_of(composed)
         self._around: list[ExitStack] = []
+        self._formulas = PlainFormulas()
 
     def __enter__(self) -> Any:
         with ExitStack() as stack:
@@ -203,6 +204,7 @@ class FakeMode(TorchDispatchMode):
         if _torch.graph_is_kept() and torch.is_grad_enabled():
             self.graph_of_gradients = True
         kwargs = kwargs or {}
+        func = self._formulas.meant(func, args)
         tensors: list[FakeTensor] = []
         try:
             recipe, known, is_all, _ = self._recipes.get(_key(func, args, kwargs, tensors), _UNKNOWN)
@@ -215,6 +217,7 @@ class FakeMode(TorchDispatchMode):
         else:
             self._known = None
             out = self._out(func, args, kwargs)
+        self._formulas.ran(func, out)
         if self._seen is not None and out is not NotImplemented:
             self._seen(Operation(func, args, kwargs, out, self._known, tensors if is_all else None, self._taken))
         return out
