@@ -349,7 +349,8 @@ class Taking(TorchDispatchMode):
         if taken <= NOTHING and self.most.get(key, 0) <= NOTHING:
             self.runs[key] += 1
             taken = max(taken, unlike(func, args, kwargs, out[0]) if self.runs[key] <= self.TRIES else 0)
-        large = any(isinstance(x, torch.Tensor) and x.numel() >= self.LARGE for x in tree_leaves((args, kwargs)))
+        sizes = [x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+        large = not sizes or max(sizes) >= self.LARGE
         if taken > self.most.get(key, -1) or (large and key not in self.on_large):
             self.most[key] = max(taken, self.most.get(key, 0))
             self.on_large.update([key] if large else [])

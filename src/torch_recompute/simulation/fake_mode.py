@@ -188,6 +188,8 @@ class FakeMode(TorchDispatchMode):
         inputs = ran.args, ran.kwargs
         if not self._composed:
             return workspace(ran.func, inputs)
+        if not _torch.tensors_in(inputs):
+            return 0
         known = attention_on_cuda(ran.func, ran.args) if self.capability else None
         unknown = (
             0 if takes_nothing(ran.func, inputs, on_gpu=True) else f"there is no {self._composed} device here to ask"
@@ -546,7 +548,9 @@ _UNREDUCED = {  # losses that write every element into the memory of their resul
     aten.smooth_l1_loss.default: 2,
     aten.soft_margin_loss.default: 2,
 }
-_LAID_OUT_AS = {aten.copysign.Tensor: aten.atan2.default}
+_LAID_OUT_AS = dict.fromkeys(
+    (aten.copysign.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default), aten.atan2.default
+)
 """Operations whose fakes have another layout than their results, and one with the same result whose fakes have it."""
 _BATCH_NORMS = {aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
 _BESIDES = frozenset({*_MASKED, *RECURRENT, *_BATCH_NORMS, _GROUPED})

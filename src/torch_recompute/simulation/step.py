@@ -628,14 +628,22 @@ class Unknown(NamedTuple):
 
 def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...], str]:
     """What is not known of operations, in words: each, and those that could raise the peak by over `MATTERS`."""
-    said: list[str] = []
-    most: dict[str, float] = {}
+    most = {kind: one.level / peak - 1 for kind, one in unknown.items() if one.level > peak * (1 + MATTERS) > 0}
+    little: defaultdict[str, list[str]] = defaultdict(list)
     for kind, one in unknown.items():
-        more = one.level / peak - 1 if peak else 0.0
-        could = f"; a copy of its arguments and results ({errors.size(one.nbytes)}) would raise the peak by {more:.1%}"
-        said.append(f"the workspace of {kind} is not known and counted as 0 bytes: {one.why}{could * (more > MATTERS)}")
-        if more > MATTERS:
-            most[kind] = more
+        if kind not in most:
+            little[one.why].append(kind)
+    unasked = "takes while it runs is not known and counted as 0 bytes"
+    said = [
+        f"what {kind} {unasked}: {unknown[kind].why}; a copy of its arguments and results "
+        f"({errors.size(unknown[kind].nbytes)}) would raise the peak by {more:.1%}"
+        for kind, more in most.items()
+    ]
+    said += [
+        f"what each of {listed(kinds)} {unasked}: {why}; a copy of its arguments and results would not raise the peak "
+        f"by {MATTERS:.1%}"
+        for why, kinds in little.items()
+    ]
     named = listed(sorted(most, key=lambda kind: -most[kind])[:3])
     words = (
         f"not counted: what {named} takes while it runs, perhaps {max(most.values()):.1%} of the peak" if most else ""
