@@ -1130,3 +1130,26 @@ def test_checkpoints_run_by(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> 
             raise KeyError
     here(torch.sin, vector(), use_reentrant=False)
     assert seen == [{"use_reentrant": False}] * (2 if looks_up else 0)
+
+
+def test_who_calls_an_operation() -> None:
+    """Seen from a mode: the code around it, or the engine's where a formula of PyTorch's own runs in backward."""
+    seen: list[types.CodeType] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.cos.default:
+                seen.append(_torch.caller(str(Path(__file__).parent)))
+            return func(*args, **(kwargs or {}))
+
+    elsewhere: dict[str, Any] = {}
+    exec(compile("def user(x): return x.cos()", "/elsewhere/user.py", "exec"), elsewhere)
+    user = elsewhere["user"]
+    x = torch.ones(2, requires_grad=True)
+    hooked = x * 2
+    hooked.register_hook(user)
+    with Asks():
+        user(x.detach())
+        hooked.sum().backward()
+        x.sin().sum().backward()  # of which the formula has a cosine
+    assert seen == [user.__code__, user.__code__, _torch.ENGINE]
