@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from laws.watch import no_collector, on_threads
 from models import Made
+from torch_recompute._torch import devices
 from torch_recompute._torch.devices import cpu_allocations
 from torch_recompute.memory import CATEGORIES, Measurement, measure
 from zoo import ZOO, build, scalar_loss
@@ -329,6 +330,16 @@ def test_formulas_write_where_a_plain_step_writes(name: str) -> None:
     with measure() as m:
         assert torch.equal(step(), wanted)
     assert abs(m.peak_bytes - peak) <= 64  # numbers that become tensors do not count
+
+
+def test_an_event_of_older_memory_with_the_size_of_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may tell that older memory is freed with the size of what was there before: that is not the new."""
+    tell = cpu_allocations
+    monkeypatch.setattr(devices, "cpu_allocations", lambda call: [*tell(call), -2 * BLOCK])
+    with measure() as m:
+        kept = PROGRAMS["a tensor grows"].run()
+    assert (m.peak_bytes / BLOCK, m.live_bytes / BLOCK) == (3, 2)
+    del kept
 
 
 def test_measuring_changes_neither_values_nor_bytes(tmp_path: Path) -> None:

@@ -196,10 +196,14 @@ def cpu_allocations(call: Callable[[], object]) -> list[int]:
     return [int(event.cpu_memory_usage()) for event in events if event.kind() == "memory_alloc"]
 
 
-def cpu_bytes_between(call: Callable[[], object]) -> int:
+def cpu_bytes_between(call: Callable[[], object], left: Callable[[], int] = int) -> int:
     """How many bytes what a call allocates rises, while it runs, above what of that is left at its end.
 
     That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
+
+    Args:
+        call: The call.
+        left: Says afterwards how much of it is left at least, should such a size be that of something new.
     """
     alive: Counter[int] = Counter()
     level = most = 0
@@ -208,4 +212,4 @@ def cpu_bytes_between(call: Callable[[], object]) -> int:
             alive[abs(size)] += 1 if size > 0 else -1
             level += size
             most = max(most, level)
-    return most - level
+    return max(0, most - max(level, left()))

@@ -417,7 +417,10 @@ def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
 
 def _on_cpu(call: Callable[[], object], inputs: Any) -> int:
     before = _sizes(inputs)
-    return cpu_bytes_between(call) + sum(_moved(before))
+    given = cpu_bytes_between(
+        call, lambda: sum(storage.nbytes() for storage, size in before if _has_moved(storage, size))
+    )
+    return given + sum(_moved(before))
 
 
 _Sizes = list[tuple[torch.UntypedStorage, int]]
@@ -429,7 +432,11 @@ def _sizes(inputs: Any) -> _Sizes:
 
 def _moved(before: _Sizes) -> list[int]:
     """The memory that tensors had until an operation gave them another, of which no event tells."""
-    return [size for storage, size in before if storage.nbytes() not in (0, size)]
+    return [size for storage, size in before if _has_moved(storage, size)]
+
+
+def _has_moved(storage: torch.UntypedStorage, size: int) -> bool:
+    return storage.nbytes() not in (0, size)
 
 
 def _on_cuda(call: Callable[[], object], inputs: Any, device: torch.device) -> int:
