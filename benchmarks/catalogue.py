@@ -353,7 +353,8 @@ class Taking(TorchDispatchMode):
         large = not sizes or max(sizes) >= self.LARGE
         if taken > self.most.get(key, -1) or (large and key not in self.on_large):
             self.most[key] = max(taken, self.most.get(key, 0))
-            self.on_large.update([key] if large else [])
+            if large:
+                self.on_large.add(key)
             print(json.dumps({"op": key[0], "circumstances": key[1], "taken": taken, "large": large}), flush=True)
         return out[0]
 
@@ -512,13 +513,15 @@ def write(path: Path) -> None:
         if "op" in one:
             known, where = most[one["op"]], one["circumstances"]
             known[where] = max(known.get(where, 0), one["taken"])
-            on_large.update([(one["op"], where)] if one["large"] else [])
+            if one["large"]:
+                on_large.add((one["op"], where))
         elif one["verdict"] != "seen":
             print(f"{one['name']:45} {one['verdict']} {one['why']}")
     lines = [f"# What takes nothing: at most {NOTHING} bytes while it runs, on the CPU. Written, with torch 2.13, by"]
     lines += ["# python benchmarks/catalogue.py --write src/torch_recompute/memory/takes_nothing.txt"]
     for op, known in sorted(most.items()):
-        nothing = sorted(where for where, taken in known.items() if taken <= NOTHING * ((op, where) in on_large))
+        most_of = {where: NOTHING if (op, where) in on_large else 0 for where in known}
+        nothing = sorted(where for where, taken in known.items() if taken <= most_of[where])
         lines += [f"{op}: {', '.join(nothing)}"] if nothing else []
     path.write_text("\n".join(lines) + "\n", "utf-8")
     print(f"{len(most)} operations, of which {len(lines) - 2} take nothing in some circumstances")

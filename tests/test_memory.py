@@ -315,7 +315,7 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*FORMULAS, "function of the user", "hook"])
 def test_formulas_write_where_a_plain_step_writes(name: str) -> None:
-    """PyTorch copies less where no mode is on; the peak, measured and simulated, is that of the plain step's events."""
+    """PyTorch copies less where no mode is on; the measured peak is that of the plain step's events."""
     call = {**FORMULAS, "function of the user": Scatters.apply, "hook": hooked}[name]
     x = torch.linspace(0, 1, 64 * 256).view(64, 256).requires_grad_()
 

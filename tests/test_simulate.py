@@ -381,4 +381,6 @@ def test_a_penalty_on_a_tensor_of_the_caller_is_explained() -> None:
 
     with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
         simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x))
+    with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
+        simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x), accumulate=2)
     assert simulate(Both(8, 8), (x,), loss=lambda out: penalty(*out)).peak_bytes > 0

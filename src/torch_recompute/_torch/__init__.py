@@ -93,10 +93,10 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_AROUND_MODES = tuple(_FOLDER + path for path in ("_compile.py", "_dynamo" + os.sep, "utils/_python_dispatch.py"))
-
-
+_AROUND_MODES = tuple(
+    os.path.join(os.path.dirname(torch.__file__), *path)
+    for path in (("_compile.py",), ("_dynamo", ""), ("utils", "_python_dispatch.py"))
+)
 ENGINE = torch.autograd.graph._engine_run_backward.__code__
 """Python's frame around PyTorch's engine."""
 
@@ -107,8 +107,9 @@ def caller(ours: str) -> CodeType:
     Args:
         ours: The folder of the mode that asks, whose frames do not count.
     """
+    passed = ours, *_AROUND_MODES
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((ours, *_AROUND_MODES)):
+    while frame is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
     return ENGINE if frame is None else frame.f_code
 

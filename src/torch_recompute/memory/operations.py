@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -155,7 +155,7 @@ class PlainFormulas:
 
     def ran(self, func: Any, out: Any) -> None:
         """Is told of each operation that has run."""
-        if func in _ZEROS and in_backward():
+        if func in _ZEROS and in_backward() and isinstance(out, torch.Tensor):
             self._zeros = weakref.ref(out)
 
 
@@ -215,10 +215,9 @@ class ModuleStack:
         """Path of the module that runs in a forward; "" for none."""
         return self._stack[-1][0] if self._stack else ""
 
-    @property
-    def called(self) -> Collection[str]:
-        """Paths of the modules that have been called."""
-        return self._counts.keys()
+    def has_called(self, module: nn.Module) -> bool:
+        """Whether a module, or a part of it, has been called."""
+        return any(self._names.get(id(part)) in self._counts for part in module.modules())
 
     def now(self) -> tuple[str, str]:
         """Returns the phase and the path of the module; "" where that is the model itself or none."""

@@ -166,7 +166,7 @@ def watched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     if profiling():  # there cannot be two; what an operation had before it moved can be asked no more
         before = _sizes((args, kwargs))
         out = func(*args, **kwargs)
-        return out, sum(_moved(before)) or None
+        return out, sum(size for _, size in _moved(before)) or None
     made: list[Any] = []
     taken = _on_cpu(lambda: made.append(func(*args, **kwargs)), (args, kwargs))
     return made[0], taken
@@ -417,10 +417,8 @@ def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
 
 def _on_cpu(call: Callable[[], object], inputs: Any) -> int:
     before = _sizes(inputs)
-    given = cpu_bytes_between(
-        call, lambda: sum(storage.nbytes() for storage, size in before if _has_moved(storage, size))
-    )
-    return given + sum(_moved(before))
+    taken = cpu_bytes_between(call, lambda: sum(storage.nbytes() for storage, _ in _moved(before)))
+    return taken + sum(size for _, size in _moved(before))
 
 
 _Sizes = list[tuple[torch.UntypedStorage, int]]
@@ -430,13 +428,9 @@ def _sizes(inputs: Any) -> _Sizes:
     return [(storage, storage.nbytes()) for _, storage in storages(inputs)]
 
 
-def _moved(before: _Sizes) -> list[int]:
-    """The memory that tensors had until an operation gave them another, of which no event tells."""
-    return [size for storage, size in before if _has_moved(storage, size)]
-
-
-def _has_moved(storage: torch.UntypedStorage, size: int) -> bool:
-    return storage.nbytes() not in (0, size)
+def _moved(before: _Sizes) -> _Sizes:
+    """The storages that an operation gave other memory, and the bytes they had until then, of which no event tells."""
+    return [(storage, size) for storage, size in before if storage.nbytes() not in (0, size)]
 
 
 def _on_cuda(call: Callable[[], object], inputs: Any, device: torch.device) -> int:

@@ -103,9 +103,8 @@ class Applied:
     def __repr__(self) -> str:
         regions = len(self.plan.all_choices)
         state = f"{regions} regions" if self._placed or not regions else "removed"
-        uncached = self._placed and any(
-            getattr(getattr(top, "config", None), "use_cache", False) for top in roots(self.model)
-        )
+        tops = [one.module for one in self._placed if isinstance(one, NoCacheInTraining)]
+        uncached = any(getattr(getattr(top, "config", None), "use_cache", False) for top in tops)
         note = "; config.use_cache counts as False in training" if uncached else ""
         return f"<plan applied to {type(self.model).__name__}: {state}{note}>"
 

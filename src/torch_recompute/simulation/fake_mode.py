@@ -188,13 +188,11 @@ class FakeMode(TorchDispatchMode):
         inputs = ran.args, ran.kwargs
         if not self._composed:
             return workspace(ran.func, inputs)
-        if not _torch.tensors_in(inputs):
-            return 0
         known = attention_on_cuda(ran.func, ran.args) if self.capability else None
-        unknown = (
-            0 if takes_nothing(ran.func, inputs, on_gpu=True) else f"there is no {self._composed} device here to ask"
-        )
-        return unknown if known is None else known
+        if known is not None:
+            return known
+        nothing = not ran.given or takes_nothing(ran.func, inputs, on_gpu=True)
+        return 0 if nothing else f"there is no {self._composed} device here to ask"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -236,14 +236,14 @@ def any_loss(output: Any) -> torch.Tensor:
         return tensor.mean()
 
 
-def _loss_by(loss: Callable[[Any], torch.Tensor], output: Any) -> torch.Tensor:
-    """The loss of an output by a function of the caller's.
+def _loss_of_copy(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[torch.Tensor, str]:
+    """The loss of the copy's output and what it is called, by a function of the caller's or as in `loss_in`.
 
     Raises:
-        ArgumentError: It differentiates by a tensor that the copy has not been given.
+        ArgumentError: It is no loss, or differentiates by a tensor that the copy has not been given.
     """
     try:
-        return loss(output)
+        value, name = loss_in(output) if loss is None else (loss(output), _called(loss))
     except RuntimeError as error:
         if "appears to not have been used in the graph" not in str(error):
             raise
@@ -254,18 +254,19 @@ def _loss_by(loss: Callable[[Any], torch.Tensor], output: Any) -> torch.Tensor:
             "  Let the model return its input too, and take it from there:  loss=lambda out: penalty(*out), where the "
             "forward returns (y, x) and penalty calls torch.autograd.grad(y.sum(), x, create_graph=True)."
         ) from error
+    _check(value)
+    return value, name
 
 
-def _skipped(model: nn.Module, called: Collection[str]) -> list[str]:
+def _skipped(model: nn.Module, calls: ModuleStack) -> list[str]:
     """Of lists of like modules, those of which some ran and some did not, in words."""
-    paths = {id(module): path for path, module in model.named_modules()}
     found: list[str] = []
     for path, module in model.named_modules():
         if not (isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and module.training):
             continue
         like: defaultdict[type, dict[str, bool]] = defaultdict(dict)
         for name, child in module.named_children():
-            like[type(child)][name] = any(paths[id(one)] in called for one in child.modules())
+            like[type(child)][name] = calls.has_called(child)
         for kind, ran in like.items():
             idle = [name for name, did in ran.items() if not did]
             if 0 < len(idle) < len(ran):
@@ -351,8 +352,7 @@ class _Step:
         batch = _torch.tensors_in((args, kwargs))
         if loop.keeps_gradients:
             with self._pretend, self._modules.following():
-                value = (loss or loss_of)(self._model(*args, **kwargs))
-                _check(value)
+                value, _ = _loss_of_copy(self._model(*args, **kwargs), loss)
                 torch.clear_autocast_cache()
                 self._backward(value)
                 del value
@@ -373,9 +373,8 @@ class _Step:
             output = self._model(*args, **kwargs)
             returned = books.events
             self._modules.step = "loss"
-            value, name = loss_in(output) if loss is None else (_loss_by(loss, output), _called(loss))
-            _check(value)
-            skipped = _skipped(self._model, self._modules.called)
+            value, name = _loss_of_copy(output, loss)
+            skipped = _skipped(self._model, self._modules)
             if not loop.hold_output:
                 del output
             torch.clear_autocast_cache()  # as a loop that leaves autocast before backward does
