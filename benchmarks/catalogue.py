@@ -310,6 +310,7 @@ class Taking(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.most: dict[tuple[str, str], int] = {}
+        self.unlike: set[tuple[str, str]] = set()
         self.on_large: set[tuple[str, str]] = set()
         self.times: Counter[tuple[str, str, str]] = Counter()
         self.runs: Counter[tuple[str, str]] = Counter()
@@ -346,31 +347,42 @@ class Taking(TorchDispatchMode):
         key = str(func.overloadpacket), circumstances((args, kwargs))
         out: list[Any] = []
         taken = cpu_bytes_between(lambda: out.append(func(*args, **kwargs)))
-        if taken <= NOTHING and self.most.get(key, 0) <= NOTHING:
+        other = False
+        if taken <= NOTHING and self.most.get(key, 0) <= NOTHING and key not in self.unlike:
             self.runs[key] += 1
-            taken = max(taken, unlike(func, args, kwargs, out[0]) if self.runs[key] <= self.TRIES else 0)
+            other = self.runs[key] <= self.TRIES and unlike(func, args, kwargs, out[0]) > NOTHING
         sizes = [x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
         large = not sizes or max(sizes) >= self.LARGE
-        if taken > self.most.get(key, -1) or (large and key not in self.on_large):
+        if taken > self.most.get(key, -1) or other or (large and key not in self.on_large):
             self.most[key] = max(taken, self.most.get(key, 0))
             if large:
                 self.on_large.add(key)
-            print(json.dumps({"op": key[0], "circumstances": key[1], "taken": taken, "large": large}), flush=True)
+            if other:
+                self.unlike.add(key)
+            said = {"op": key[0], "circumstances": key[1], "taken": taken, "large": large, "unlike": other}
+            print(json.dumps(said), flush=True)
         return out[0]
 
 
 def unlike(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """How many bytes a result's memory has that a fake one's has not: some kernels make it larger than they need."""
+    """How many bytes of results are not as fake ones say: memory larger than they need, or all in another layout."""
     written = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
     real = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in written]
     if not real or not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags):
         return 0
     with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = func(*tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, args), **kwargs)
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(fake) if isinstance(x, torch.Tensor)]
-        if len(sizes) == len(real):
-            return max(abs(x.untyped_storage().nbytes() - size) for x, size in zip(real, sizes, strict=True))
+        fakes = [x for x in tree_leaves(fake) if isinstance(x, torch.Tensor)]
+        if len(fakes) == len(real):
+            return max(map(apart, real, fakes))
     return 0
+
+
+def apart(real: torch.Tensor, fake: torch.Tensor) -> int:
+    """How many bytes of a result are not as a fake one says."""
+    sizes = real.untyped_storage().nbytes(), fake.untyped_storage().nbytes()
+    steps = zip(real.shape, real.stride(), fake.stride(), strict=True)
+    return max(sizes) if any(size > 1 and a != b for size, a, b in steps) else abs(sizes[0] - sizes[1])
 
 
 def enlarged(values: Any, least: int, with_sizes: bool = False) -> Any:
@@ -509,22 +521,26 @@ def write(path: Path) -> None:
     """
     most: defaultdict[str, dict[str, int]] = defaultdict(dict)
     on_large: set[tuple[str, str]] = set()
+    others: set[tuple[str, str]] = set()
     for one in run_apart(sorted(sources()), "--see"):
         if "op" in one:
             known, where = most[one["op"]], one["circumstances"]
             known[where] = max(known.get(where, 0), one["taken"])
+            if one["unlike"]:
+                others.add((one["op"], where))
             if one["large"]:
                 on_large.add((one["op"], where))
         elif one["verdict"] != "seen":
             print(f"{one['name']:45} {one['verdict']} {one['why']}")
     lines = [f"# What takes nothing: at most {NOTHING} bytes while it runs, on the CPU. Written, with torch 2.13, by"]
     lines += ["# python benchmarks/catalogue.py --write src/torch_recompute/memory/takes_nothing.txt"]
+    lines += ["# With a star: its results are laid out in another way, or in larger memory, than PyTorch's fake ones."]
     for op, known in sorted(most.items()):
         most_of = {where: NOTHING if (op, where) in on_large else 0 for where in known}
-        nothing = sorted(where for where, taken in known.items() if taken <= most_of[where])
+        nothing = sorted(f"{w}{'*' * ((op, w) in others)}" for w, taken in known.items() if taken <= most_of[w])
         lines += [f"{op}: {', '.join(nothing)}"] if nothing else []
     path.write_text("\n".join(lines) + "\n", "utf-8")
-    print(f"{len(most)} operations, of which {len(lines) - 2} take nothing in some circumstances")
+    print(f"{len(most)} operations, of which {len(lines) - 3} take nothing in some circumstances")
 
 
 def run_here(names: list[str], seeing: bool) -> None:

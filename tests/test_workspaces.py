@@ -27,6 +27,7 @@ from torch_recompute.memory.workspaces import (
     attention_on_cuda,
     circumstances,
     kept_by_cublas,
+    results,
     takes_nothing,
     workspace,
 )
@@ -125,16 +126,30 @@ def test_products_are_not_run(asked: list[Any]) -> None:
     assert len(asked) == 1
 
 
+def test_results_are_laid_out_as_their_kernel_does(asked: list[Any]) -> None:
+    """Where the list says that results are not as fake ones are, the operation is asked for them, and for no bytes."""
+    a = torch.randn(8, 6)
+    for func, args in ((aten.copysign.Tensor, (a, a)), (aten.copysign.Tensor, (a.t(), a.t().contiguous()))):
+        assert workspace(func, (args, {})) == 0
+    assert not asked
+    assert results(aten.copysign.Tensor, ((a, a), {})) == ()
+    assert not asked
+    args = a.t(), a.t().contiguous()
+    assert results(aten.copysign.Tensor, (args, {})) == ((a.nbytes, *aten.copysign.Tensor(*args).stride()),)
+    assert len(asked) == 1
+
+
 def test_every_line_is_of_an_operation() -> None:
     """The written list names operations of this torch, says how it was written, and circumstances as they are asked."""
-    header, *lines = (Path(workspaces.__file__).parent / "takes_nothing.txt").read_text("utf-8").splitlines()
-    assert "benchmarks/catalogue.py --write" in lines.pop(0)
-    assert header.startswith("# ")
+    text = (Path(workspaces.__file__).parent / "takes_nothing.txt").read_text("utf-8").splitlines()
+    header, lines = text[:3], text[3:]
+    assert "benchmarks/catalogue.py --write" in header[1]
+    assert all(line.startswith("# ") for line in header)
     for line in lines:
         name, said = line.split(": ")
         assert getattr(aten, name.removeprefix("aten.")).overloads(), name
         for words in said.split(", "):
-            *kinds, layout = words.replace("+", " ").split(" ")
+            *kinds, layout = words.removesuffix("*").replace("+", " ").split(" ")
             assert layout in ("contiguous", "dense", "gaps", "unlike"), line
             assert all(not kind or hasattr(torch, kind) for kind in kinds), line
 

@@ -6,7 +6,8 @@ schema says so. So an operation takes what it was seen to take:
 
     measured   an operation on the CPU runs under the allocator's events (7 us), and what these say counts (`watched`)
     simulated  it is run once alone, on made-up tensors with the same layouts, under the same events (`workspace`); the
-               figure is kept for the process, and for the next one beside the prices of the device
+               figure is kept for the process, and for the next one beside the prices of the device, and so are the
+               layouts and the memory of its results, which are not always those of fake tensors (`results`)
 
 How far the events rise above what is left at the end is the workspace. It depends on the operation, the layouts, the
 other arguments and the number of threads. Most operations take nothing, and are not asked: `takes_nothing.txt` says
@@ -35,7 +36,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -64,21 +65,35 @@ DRAWS = "it draws random numbers"
 NO_MEMORY = "there is no memory to run it alone"
 
 _LAYOUTS = "contiguous", "dense", "gaps", "unlike"
+_PYTORCHS = frozenset({"aten", "torch_nn"})  # the latter are composed in Python, such as a cross entropy in chunks
 _COMMUNICATING = frozenset({"c10d", "_c10d_functional"})  # what they take is no allocator's
 
-_known: dict[Any, tuple[int, ...] | str] = {}
-_NOTHING = (0,)
+
+class Taken(NamedTuple):
+    """What an operation was seen to do with memory.
+
+    Attributes:
+        nbytes: What it takes while it runs, beyond its arguments and its results.
+        results: Of each result the bytes of its memory, then its strides.
+    """
+
+    nbytes: int
+    results: tuple[tuple[int, ...], ...] = ()
+
+
+_known: dict[Any, Taken | str] = {}
+_NOTHING = Taken(0)
 
 
 # --- what takes nothing ---
 
 
 @functools.cache
-def _nothing() -> Mapping[str, frozenset[str]]:
-    """The circumstances in which operations take nothing, by their names."""
+def _nothing() -> Mapping[str, Mapping[str, bool]]:
+    """The circumstances in which operations take nothing, by their names; whether results are as fake ones say."""
     lines = Path(__file__).with_name("takes_nothing.txt").read_text("utf-8").splitlines()
     words = (line.split(": ") for line in lines if line and not line.startswith("#"))
-    return {name: frozenset(circumstances.split(", ")) for name, circumstances in words}
+    return {name: {one.rstrip("*"): one[-1:] != "*" for one in said.split(", ")} for name, said in words}
 
 
 def takes_nothing(func: Any, inputs: Any, on_gpu: bool = False) -> bool:
@@ -94,12 +109,18 @@ def takes_nothing(func: Any, inputs: Any, on_gpu: bool = False) -> bool:
     return clear is None or (bool(clear) and circumstances(inputs, on_gpu) in clear)
 
 
+def _makes_as_fakes_say(func: Any, inputs: Any) -> bool:
+    """Whether it is known that an operation's results are laid out, and as large, as those on fake tensors."""
+    clear = _clear(func)
+    return clear is None or (bool(clear) and clear.get(circumstances(inputs), False))
+
+
 @functools.cache
-def _clear(func: Any) -> frozenset[str] | None:
-    """The circumstances in which an operation takes nothing; None for any."""
+def _clear(func: Any) -> Mapping[str, bool] | None:
+    """The circumstances in which an operation takes nothing, as `_nothing` has them; None for any."""
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") in _COMMUNICATING:
         return None
-    return _nothing().get(str(getattr(func, "overloadpacket", "")), frozenset())
+    return _nothing().get(str(getattr(func, "overloadpacket", "")), {})
 
 
 _HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -183,23 +204,29 @@ def workspace(func: Any, inputs: Any) -> int | str:
         The bytes, or why they are not known, in words. 0 for real tensors that are not on the CPU, whose allocator
         says what was taken.
     """
-    found = _seen(func, inputs)
-    return found if isinstance(found, str) else found[0]
-
-
-def sizes_of_results(func: Any, inputs: Any) -> tuple[int, ...]:
-    """Returns the bytes of the memory of each of an operation's results; nothing where they are as large as they look.
-
-    Some kernels leave a result in the larger memory that they computed it in. The arguments are those of `workspace`.
-    """
-    found = _seen(func, inputs)
-    return () if isinstance(found, str) else found[1:]
-
-
-def _seen(func: Any, inputs: Any) -> tuple[int, ...] | str:
-    """The bytes that an operation takes while it runs, then those of its results; or why they are not known."""
     if takes_nothing(func, inputs):
-        return _NOTHING
+        return 0
+    found = _seen(func, inputs)
+    return found if isinstance(found, str) else found.nbytes
+
+
+def results(func: Any, inputs: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the bytes of the memory of each of an operation's results, then its strides.
+
+    Some kernels leave a result in the larger memory that they computed it in, or lay it out in another way than fake
+    tensors say. The arguments are those of `workspace`.
+
+    Returns:
+        One tuple for each result; nothing where they are as fake tensors say, or are not known.
+    """
+    if _makes_as_fakes_say(func, inputs):
+        return ()
+    found = _seen(func, inputs)
+    return () if isinstance(found, str) else found.results
+
+
+def _seen(func: Any, inputs: Any) -> Taken | str:
+    """What an operation was seen to take, or why that is not known."""
     tensors = _torch.tensors_in(inputs)
     away = [tensor for tensor in tensors if device_of(tensor).type != "cpu"]
     if not tensors or any(type(tensor) is not FakeTensor for tensor in away):
@@ -217,13 +244,16 @@ def _seen(func: Any, inputs: Any) -> tuple[int, ...] | str:
     draws = drops_out if formula is not None else torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     kept = _file(device)
     name = hashlib.sha256(repr((str(func), *key[1:4])).encode()).hexdigest()[:32]
-    found: tuple[int, ...] | str | None = tuple(kept.taken[name]) if kept is not None and name in kept.taken else None
-    if found is None:
+    found: Taken | str | None = None
+    if kept is not None and name in kept.taken:
+        (nbytes,), *made = kept.taken[name]
+        found = Taken(nbytes, tuple(map(tuple, made)))
+    else:
         found = DRAWS if draws and device.type != "cpu" else _asked(func, inputs, tensors, device, threads)
         if isinstance(found, str) and formula is not None:
-            found = (formula,)
+            found = Taken(formula)
         elif not isinstance(found, str) and kept is not None:
-            kept.taken[name] = [*found]
+            kept.taken[name] = [[found.nbytes], *map(list, found.results)]
     if found != NO_MEMORY:  # which may be different the next time
         _known[key] = found
     return found
@@ -282,7 +312,7 @@ def reserve(func: Any, inputs: Any) -> int | str:
             with torch.enable_grad():  # without, the CPU's keeps nothing
                 _known[key] = _alone(func, ((first, *args[1:]), kwargs), device, threads, _on_cpu)
         found = _known[key]
-        return found if isinstance(found, str) else found[1 + RECURRENT[func]]
+        return found if isinstance(found, str) else found.results[RECURRENT[func]][0]
 
     one, two = (0, bytes_of(steps)) if steps <= fewer else (bytes_of(fewer // 2), bytes_of(fewer))
     if isinstance(one, str) or isinstance(two, str):
@@ -343,13 +373,11 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _asked(
-    func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int
-) -> tuple[int, ...] | str:
+def _asked(func: Any, inputs: Any, tensors: list[torch.Tensor], device: torch.device, threads: int) -> Taken | str:
     """Runs an operation alone, if it can be; returns what it takes, or why that is not known."""
     if not is_operator(func):
         return "it runs functions of the caller"
-    if func.namespace != "aten":
+    if func.namespace not in _PYTORCHS:
         return f"it is an operation of {func.namespace}, and what it does besides is not known"
     if any(type(x) is not FakeTensor and not _torch.is_plain_kind(type(x)) for x in tensors):
         return "a tensor is of a class of its own"
@@ -370,9 +398,9 @@ def _asked(
 
 def _alone(
     func: Any, inputs: Any, device: torch.device, threads: int, ask: Callable[[Callable[[], Any], Any], int]
-) -> tuple[int, ...] | str:
-    """Measures an operation that runs on made-up tensors, on a thread of its own; adds the bytes of its results."""
-    found: list[int] = []
+) -> Taken | str:
+    """Measures an operation that runs on made-up tensors, on a thread of its own; looks at its results, too."""
+    found: list[Taken] = []
     graded = torch.is_grad_enabled()
     on_cpu = torch.device("cpu")  # where arguments stay that a kernel reads on the host
     draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -389,8 +417,11 @@ def _alone(
                 if kwargs.get("generator") is not None:
                     kwargs["generator"] = torch.Generator(kwargs["generator"].device)
                 out: list[Any] = []
-                found.append(ask(lambda: out.append(func(*args, **kwargs)), (args, kwargs)))
-                found.extend(int(tensor.untyped_storage().nbytes()) for tensor in leaves(out))
+                nbytes = ask(lambda: out.append(func(*args, **kwargs)), (args, kwargs))
+                made = leaves(out)
+                strided = all(tensor.layout is torch.strided for tensor in made)
+                laid = ((int(x.untyped_storage().nbytes()), *x.stride()) for x in (made if strided else ()))
+                found.append(Taken(nbytes, tuple(laid)))
         except Exception:  # no memory after all, no kernel, values that do not fit: the caller says so
             pass
 
@@ -399,7 +430,7 @@ def _alone(
     thread.join()
     for ambient, state in states:
         ambient.restore(state)
-    return tuple(found) or "it cannot be run alone"
+    return found[0] if found else "it cannot be run alone"
 
 
 def _work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:

@@ -67,7 +67,7 @@ from ..memory.workspaces import (
     RECURRENT,
     attention_on_cuda,
     reserve,
-    sizes_of_results,
+    results,
     takes_nothing,
     watched,
     workspace,
@@ -414,7 +414,7 @@ class FakeMode(TorchDispatchMode):
             recipe = None if kwargs else self._in_lists(func, args)
             if recipe is None:
                 out = self._apart(on_fakes(self._fakes, like, args, kwargs), tensors)
-                self._resize(func, args, kwargs, out, tensors)
+                out = self._as_made(func, args, kwargs, out, tensors)
                 recipe = _recipe(out, tensors, set())
             else:
                 out = self._remade(recipe, tensors)
@@ -430,19 +430,28 @@ class FakeMode(TorchDispatchMode):
             return on_fakes(self._fakes, like, args, kwargs)
         return self._remade(recipe, tensors)
 
-    def _resize(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[FakeTensor]) -> None:
-        """Makes the memory of results as large as their kernel leaves it."""
+    def _as_made(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[FakeTensor]) -> Any:
+        """The results, laid out and in memory as large as their kernel makes them."""
         made = leaves(out)
         if func in _UNREDUCED:
-            sizes: Sequence[int] = (
-                (args[0].nbytes,) if (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0] else ()
-            )
+            whole = (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]
+            seen: Sequence[tuple[int, ...]] = ((args[0].nbytes, *made[0].stride()),) if whole else ()
         else:
-            sizes = () if self._composed else sizes_of_results(func, (args, kwargs))
+            seen = () if self._composed else results(func, (args, kwargs))
         given = {_torch.storage_id(tensor) for tensor in tensors}
-        for result, nbytes in zip(made, sizes, strict=False) if len(sizes) == len(made) else ():
-            if _torch.storage_id(result) not in given and result.untyped_storage().nbytes() < nbytes:
-                result.untyped_storage().resize_(nbytes)
+        new = {id(x): each for x, each in zip(made, seen, strict=False) if _torch.storage_id(x) not in given}
+        if len(seen) != len(made) or not new:
+            return out
+        return mapped(out, lambda x: self._made_as(x, *new[id(x)]) if id(x) in new else x)
+
+    def _made_as(self, fake: torch.Tensor, nbytes: int, *stride: int) -> torch.Tensor:
+        """A result with these strides, if they are others, in memory of at least these bytes."""
+        if any(a != b and size > 1 for a, b, size in zip(fake.stride(), stride, fake.shape, strict=True)):
+            with self._fakes:
+                fake = torch.empty_strided(fake.shape, stride, dtype=fake.dtype, device=fake.device)
+        if fake.untyped_storage().nbytes() < nbytes:
+            fake.untyped_storage().resize_(nbytes)
+        return fake
 
     def _in_lists(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The recipe of an operation that treats each place of some lists alone; None for another one.

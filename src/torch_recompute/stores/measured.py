@@ -34,7 +34,7 @@ import torch
 
 from .. import errors
 
-VERSION = 1
+VERSION = 2
 SIZE = 64 * 1024 * 1024
 ROUNDS = 5
 _said: set[str] = set()
@@ -67,7 +67,8 @@ class PriceFile:
     Attributes:
         path: The file.
         seconds: What is known, by the hash of an operation, or by a word.
-        taken: The bytes that operations take while they run, then those of their results, by their hash.
+        taken: The bytes that operations take while they run, by their hash; then, of each result, the bytes of its
+            memory and its strides.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,16 +97,18 @@ class PriceFile:
             _say(f"Prices cannot be kept in {self.path.parent} ({error}); the next process measures them again. ")
         self._saved = self._known
 
-    def _read(self) -> tuple[dict[str, float], dict[str, list[int]]]:
+    def _read(self) -> tuple[dict[str, float], dict[str, list[list[int]]]]:
         try:
             data: Any = json.loads(self.path.read_text(encoding="utf-8"))
             seconds = cast("dict[str, float]", data["seconds"])
-            taken = cast("dict[str, list[int]]", data.get("taken", {}))
+            taken = cast("dict[str, list[list[int]]]", data.get("taken", {}))
             if data["version"] != VERSION or data["device"] != self._name:
                 raise ValueError("it is of another version of the library, or another device")
             if not all(isinstance(known, float) and known > 0 for known in seconds.values()):
                 raise ValueError("a price is not a number of seconds above 0")
-            if not all(type(nbytes) is int and nbytes >= 0 for known in taken.values() for nbytes in known):
+            if not all(len(taken[name][0]) == 1 for name in taken):
+                raise ValueError("what an operation takes is not one number of bytes")
+            if not all(type(n) is int and n >= 0 for known in taken.values() for part in known for n in part):
                 raise ValueError("what an operation takes is not a number of bytes")
         except FileNotFoundError:
             return {}, {}
