@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from test_units import ANATOMY
 from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, saved_activations
@@ -308,6 +309,78 @@ def test_adapters_above_a_frozen_embedding_train(config: RecomputeConfig) -> Non
     got = step()
     assert set(got) == {path for path, p in model.named_parameters() if p.requires_grad}
     assert all(torch.equal(got[path], gradient) for path, gradient in wanted.items())
+
+
+class Core(nn.Module):
+    """What is between the projections, as a module of its own: fused, or written out."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class SelfAttention(Attention):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.core_attention = Core(fused)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, -1)
+        return self.proj(self.core_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Runs(TorchDispatchMode):
+    """Counts the forwards of attentions and products with a parameter's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attentions, self.products = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.attentions += name == "_softmax" or ("attention" in name and "backward" not in name)
+        self.products += name == "addmm"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("fused", "label", "attentions", "products"),
+    [
+        (True, "core_attn", 4, 16),
+        (True, "attention_output", 4, 20),  # q, k and v again
+        (False, "core_attn", 8, 16),
+        (False, "attention_output", 8, 20),
+    ],
+)
+def test_fused_attention_runs_once(fused: bool, label: str, attentions: int, products: int) -> None:
+    """A label for attention never runs a fused one twice and says so; scores written out are run again and freed."""
+    model, tokens = GPT(4), torch.randint(0, 16, (2, 64))
+    for block in model.h:
+        block.attn = SelfAttention(fused)
+    wanted, plain = gradients(model, tokens), saved_activations(model, tokens).total_bytes
+    config = selective(label)
+    plan = config.plan(model)
+    assert str(plan).splitlines()[-1].strip().startswith("where attention is fused" if label == "core_attn" else label)
+    handle = apply(model, plan)
+    with Runs() as runs:
+        got = gradients(model, tokens)
+    assert all(map(torch.equal, got, wanted))
+    assert (runs.attentions, runs.products) == (attentions, products)
+    freed = plain - saved_activations(model, tokens).total_bytes
+    handle.remove()
+    if fused and label == "core_attn":
+        assert freed == 0
+        with pytest.raises(ArgumentError, match="attention_output frees q, k and v"):
+            config.plan(model, tokens)
+    else:
+        # q, k and v; without a fused attention its scores, and here what makes them, as well.
+        assert freed >= (4 * 3 * 2 * 64 * WIDTH * 4 if fused else 4 * 2 * 2 * 64 * 64 * 4)
+        assert config.plan(model, tokens) == plan
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:

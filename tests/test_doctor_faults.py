@@ -355,23 +355,21 @@ FAULTS = [
         line="a plan without `blocks.*.soft`",
     ),
     Fault(
-        "core_attn with a fused attention",
+        "a region around a fused attention",
         "double_recompute",
         "model.layers.*.self_attn",
         """
         from transformers import LlamaConfig, LlamaForCausalLM
-        from torch_recompute import RecomputeConfig
 
         size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
         model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=3))
-        config = RecomputeConfig(recompute_granularity="selective", recompute_modules=["core_attn"])
-        plan = config.plan(model)
+        plan = Plan(tuple(Choice((f"model.layers.{i}.self_attn",), ("@product",)) for i in range(3)))
         report = doctor.examine(model, (tokens,), {"labels": tokens}, plan=plan, hold_output=False)
         """,
         "plan=plan, ",
         "",
         says="a plan without model.layers.*.self_attn",
-        line="a plan without it, or `recompute_modules` without `core_attn`",
+        line="a plan without it, or `attention_output` among `recompute_modules`",
     ),
     Fault(
         "a router that flips",

@@ -18,20 +18,20 @@ Row = dict[str, tuple[int | str, str, str]]
 def dense(at: str, attention: str = "self_attn", mlp: str = "mlp") -> Row:
     """Three layers of attention and an MLP, with two norms that the layer calls itself."""
     return {
-        "core_attn": (3, f"{at}.{attention}", "@product"),
+        "core_attn": (3, f"{at}.{attention}", "@product @attention"),
         "mlp": (3, f"{at}.{mlp}", ""),
         "layernorm": (3, at, f"{attention} {mlp}"),
     }
 
 
 MIXTURE: Row = {
-    "core_attn": (3, "model.layers.1.self_attn", "@product"),
+    "core_attn": (3, "model.layers.1.self_attn", "@product @attention"),
     "moe": ("3*", "model.layers.1.mlp", ""),
     "moe_act": (3, "model.layers.1.mlp.experts", "@product"),
     "layernorm": ("3*", "model.layers.1", "self_attn mlp"),
 }
 DEEPSEEK: Row = {
-    "core_attn": (3, "model.layers.1.self_attn", "@product"),
+    "core_attn": (3, "model.layers.1.self_attn", "@product @attention"),
     "mlp": (1, "model.layers.0.mlp", ""),
     "moe": ("2*", "model.layers.1.mlp", ""),
     "moe_act": (2, "model.layers.1.mlp.experts", "@product"),
@@ -40,7 +40,7 @@ DEEPSEEK: Row = {
     "mla_up_proj": (3, "model.layers.1.self_attn", "q_a_proj kv_a_proj_with_mqa o_proj @attention"),
 }
 TORCH: Row = {
-    "core_attn": (3, "layers.2.self_attn", "@product"),
+    "core_attn": (3, "layers.2.self_attn", "@product @attention"),
     "mlp": (3, "layers.2", "self_attn norm1 norm2"),
     "layernorm": (3, "layers.2", "self_attn linear1 linear2"),
 }
@@ -61,24 +61,24 @@ PLACED: dict[str, Row] = {
     "gpt_neox": dense("gpt_neox.layers.0", "attention"),
     "falcon": dense("transformer.h.0", "self_attention"),
     "opt": {
-        "core_attn": (3, "model.decoder.layers.0.self_attn", "@product"),
+        "core_attn": (3, "model.decoder.layers.0.self_attn", "@product @attention"),
         "mlp": (3, "model.decoder.layers.0", "self_attn self_attn_layer_norm final_layer_norm"),
         "layernorm": (3, "model.decoder.layers.0", "self_attn fc1 fc2"),
     },
     "mamba": {"layernorm": (3, "backbone.layers.0", "mixer")},
     "bert": {
-        "core_attn": (3, "bert.encoder.layer.0.attention", "@product"),
+        "core_attn": (3, "bert.encoder.layer.0.attention", "@product @attention"),
         "mlp": (3, "bert.encoder.layer.0", "attention output.LayerNorm"),
         "layernorm": (3, "bert.encoder.layer.0", "attention.self attention.output.dense intermediate output.dense"),
     },
     "t5": {
-        "core_attn": (9, "decoder.block.1.layer.1.EncDecAttention", "@product"),
+        "core_attn": (9, "decoder.block.1.layer.1.EncDecAttention", "@product @attention"),
         "mlp": (6, "decoder.block.1.layer.2.DenseReluDense", ""),
         "layernorm": (6, "decoder.block.1", "layer.0.SelfAttention layer.1.EncDecAttention layer.2.DenseReluDense"),
     },
     "vit": dense("vit.layers.0", "attention"),
     "whisper": {
-        "core_attn": (9, "model.decoder.layers.0.encoder_attn", "@product"),
+        "core_attn": (9, "model.decoder.layers.0.encoder_attn", "@product @attention"),
         "mlp": (
             6,
             "model.decoder.layers.0",
@@ -88,14 +88,14 @@ PLACED: dict[str, Row] = {
     },
     **dict.fromkeys(["torch_encoder", "torch_encoder_prenorm"], TORCH),
     "torch_decoder": {
-        "core_attn": (6, "layers.2.multihead_attn", "@product"),
+        "core_attn": (6, "layers.2.multihead_attn", "@product @attention"),
         "mlp": (3, "layers.2", "self_attn multihead_attn norm1 norm2 norm3"),
         "layernorm": (3, "layers.2", "self_attn multihead_attn linear1 linear2"),
     },
     "handmade_gpt": dense("h.0", "attn"),
     "megatron": dense("decoder.layers.0", "self_attention"),
     "megatron_moe": {
-        "core_attn": (3, "decoder.layers.0.self_attention", "@product"),
+        "core_attn": (3, "decoder.layers.0.self_attention", "@product @attention"),
         "mlp": (1, "decoder.layers.0.mlp", ""),
         "moe": ("2*", "decoder.layers.1.mlp", ""),
         "moe_act": (2, "decoder.layers.1.mlp.experts", "@product"),
@@ -104,7 +104,7 @@ PLACED: dict[str, Row] = {
     },
     "torchtitan": dense("layers.0", "attention", "feed_forward"),
     "torchtitan_moe": {
-        "core_attn": (3, "layers.0.attention", "@product"),
+        "core_attn": (3, "layers.0.attention", "@product @attention"),
         "moe": ("3*", "layers.0.moe", ""),
         "moe_act": (3, "layers.0.moe.experts", "@product"),
         "shared_experts": (3, "layers.0.moe.shared_expert", ""),
@@ -134,6 +134,8 @@ def test_every_architecture_has_a_row() -> None:
 def test_placements(name: str) -> None:
     """Each label places the regions written down for the architecture, and labels without a row place none."""
     units, row = units_of(name), PLACED[name]
+    if "core_attn" in row:
+        row = {**row, "attention_output": (*row["core_attn"][:2], "@attention")}
     for label in LABELS:
         found = choices(units, label)
         count, path, keep = row.get(label, (0, "", ""))
@@ -196,7 +198,13 @@ def keeps(found: tuple[Choice, ...], path: str) -> set[str]:
     ("name", "labels", "path", "keep"),
     [
         # One path: what both keep. The products that core_attn keeps are less the up-projections.
-        ("deepseek_v3", "core_attn mla_up_proj", "model.layers.1.self_attn", "q_a_proj kv_a_proj_with_mqa o_proj"),
+        (
+            "deepseek_v3",
+            "core_attn mla_up_proj",
+            "model.layers.1.self_attn",
+            "q_a_proj kv_a_proj_with_mqa o_proj @attention",
+        ),
+        ("llama", "core_attn attention_output", "model.layers.1.self_attn", "@attention"),
         ("opt", "mlp layernorm", "model.decoder.layers.1", "self_attn"),
         ("bert", "mlp layernorm", "bert.encoder.layer.1", "attention.self attention.output.dense"),
         # The attention of BERT holds a norm of the layer, so the layer's region replays it: one region.
@@ -205,17 +213,17 @@ def keeps(found: tuple[Choice, ...], path: str) -> set[str]:
             "core_attn layernorm",
             "bert.encoder.layer.1",
             "attention.self.query attention.self.key attention.self.value attention.output.dense intermediate "
-            "output.dense",
+            "output.dense @attention",
         ),
         # A region in a saved call stays as it is.
         ("llama", "core_attn layernorm", "model.layers.1", "self_attn mlp"),
-        ("llama", "core_attn layernorm", "model.layers.1.self_attn", "@product"),
+        ("llama", "core_attn layernorm", "model.layers.1.self_attn", "@product @attention"),
         # The whole block is replayed anyway.
         ("deepseek_v3", "moe moe_act shared_experts", "model.layers.1.mlp", ""),
         ("mixtral", "moe model.layers.*.mlp.experts", "model.layers.1.mlp", ""),
         # A module path that is a label's path, too.
         ("llama", "core_attn *.self_attn", "model.layers.1.self_attn", ""),
-        ("torchtitan", "core_attn layers.1.attention.wq", "layers.1.attention", "wk wv wo"),
+        ("torchtitan", "core_attn layers.1.attention.wq", "layers.1.attention", "wk wv wo @attention"),
         ("torch_encoder", "layernorm layers.1.linear2", "layers.1", "self_attn linear1 linear2"),
     ],
 )

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 
 import torch_recompute
 from laws.watch import Turns, vector
+from models import Block
 from torch_recompute import (
     ArgumentError,
     BudgetError,
@@ -958,7 +959,16 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: RecomputeConfig(
         **FULL, distribute_saved_activations=True, cpu_offloading=True, cpu_offloading_num_layers=1
     ),
-    lambda: RecomputeConfig(recompute_granularity="selective", distribute_saved_activations=True),
+    lambda: RecomputeConfig(
+        recompute_granularity="selective",
+        recompute_modules=["mlp"],
+        distribute_saved_activations=True,
+        fine_grained_activation_offloading=True,
+        offload_modules=["mlp"],
+    ),
+    lambda: RecomputeConfig(recompute_granularity="selective", recompute_modules=["core_attn"]).plan(
+        Block(8, by_hand=False), torch.ones(1, 4, 8)
+    ),
     lambda: RecomputeConfig(distribute_saved_activations=True),
     lambda: RecomputeConfig(repeat_collectives=True),
     lambda: RecomputeConfig(**FULL, distribute_saved_activations=True, repeat_collectives=True),

@@ -39,12 +39,12 @@ def test_tree(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.out.splitlines() == [
         "TransformerEncoder; layers: layers 2",
         "  layers.0 x 2: layer, mlp of linear1 and linear2 (TransformerEncoderLayer)  [mlp layernorm]",
-        "    self_attn: attention, core attention as a call (MultiheadAttention)  [core_attn]",
+        "    self_attn: attention, core attention as a call (MultiheadAttention)  [core_attn attention_output]",
         "    linear1: product (Linear)",
         "    linear2: product (Linear)",
         "    norm1: norm (LayerNorm)",
         "    norm2: norm (LayerNorm)",
-        "labels that match, with their number of regions: core_attn 2, mlp 2, layernorm 2",
+        "labels that match, with their number of regions: core_attn 2, attention_output 2, mlp 2, layernorm 2",
     ]
 
 
@@ -64,7 +64,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(document) == ["schema_version", "command", "model", "stacks", "labels", "units"]
     assert (document["schema_version"], document["command"], document["model"]) == (1, "show", "TransformerEncoder")
     assert document["stacks"] == [{"path": "layers", "layers": 2}]
-    assert document["labels"] == {"core_attn": 2, "mlp": 2, "layernorm": 2}
+    assert document["labels"] == {"core_attn": 2, "attention_output": 2, "mlp": 2, "layernorm": 2}
     units = find_units(factory())
     assert [unit["path"] for unit in document["units"]] == [unit.path for unit in units]
     assert document["units"][2] == {
@@ -74,7 +74,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "layer": 0,
         "stack": "layers",
         "parts": [],
-        "labels": ["core_attn"],
+        "labels": ["core_attn", "attention_output"],
     }
 
 
@@ -107,7 +107,7 @@ def test_labels_stand_where_their_regions_are() -> None:
     here = labels_at(find_units(build("deepseek_v3")[0]))
     assert here["model.layers.0.mlp"] == ("mlp",)
     assert here["model.layers.1.mlp"] == ("moe",)
-    assert here["model.layers.1.self_attn"] == ("core_attn", "mla_up_proj")
+    assert here["model.layers.1.self_attn"] == ("core_attn", "attention_output", "mla_up_proj")
     assert "model.embed_tokens" not in here
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from distributed.pipelines import ONE, stages_of
+from distributed.pipelines import ONE
 from models import Residual
 from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
@@ -24,12 +24,12 @@ WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
 class Net(nn.Module):
     """Some of the layers, the embedding before the first, the head behind the last."""
 
-    def __init__(self, layers: Iterable[int] = range(LAYERS)) -> None:
+    def __init__(self, layers: Iterable[int] = range(LAYERS), *, of: int = LAYERS) -> None:
         super().__init__()
-        numbers = list(layers)
+        numbers, dropout = list(layers), 0.1 if of == LAYERS else 0.0
         self.embed = nn.Embedding(CLASSES, WIDTH) if 0 in numbers else None
-        self.layers = nn.ModuleDict({str(i): Residual(WIDTH, dropout=0.1) for i in numbers})
-        self.head = nn.Linear(WIDTH, CLASSES) if LAYERS - 1 in numbers else None
+        self.layers = nn.ModuleDict({str(i): Residual(WIDTH, dropout=dropout) for i in numbers})
+        self.head = nn.Linear(WIDTH, CLASSES) if of - 1 in numbers else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embed is not None:
@@ -47,33 +47,48 @@ TARGET = torch.zeros(1, ROWS, dtype=torch.long)
 
 
 @cache
-def planner() -> Planner:
+def planner(of: int = LAYERS) -> Planner:
     """What is known of the whole model, which has weights: on meta it would be planned as it runs on a GPU."""
-    whole, batch = Net(), torch.zeros(1, ROWS, dtype=torch.long)
+    whole, batch = Net(range(of), of=of), torch.zeros(1, ROWS, dtype=torch.long)
     loss = partial(loss_of, target=TARGET)
     return Planner(whole, (batch,), None, loss=loss, optimizer=torch.optim.AdamW, device="h100")
 
 
-def plans_for(schedule: str, budget: Any, ranks: int = 2) -> StagePlans:
+def plans_for(schedule: str, budget: Any, ranks: int = 2, chunks: int = 2, of: int = LAYERS) -> StagePlans:
     """The plans for a schedule."""
-    stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else 2)
-    return plan_stages(planner(), stages, budget, "auto", torch.optim.AdamW)
+    stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else chunks)
+    return plan_stages(planner(of), stages, budget, "auto", torch.optim.AdamW)
+
+
+def in_one_process(whole: Net, ids: torch.Tensor, order: Iterable[int]) -> dict[str, torch.Tensor]:
+    """The gradients of the second step of the model that is not cut, with backwards of microbatches in an order."""
+    optimizer = torch.optim.AdamW(whole.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        for one in order:
+            loss_of(whole(ids[one : one + 1]), ids[one : one + 1]).backward()
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= MICROBATCHES
+        optimizer.step()
+    return {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
 
 
 def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
     """One rank's training: its gradients without a plan and with its own, and what was promised and measured."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    here = stages_of(rank, ranks, schedule)
+    here = [stage.stage for stage in plans.stages if stage.rank == dist.get_rank()]
     agree_on(plans)
-    count = ranks * len(here)
-    each = LAYERS // count
+    count, of = len(plans), sum(len(stage.layers) for stage in plans.stages)
+    numbers = {n: [int(path.split(".")[1]) for path in plans.stages[n].layers] for n in here}
+    torch.manual_seed(0)
+    whole = Net(range(of), of=of)
     ids = torch.randint(CLASSES, (MICROBATCHES, ROWS), generator=torch.Generator().manual_seed(1))
     last = {"target": ids.clone()} if count - 1 in here else {}
 
-    def run(planned: bool) -> tuple[list[torch.Tensor], int]:
-        torch.manual_seed(0)
-        chunks = nn.ModuleDict({str(n): Net(range(n * each, (n + 1) * each)) for n in here})
+    def run(planned: bool) -> tuple[dict[str, torch.Tensor], int]:
+        chunks = nn.ModuleDict({str(n): Net(numbers[n], of=of) for n in here})
         for n in here:
+            chunks[str(n)].load_state_dict({name: whole.state_dict()[name] for name in chunks[str(n)].state_dict()})
             apply(chunks[str(n)], plans[n] if planned else Plan())
         stages = [PipelineStage(chunks[str(n)], n, count, torch.device("cpu")) for n in here]
         make = getattr(schedules, f"Schedule{schedule}")
@@ -91,14 +106,21 @@ def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:
                 optimizer.zero_grad()
                 step()
                 optimizer.step()
-        return [p.grad for p in chunks.parameters() if p.grad is not None], memory.peak_bytes
+        named = ((name.split(".", 1)[1], p.grad) for name, p in chunks.named_parameters())
+        return {name: grad for name, grad in named if grad is not None}, memory.peak_bytes
 
     plain, plain_peak = run(planned=False)
     ours, peak = run(planned=True)
     promised = plans[here[0]].prediction
+    cut = True
+    if of != LAYERS:  # without dropout, whose masks depend on the rank
+        backwards = range(MICROBATCHES)
+        one = in_one_process(whole, ids, backwards[::-1] if schedule == "LoopedBFS" else backwards)
+        cut = all(torch.equal(one[name], grad) for name, grad in ours.items())
     return {
         "regions": sum(len(plans[n]) for n in here),
-        "equal": len(plain) > 0 and all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)),
+        "equal": plain.keys() == ours.keys() != set() and all(torch.equal(plain[n], grad) for n, grad in ours.items()),
+        "as if not cut": cut,
         "peak": peak,
         "predicted": promised.peak_bytes,
         "budget": promised.budget_bytes,

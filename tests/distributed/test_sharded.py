@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from distributed.ranks import Ranks
 from torch_recompute import Choice, Plan, RecomputeConfig, RecomputeError, apply, measure, recompute
 from torch_recompute.distributed import ShardedOver
 from torch_recompute.distributed import sharded as module
@@ -178,7 +179,10 @@ def applied(paths: Any) -> Any:
         return grads
 
     plain = step()
-    if paths is None:
+    if paths == "selective":
+        parts = {"recompute_granularity": "selective", "recompute_modules": ["0", "2"]}
+        plan = RecomputeConfig(**parts, distribute_saved_activations=True).plan(model, x)
+    elif paths is None:
         config = RecomputeConfig(
             recompute_granularity="full",
             recompute_method="uniform",
@@ -195,12 +199,61 @@ def applied(paths: Any) -> Any:
     return same, all(map(torch.equal, step(), plain)), [c.store for c in plan], handle.plan == plan
 
 
-@pytest.mark.parametrize("paths", [[("0",), ("2",)], [("0", "1"), ("2", "3")], None])
+@pytest.mark.parametrize("paths", [[("0",), ("2",)], [("0", "1"), ("2", "3")], None, "selective"])
 def test_plans_use_it(ranks, paths: Any) -> None:
     """Regions and groups of a plan keep their inputs in the store; so do Megatron's field and a copy of the model."""
     for same, copied, stores, kept in ranks.run(applied, paths):
         assert (same, copied, kept) == (True, True, True)
         assert stores == ["sharded"] * 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(64), nn.LayerNorm(64), Attention()
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def selective(distribute: bool | None) -> Any:
+    """Bytes that a forward keeps, and gradients, of a model in which parts of layers are recomputed, or none."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    x = torch.randn(2, 64, 64)
+    parts = ["attention_output", "mlp"] if distribute is not None else []
+    fields = {"recompute_granularity": "selective", "recompute_modules": parts}
+    plan = RecomputeConfig(**fields, distribute_saved_activations=bool(distribute)).plan(model, x)
+    assert {choice.store for choice in plan} <= {"sharded" if distribute else ""}
+    apply(model, plan, stores={"sharded": ShardedOver()} if distribute else None)
+    with measure() as memory:
+        loss = model(x).square().mean()
+        kept = memory.live_bytes
+    loss.backward()
+    return kept, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("count", [2, RANKS])
+def test_parts_of_layers_keep_parts_of_their_inputs(ranks, count: int) -> None:
+    """With selective granularity each rank keeps its part of the input of each part; gradients are the plain ones."""
+    group = Ranks(ranks._pool, count)
+    for plain, whole, parts in zip(*(group.run(selective, one) for one in (None, False, True)), strict=True):
+        assert plain[0] > whole[0]
+        size = 2 * 64 * 64 * 4
+        assert whole[0] - parts[0] == 6 * (size - -(-size // count))  # two parts of three layers
+        assert all(map(torch.equal, plain[1], parts[1]))
 
 
 def text_of(call: Any, *args: Any) -> str:

@@ -681,8 +681,8 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
                 "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
                 "what.",
-                f"a plan without {account.name} (recompute_modules without core_attn); or a region around more than "
-                'the attention that keeps it, with "@attention" in keep.',
+                f"a plan without {account.name}; or a region around more than the attention that keeps it, with "
+                '"@attention" in keep (attention_output among recompute_modules).',
                 regions=account.calls,
                 replay_flops=account.attention_replays,
                 freed_bytes=account.freed_bytes,

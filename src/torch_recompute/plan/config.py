@@ -30,14 +30,14 @@ from ..values import thread
 from . import settings
 from .apply import apply
 from .choice import Choice, Target, joined
-from .labels import choices, matching, merge, named, routed
+from .labels import choices, matching, merge, named, notes, routed
 from .plan import Plan
 from .roles import inside
 from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
 from .units import find_units
 
 T = TypeVar("T")
-HOST = "host"
+HOST, SHARDED = "host", "sharded"
 # A switch, and the fields that are looked at only when it is on.
 BELONGING = {
     "fine_grained_activation_offloading": (
@@ -69,11 +69,12 @@ class RecomputeConfig:
             and keeps one input per region; "block" recomputes the first `recompute_num_layers` layers one by one.
         recompute_num_layers: For "full": the number above, from 1 to the layers of this model (of a pipeline: of this
             stage, or chunk). It holds for each stack of layers; a shorter stack than that is recomputed whole.
-        recompute_modules: For "selective": labels (`core_attn`, `mlp`, `layernorm`, `moe`, `moe_act`,
-            `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's author gave to
-            calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes nothing.
-        distribute_saved_activations: For "full": each tensor parallel rank keeps a part of the input of each region:
-            `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
+        recompute_modules: For "selective": labels (`core_attn`, `attention_output`, `mlp`, `layernorm`, `moe`,
+            `moe_act`, `shared_experts`, `mla_up_proj`), module paths, patterns of paths, or names that the model's
+            author gave to calls (`no_recompute(fn, name="scores")`). None stands for ["core_attn"]; [] recomputes
+            nothing. Neither `core_attn` nor `attention_output` runs a fused attention again.
+        distribute_saved_activations: Each tensor parallel rank keeps a part of the input of each region, around layers
+            or parts of them: `apply(model, plan, stores={"sharded": ShardedOver(group)})`.
         repeat_collectives: Not Megatron's. Layers that `parallelize_module` has split keep the results of their
             reductions, so replays do not repeat them; True repeats them, as Megatron does, and keeps nothing.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
@@ -347,21 +348,14 @@ def _check(config: RecomputeConfig) -> None:
                 "there is nothing to distribute.\n"
                 "  Leave distribute_saved_activations out."
             )
-        if granularity == SELECTIVE:
-            raise errors.ArgumentError(
-                'distribute_saved_activations=True does not go with recompute_granularity="selective": what goes into '
-                "a layer is the same on all tensor parallel ranks, but what goes into its parts (the queries, keys and "
-                "values of its attention) is not, so it cannot be kept in common. (Megatron-LM's arguments refuse it "
-                "too; its TransformerConfig takes it, and does nothing with it.)\n"
-                "  Leave it out, or write it with full granularity. For a part whose input is the same on all ranks:  "
-                'Choice((path,), store="sharded").'
-            )
         if granularity is None:
             why = f"{nothing}, so there are no inputs to distribute"
             _no_effect(config, "distribute_saved_activations", why, write_full)
-        if config.cpu_offloading:
+        offloading = "fine_grained_activation_offloading" if config.fine_grained_activation_offloading else ""
+        offloading = "cpu_offloading" if config.cpu_offloading else offloading
+        if offloading:
             raise errors.ArgumentError(
-                "distribute_saved_activations=True does not go with cpu_offloading=True: the one keeps the inputs of "
+                f"distribute_saved_activations=True does not go with {offloading}=True: the one keeps the inputs of "
                 "regions in parts on the tensor parallel ranks, the other in host memory, and they are in one place.\n"
                 '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some '
                 'layers, store="host"  for others.'
@@ -468,7 +462,7 @@ def _whole_layers(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ..
     chosen: list[Choice] = []
     for layers in stacks.values():
         for group in groups(layers, method, number):
-            store = "sharded" if config.distribute_saved_activations else HOST if group[0] in layers[:moved] else ""
+            store = SHARDED if config.distribute_saved_activations else HOST if group[0] in layers[:moved] else ""
             carry = any(routed(units, path) for path in group)
             chosen.append(Choice(group, carry=carry, labels=(f"{FULL}/{method}",), store=store))
     return tuple(chosen)
@@ -529,7 +523,8 @@ def _parts(
         if not here:
             calls = None if names is None else {name: len(paths) for name, paths in names.calls.items()}
             raise errors.ArgumentError(_matches_nothing(label, said, matching(units), calls))
-        found.extend(replace(choice, store=HOST) if label in moved else choice for choice in here)
+        store = HOST if label in moved else SHARDED if config.distribute_saved_activations else ""
+        found.extend(replace(choice, store=store) for choice in here)
     merged = merge(units, found)
     for label in config.offload_modules or ():
         if not any(label in choice.labels and choice.store == HOST for choice in merged):
@@ -645,7 +640,8 @@ def _check_frees(model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ..
     """
 
     def kept(chosen: Sequence[Choice]) -> int:
-        handle = apply(model, Plan(tuple(chosen)))
+        here = (replace(one, store="") if one.store == SHARDED else one for one in chosen)  # on one rank, by itself
+        handle = apply(model, Plan(tuple(here)))
         try:
             return saved_activations(model, args, kwargs).total_bytes
         finally:
@@ -660,11 +656,12 @@ def _check_frees(model: nn.Module, placed: Sequence[Choice], args: tuple[Any, ..
         bytes_kept = kept(of(label))
         if bytes_kept < plain:
             continue
+        why = "".join(f"\n{said}" for said in notes(choice for choice in placed if label in choice.labels))
         freed = {other: plain - kept(of(other)) for other in matching(units) if other != label}
         known = "".join(f"\n      {word}   {count:,} bytes" for word, count in freed.items() if count > 0)
         others = f"\n  These free something:{known}" if known else ""
         raise errors.ArgumentError(
             f"{label!r} would cost time and free nothing in {type(model).__name__}: in the call given, {bytes_kept:,} "
-            f"bytes are kept for backward with it and {plain:,} without.{others}\n"
+            f"bytes are kept for backward with it and {plain:,} without.{why}{others}\n"
             "  Leave it out, or place it around more: what a region keeps is its input."
         )

@@ -17,7 +17,7 @@ the decisions, so that tokens are never routed twice.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .choice import ATTENTION, PRODUCT, Choice, Target, joined
 from .roles import Unit, Units, inside, relative
@@ -52,8 +52,9 @@ def _around(units: Units, unit: Unit, label: str, holding: tuple[str, ...], part
     return _region(units, label, unit.path, [*names, *([KEEP_ATTENTION] if loose else [])])
 
 
-def _core_attn(units: Units) -> list[Choice]:
-    return [_region(units, "core_attn", unit.path, [KEEP_PRODUCTS]) for unit in units.by_role("attention")]
+def _attentions(label: str, keep: Sequence[str]) -> Callable[[Units], list[Choice]]:
+    """A region around each attention. A fused call is kept: its backward makes the scores again in any case."""
+    return lambda units: [_region(units, label, unit.path, keep) for unit in units.by_role("attention")]
 
 
 def _whole(role: str) -> Callable[[Units], list[Choice]]:
@@ -95,7 +96,8 @@ def _mla_up_proj(units: Units) -> list[Choice]:
 
 
 MEANS: Mapping[str, str] = {
-    "core_attn": "a region around each attention, products kept: what is between the projections is recomputed",
+    "core_attn": "a region around each attention, products and fused attention kept: scores written out are recomputed",
+    "attention_output": "a region around each attention, fused attention kept: the projections in front are recomputed",
     "mlp": "a region around each dense MLP",
     "moe": "a region around each mixture of experts, router included, its decisions carried",
     "moe_act": "a region around the experts, products kept",
@@ -104,8 +106,17 @@ MEANS: Mapping[str, str] = {
     "mla_up_proj": "a region around each MLA attention; down-projections, output projection and attention call kept",
 }
 """What each label asks for."""
+NOTES: Mapping[str, str] = {
+    "core_attn": "where attention is fused (scaled_dot_product_attention, flex_attention), core_attn keeps the call "
+    "and does not run it twice: its scores are never stored, so little is freed; attention_output frees q, k and v. "
+    "Scores made by products and softmax are recomputed",
+    "attention_output": "attention_output keeps the result of fused attention and recomputes q, k and v; scores made "
+    "by products and softmax are recomputed, too",
+}
+"""What a label does with attention, which the structure of a model does not tell."""
 LABELS: dict[str, Callable[[Units], list[Choice]]] = {
-    "core_attn": _core_attn,
+    "core_attn": _attentions("core_attn", [KEEP_PRODUCTS, KEEP_ATTENTION]),
+    "attention_output": _attentions("attention_output", [KEEP_ATTENTION]),
     "mlp": _whole("mlp"),
     "moe": _whole("moe"),
     "moe_act": _moe_act,
@@ -121,6 +132,12 @@ def choices(units: Units, label: str) -> tuple[Choice, ...]:
         return tuple(LABELS[label](units))
     matches = [path for path in units.modules if path and fnmatch.fnmatchcase(path, label)]
     return tuple(_region(units, label, path) for path in ([label] if label in matches else _outermost(matches)))
+
+
+def notes(choices: Iterable[Choice]) -> list[str]:
+    """What is to be said about the labels of choices, each sentence once."""
+    asked = {label for choice in choices if KEEP_ATTENTION in choice.keep for label in choice.labels}
+    return [f"  {said}." for label, said in NOTES.items() if label in asked]
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from .. import errors
 from .._text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, NOT_COUNTED, Loop
 from .choice import KINDS, Choice, Target
+from .labels import notes
 from .profile import MIB, VERSION, Profile, made, read
 
 NOT_RECOMPUTED = "not recomputed"
@@ -356,7 +357,7 @@ class Plan:
             return "\n".join([f"plan of {len(self.sizes)} sizes{made}", *map(str, self.sizes), *last])
         if self.prediction is not None:
             return f"{self.summary}\n{self.prediction}"
-        return "\n".join([self.summary, *(f"  {choice}" for choice in self.choices)])
+        return "\n".join([self.summary, *(f"  {choice}" for choice in self.choices), *notes(self.choices)])
 
     def digest(self) -> str:
         """A SHA-256 hash of the choices, as 64 hexadecimal digits: equal in every process for plans that choose alike.

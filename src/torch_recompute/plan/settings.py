@@ -199,12 +199,13 @@ _FLAGS = {
     "recompute_num_layers": ("N", "full: uniform: layers per region; block: how many"),
     "recompute_modules": (
         "LABEL",
-        "selective: core_attn, mlp, layernorm, moe, moe_act, shared_experts, mla_up_proj, or module paths; "
+        "selective: core_attn, attention_output, mlp, layernorm, moe, moe_act, shared_experts, mla_up_proj, or module "
+        "paths; "
         "separated by spaces or commas; none for a run that recomputes nothing",
     ),
     GRANULARITY_FLAG: ("", "the same as --recompute_granularity selective"),
     BLOCK_FLAG: ("N", "the same as --recompute_granularity full --recompute_method block --recompute_num_layers N"),
-    "distribute_saved_activations": ("", "full: regions keep their inputs in parts on the tensor parallel ranks"),
+    "distribute_saved_activations": ("", "regions keep their inputs in parts on the tensor parallel ranks"),
     "repeat_collectives": (
         "",
         "replays repeat the reductions of tensor parallel layers, whose results are kept without it",
