@@ -303,7 +303,9 @@ class Plan:
             return self.prediction.summary(self.choices)
         if self.graph_bytes is not None:
             return f"plan for torch.compile, whose graph may allocate {errors.brief(self.graph_bytes)}"
-        return f"plan of {counted(len(self.choices), 'region')}" + (f", from {self.source}" if self.source else "")
+        away = sum(choice.offload for choice in self.choices)
+        regions = counted(len(self.choices) - away, "region") + (f" and {counted(away, 'offload')}" if away else "")
+        return f"plan of {regions}" + (f", from {self.source}" if self.source else "")
 
     def explain(self) -> str:
         """Says what each word and each column of the printed plan means."""

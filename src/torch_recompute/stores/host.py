@@ -216,6 +216,7 @@ class Sending:
         parts = {name: self.get(part) for name, part in handle.parts.items()}
         return handle.kind.__tensor_unflatten__(parts, handle.context, handle.size, handle.stride)
 
+
 class OnHost(Sending):
     """Keeps tensors in pinned host memory.
 
