@@ -326,7 +326,8 @@ def no_recompute(
 
     What backward needs from inside the call is stored, except what the replay rebuilds anyway (views of the call's
     inputs). Its output is stored only if something recomputed later needs it. Outside of a region, and inside another
-    saved call, it is the plain call; with a `store`, all that it saves for backward but parameters is put there. Inside `torch.compile` the compiled step does not repeat its work either.
+    saved call, it is the plain call; with a `store`, all that it saves for backward but parameters is put there.
+    Inside `torch.compile` the compiled step does not repeat its work either.
 
     Args:
         fn: A function, bound method or module.
@@ -411,8 +412,8 @@ def _keep_outside(
 
 def _not_stored_under_a_transform(name: str) -> str:
     return (
-        f"{name} is called with a store inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, vmap), which "
-        "has no saved-tensor hooks. So it is the plain call there, and keeps what it saves where it is.\n"
+        f"{name} is called with a store inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, vmap), "
+        "which has no saved-tensor hooks. So it is the plain call there, and keeps what it saves where it is.\n"
         "  Take gradients with backward() or torch.autograd.grad, or leave store= out there."
     )
 

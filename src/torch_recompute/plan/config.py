@@ -387,7 +387,8 @@ def _check(config: RecomputeConfig) -> None:
 #
 # Megatron's `cpu_offloading` moves what layers keep; here it moves the inputs of its regions. So it goes
 # with whole layers that are recomputed (where Megatron forbids it). `fine_grained_activation_offloading` moves what
-# parts save that are not recomputed, as Megatron's does, and the inputs of those that are. How much is moved, and how far ahead, are options of the store.
+# parts save that are not recomputed, as Megatron's does, and the inputs of those that are. How much is moved, and how
+# far ahead, are options of the store.
 
 
 def _check_offloaded_layers(config: RecomputeConfig) -> None:

@@ -5,8 +5,8 @@ device, in host memory, sharded over other ranks. A `Store` is that decision; th
 in forward and `get` when backward needs it, and knows nothing else about it.
 
 `store.py` is the protocol, and what the engine asks of every store; `host.py` is host memory: which tensors go there;
-`transfers.py` copies them; `disk.py` is a file, to which they go in the same order; `measured.py` measures how fast the copies are, and keeps all that is measured on this
-machine.
+`transfers.py` copies them; `disk.py` is a file, to which they go in the same order; `measured.py`
+measures how fast the copies are, and keeps all that is measured on this machine.
 """
 
 from .disk import OnDisk

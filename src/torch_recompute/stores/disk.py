@@ -1,12 +1,12 @@
 """Files as a store: where tensors wait when host memory is short, too.
 
-What goes, when its memory is free and when it comes back is decided as for host memory (`host.py`, `transfers.py`). This
-file is the way there: a lane whose copies are writes and reads on threads, block by block, each with a checksum.
+What goes, when its memory is free and when it comes back is decided as for host memory (`host.py`, `transfers.py`).
+This file is the way there: a lane whose copies are writes and reads on threads, block by block, each with a checksum.
 
-All tensors of a store are in one file that has no name: it is unlinked while it is open, so the system frees it with the
-process, however that ends, and there is nothing to sweep. Parts of it are used again, and it is cut to nothing when the
-last tensor is dropped. Rejected: a file per tensor, of which a process may have too few open; files with names, which
-a killed process leaves behind.
+All tensors of a store are in one file that has no name: it is unlinked while it is open, so the system frees it with
+the process, however that ends, and there is nothing to sweep. Parts of it are used again, and it is cut to nothing when
+the last tensor is dropped. Rejected: a file per tensor, of which a process may have too few open; files with names,
+which a killed process leaves behind.
 
 Invariants: space is reserved before a tensor is taken, so a full disk raises in the `put` that it is too full for. A
 part of the file is given back once no thread writes to it or reads from it. What runs on the threads waits for no lock
@@ -21,8 +21,10 @@ import ctypes
 import errno
 import os
 import shutil
+import sys
 import tempfile
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -66,7 +68,8 @@ class Disk:
     def __init__(self, folder: str, threads: int) -> None:
         self.folder = folder
         self.process = os.getpid()
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self._file.close).atexit = False
         self._threads = ThreadPoolExecutor(threads, "torch-recompute-disk", _enter)
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
@@ -122,8 +125,11 @@ class Disk:
             self._holes, self._end = [], 0
 
     def run(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Has a job done on one of the threads."""
-        return self._threads.submit(job, *args)
+        """Has a job done on one of the threads, which holds nothing of it once it is done."""
+        given = [(job, args)]
+        future: Any = self._threads.submit(_emptied, given)
+        future.given = given
+        return future
 
     def write(self, view: memoryview, place: int) -> str:
         """Writes a block; returns what went wrong, if anything, in words."""
@@ -154,18 +160,31 @@ class Disk:
         if done == len(view) and zlib.crc32(view) == checksum:
             return ""
         return (
-            f"OnDisk read other bytes from {self.folder} than it had written there: the checksum of {len(view):,} bytes "
-            "is not the one that was noted. Nothing was computed with them.\n"
+            f"OnDisk read other bytes from {self.folder} than it had written there: the checksum of {len(view):,} "
+            "bytes is not the one that was noted. Nothing was computed with them.\n"
             "  Check that disk and its file system, and name a folder on another one."
         )
 
     def _failed(self, what: str, error: OSError) -> str:
         return (
-            f"OnDisk could not {what} in {self.folder}: {error.strerror}. {shutil.disk_usage(self.folder).free:,} bytes "
-            f"are free there, and the store has a file of {self._end:,}. Nothing is lost: the tensor is where it was, "
-            "and what was written before is whole.\n"
+            f"OnDisk could not {what} in {self.folder}: {error.strerror}. {shutil.disk_usage(self.folder).free:,} "
+            f"bytes are free there, and the store has a file of {self._end:,}. Nothing is lost: the tensor is where "
+            "it was, and what was written before is whole.\n"
             "  Make room there, name a folder on a larger disk, or send less:  OnDisk(folder, at_most=...)"
         )
+
+
+def _emptied(given: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
+    job, args = given.pop()
+    return job(*args)
+
+
+def _stop(job: Any) -> None:
+    """Takes back a job that has not begun, or waits for its end."""
+    if job.cancel():
+        job.given.clear()
+    elif not _thread.here:
+        job.exception()
 
 
 class Piece:
@@ -186,7 +205,7 @@ class Piece:
         self._start = disk.take(self.nbytes)
 
     def __del__(self) -> None:
-        if self._start >= 0:
+        if self._start >= 0 and not sys.is_finalizing():
             self._disk.give_back(self._start, self.nbytes)
 
     def numel(self) -> int:
@@ -277,8 +296,8 @@ class Files(Direct):
     def abandon(self, tensor: torch.Tensor, mark: Jobs) -> None:
         """Stops what has not begun, and waits for the rest, which holds memory."""
         for job in (*mark.blocks, mark.last):
-            if job is not None and not job.cancel() and not _thread.here:
-                job.exception()
+            if job is not None:
+                _stop(job)
         if self._link is not None:
             self._link.abandon(tensor, mark.mark)
 
@@ -299,10 +318,10 @@ class OnDisk(Sending):
         attend = no_recompute(attention, store=store)        # what a saved call keeps
 
     Threads write while the next region is computed, and read one region ahead of the replay that needs them. Where the
-    tensors are on the CPU it is host memory that is freed; from a CUDA device they travel through pinned memory, as with
-    `OnHost`. Each block is read with a checksum. Tensors that share memory are written once; strides are kept as by
-    `OnHost`. One object may serve any number of regions, live microbatches and threads. Sparse and nested tensors stay
-    where they are.
+    tensors are on the CPU it is host memory that is freed; from a CUDA device they travel through pinned memory, as
+    with `OnHost`. Each block is read with a checksum. Tensors that share memory are written once; strides are kept as
+    by `OnHost`. One object may serve any number of regions, live microbatches and threads. Sparse and nested tensors
+    stay where they are.
 
     The file has no name: it is gone when the process ends, killed or not, and is cut to nothing when the last tensor
     is dropped. Use a local NVMe disk; a folder in memory (tmpfs) frees nothing.

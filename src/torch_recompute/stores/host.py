@@ -128,10 +128,10 @@ class Sending:
         """Sends the tensor on its way, or keeps it."""
         if capturing():
             raise errors.StoreError(
-                f"{errors.kind(self)} was given a tensor while a CUDA graph is captured. What is copied in one graph could not be "
-                "waited for in another, and pinned memory would be the same at every launch.\n"
-                "  Keep the tensors of captured regions on the device: leave out inputs= and store= "
-                "there, or capture only parts of the model that hold no such region."
+                f"{errors.kind(self)} was given a tensor while a CUDA graph is captured. What is copied in one graph "
+                "could not be waited for in another, and pinned memory would be the same at every launch.\n"
+                "  Keep the tensors of captured regions on the device: leave out inputs= and store= there, or capture "
+                "only parts of the model that hold no such region."
             )
         with torch.no_grad():
             return self._put(tensor.detach())

@@ -281,8 +281,8 @@ class Parcel:
         if now is not None and now != self._expected:
             raise errors.ChangedError(
                 f"a tensor that {self._depot.lane.store} was given has been changed in place while it was being "
-                f"{self._depot.lane.copied} (version {self._expected} then, {now} now), so neither its old nor its new values are known to be "
-                "there.\n"
+                f"{self._depot.lane.copied} (version {self._expected} then, {now} now), so neither its old nor its new "
+                "values are known to be there.\n"
                 "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of "
                 "x += y, or give the region a copy: region(x.clone())."
             )
