@@ -490,6 +490,31 @@ def test_fields_that_belong_to_a_switch_exist() -> None:
         assert defaults.keys() >= {*fields}
 
 
+# --- offloading without recomputation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["qkv_linear", "core_attn", "attn_norm", "mlp_norm", "h.*.mlp"])
+def test_offload_modules_that_are_not_recomputed(label: str) -> None:
+    """What these parts save is in host memory and runs once; gradients are the plain ones, and nothing is left."""
+    torch.manual_seed(0)
+    model, tokens = GPT(3), torch.randint(16, (2, 6))
+    plain = torch.autograd.grad(model(tokens).square().sum(), list(model.parameters()))
+    before = saved_activations(model, (tokens,)).total_bytes
+    plan = RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=[label]).plan(model)
+    assert len(plan) in (3, 9)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert all(choice.offload and choice.store == "host" for choice in plan)
+    store = OnHost()
+    handle = apply(model, plan, stores={"host": store})
+    loss = model(tokens).square().sum()
+    assert 0 < store.host_bytes < before
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    del loss
+    assert store.host_bytes == 0
+    handle.remove()
+
+
 # --- offloading -----------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ from torch_recompute import (
     Choice,
     MismatchError,
     NotRecomputingError,
+    OnDisk,
     OnHost,
     OutputDiscardCheckpoint,
     Plan,
@@ -976,13 +977,15 @@ MISUSES: tuple[Callable[[], Any], ...] = (
         nn.Sequential(nn.Linear(2, 2))
     ),
     lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
-    lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
-    lambda: RecomputeConfig(
-        recompute_granularity="selective",
-        recompute_modules=["mlp"],
-        fine_grained_activation_offloading=True,
-        offload_modules=["core_attn"],
+    lambda: RecomputeConfig(fine_grained_activation_offloading=True),
+    lambda: RecomputeConfig(**FULL, fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
+    lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["attn_proj"]),
+    lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["moe_act"]).plan(
+        small_stack()[0]
     ),
+    lambda: Plan((Choice(("a", "b"), offload=True),)),
+    lambda: OnDisk("/no/such/folder"),
+    lambda: OnDisk(".", threads=0),
     lambda: RecomputeConfig(
         recompute_granularity="selective",
         recompute_modules=["mlp"],

@@ -52,6 +52,7 @@ class Lazy:
     """A lane whose copies happen as late as they may."""
 
     direct = False
+    store, copied = "OnHost", "copied to the host"
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []

@@ -1,5 +1,6 @@
 """Stores: what is put comes back, region inputs and saved calls go through them, and nothing stays behind."""
 
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from laws.watch import equal, on_threads
-from torch_recompute import ChangedError, OnDevice, OnHost, Store, StoreError, no_recompute, recompute
+from torch_recompute import ChangedError, OnDevice, OnDisk, OnHost, Store, StoreError, no_recompute, recompute
 from torch_recompute.stores import Hooks, Kept
 
 
@@ -36,6 +37,7 @@ class Noted:
 STORES: dict[str, Callable[[], Store]] = {
     "OnDevice": OnDevice,
     "OnHost": OnHost,
+    "OnDisk": lambda: OnDisk(tempfile.gettempdir()),
     "Hooks": lambda: Hooks(lambda t: t.detach().clone(), lambda t: t),
     "user's": Noted,
 }

@@ -28,7 +28,7 @@ from .errors import (
     StoreError,
 )
 from .region import no_recompute, recompute
-from .stores import OnDevice, OnHost, Store
+from .stores import OnDevice, OnDisk, OnHost, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ __all__ = [
     "MismatchError",
     "NotRecomputingError",
     "OnDevice",
+    "OnDisk",
     "OnHost",
     "OutputDiscardCheckpoint",
     "Plan",

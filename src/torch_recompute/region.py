@@ -39,7 +39,7 @@ from . import errors
 from ._torch import ambient_hooks, tracing
 from ._torch.modes import transforming
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
-from .engine.saved_call import SavedCall, call_again, record_call, tensors_of
+from .engine.saved_call import SavedCall, call_again, record_call, stored_call, tensors_of
 from .engine.tiles import check as check_tiles
 from .engine.tiles import run as run_tiles
 from .observer import Observer, Running, here, observing
@@ -326,7 +326,8 @@ def no_recompute(
 
     What backward needs from inside the call is stored, except what the replay rebuilds anyway (views of the call's
     inputs). Its output is stored only if something recomputed later needs it. Outside of a region, and inside another
-    saved call, it is the plain call. Inside `torch.compile` the compiled step does not repeat its work either.
+    saved call, it is the plain call; with a `store`, all that it saves for backward but parameters is put there.
+    Inside `torch.compile` the compiled step does not repeat its work either.
 
     Args:
         fn: A function, bound method or module.
@@ -380,12 +381,12 @@ def keep(
 ) -> Any:
     """Makes a saved call; a `pure` one is known to draw no numbers, to change nothing, and to return new memory."""
     if torch.compiler.is_compiling():
-        if store is not None and thread.traced:
+        if store is not None:
             tracing.say(no_effect(name, f"store={errors.kind(store)}()", STAYS))
         return kept_in_graph(fn, args, kwargs)
     now = thread.run
     if now is None:
-        return fn(*args, **kwargs)
+        return fn(*args, **kwargs) if store is None else _keep_outside(store, name, fn, args, kwargs)
     if _under_other_hooks(now):
         return fn(*args, **kwargs)
     if now.replaying:
@@ -395,6 +396,26 @@ def keep(
     if frame is not None:
         frame.alias(kept)
     return result
+
+
+def _keep_outside(
+    store: Store, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A saved call with a store, outside of every region."""
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    if transforming() is not None:
+        warnings.warn(_not_stored_under_a_transform(name), RuntimeWarning, stacklevel=3)
+        return fn(*args, **kwargs)
+    return stored_call(store, name, fn, args, kwargs)
+
+
+def _not_stored_under_a_transform(name: str) -> str:
+    return (
+        f"{name} is called with a store inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, vmap), "
+        "which has no saved-tensor hooks. So it is the plain call there, and keeps what it saves where it is.\n"
+        "  Take gradients with backward() or torch.autograd.grad, or leave store= out there."
+    )
 
 
 def _under_other_hooks(run: Run) -> bool:

@@ -7,11 +7,12 @@ it that gets that far. `pieces` says whether some region sees only a part of the
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_recompute import no_recompute, recompute
+from torch_recompute import OnDisk, no_recompute, recompute
 
 
 def chain(*stages: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,6 +37,7 @@ class Placement:
     pieces: bool = True
 
 
+DISK = OnDisk(tempfile.gettempdir())
 R, S = recompute, no_recompute
 
 PLAIN = Placement("plain", chain, (1, 1, 1), pieces=False)
@@ -60,6 +62,11 @@ PLACEMENTS = [
     Placement("saved call three deep", lambda a, b, c: R(chain(R(chain(R(S(a)), b)), c)), (1, 3, 2)),
     Placement(
         "a region in a saved call in a region in a region", lambda a, b, c: R(R(chain(S(R(a)), b, c))), (2, 2, 2)
+    ),
+    Placement("inputs on the disk", lambda a, b, c: chain(R(a, inputs=DISK), b, R(c, inputs=DISK)), (2, 1, 2)),
+    Placement("a saved call on the disk", lambda a, b, c: R(chain(a, S(b, store=DISK), c)), (2, 1, 2)),
+    Placement(
+        "stored outside of regions", lambda a, b, c: chain(S(a, store=DISK), S(chain(R(b), c), store=DISK)), (1, 2, 1)
     ),
 ]
 

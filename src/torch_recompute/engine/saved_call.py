@@ -428,6 +428,24 @@ def record_call(
     return result, kept
 
 
+@tracing.as_it_is
+def stored_call(store: Store, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call outside of every region: what autograd saves in it is put into a store, but for parameters."""
+
+    def pack(tensor: torch.Tensor) -> Packed:
+        base = tensor if tensor._base is None else tensor._base
+        if is_parameter(base) or is_parameter(tensor):
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        return Kept(store, tensor.detach(), name)
+
+    thread.calls += 1  # what is put until the next one leaves together
+    _torch.push_hooks(_torch.see_through(pack), unpack)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        _torch.pop_hooks()
+
+
 def call_again(
     run: Run, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], history: bool = False
 ) -> Any:

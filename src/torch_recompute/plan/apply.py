@@ -33,6 +33,7 @@ from .wrappers import (
     ForwardWrapper,
     KeepCallsWithin,
     NamedCalls,
+    Offloaded,
     Promised,
     Region,
     SavedModule,
@@ -94,14 +95,14 @@ class Applied:
         """Reports what each region drops and what its replays cost, of the steps that were last watched, if any."""
         figures = self._figures or [Figures() for _ in self._regions]
         rows: list[Row] = []
-        for choice in self.plan.all_choices:
+        for choice in (choice for choice in self.plan.all_choices if not choice.offload):
             mine = [number for number, region in enumerate(self._regions) if region.choice == choice]
             modules = [type(self._regions[number].module).__name__ for number in mine]
             rows.append(Row.of(choice, modules, [figures[number] for number in mine]))
         return Report(tuple(rows), watched=self._figures is not None)
 
     def __repr__(self) -> str:
-        regions = len(self.plan.all_choices)
+        regions = sum(not choice.offload for choice in self.plan.all_choices)
         state = f"{regions} regions" if self._placed or not regions else "removed"
         tops = [one.module for one in self._placed if isinstance(one, NoCacheInTraining)]
         uncached = any(getattr(getattr(top, "config", None), "use_cache", False) for top in tops)
@@ -188,6 +189,9 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                         "  Leave one of the two paths out; the region is there whenever the module is called."
                     )
             store = by_word[choice.store]
+            if choice.offload:
+                place(Offloaded(module, path, store), path, choice)
+                continue
             if len(choice.paths) > 1:
                 region = ChainedRegion(module, path, choice, store, chain)
             else:

@@ -30,6 +30,7 @@ from .._torch import tracing
 from .._torch.modes import attention_in_parts
 from .._torch.ranks import call_next_mode, dispatches
 from ..region import keep
+from ..stores import Store
 from ..values import Run, name_of, replay, thread
 
 Function = Callable[..., Any]
@@ -113,8 +114,9 @@ def _pure(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 class KeepCalls(TorchFunctionMode):
     """Makes saved calls of all calls of some of `choice.KINDS`; what is both unused and kept counts as unused."""
 
-    def __init__(self, kinds: Iterable[str]) -> None:
+    def __init__(self, kinds: Iterable[str], store: Store | None = None) -> None:
         super().__init__()
+        self._store = store
         self._kinds, self._unused, self._awaited = _awaited(tuple(kinds), len(_declared))
 
     def __torch_function__(
@@ -128,7 +130,8 @@ class KeepCalls(TorchFunctionMode):
                 return attention_in_parts(*args, **kwargs)
         kind = kind_of(func, args, kwargs, narrow="product" not in self._kinds)
         if kind in self._kinds or kind in self._unused:
-            return keep(name_of(func), func, args, kwargs, None, kind in self._unused, _pure(func, args, kwargs))
+            pure, unused = _pure(func, args, kwargs), kind in self._unused
+            return keep(name_of(func), func, args, kwargs, self._store, unused, pure)
         return func(*args, **kwargs)
 
 

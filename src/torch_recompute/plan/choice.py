@@ -97,10 +97,13 @@ class Choice:
     labels: tuple[str, ...] = ()
     store: str = ""
     nested: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
         object.__setattr__(self, "keep", tuple(map(_present, self.keep)))
+        if self.offload and not self.store:
+            object.__setattr__(self, "store", "host")
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -113,12 +116,14 @@ class Choice:
         return tuple(map(Target, self.keep))
 
     def __str__(self) -> str:
+        asked = f"  ({' '.join(self.labels)})" if self.labels else ""
+        if self.offload:
+            return f"offload {', '.join(self.paths) or 'the model'}: what it saves {stored_in(self.store)}{asked}"
         where = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} to {self.paths[-1]}"
         again = ", then each again" if self.nested else ""
         kept = f", but not {', '.join(self.keep)}" if self.keep else ""
         carried = ", decisions carried" if self.carry else ""
         stored = f", inputs {stored_in(self.store)}" if self.store else ""
-        asked = f"  ({' '.join(self.labels)})" if self.labels else ""
         return f"recompute {where or 'the model'}{again}{kept}{carried}{stored}{asked}"
 
 

@@ -30,7 +30,7 @@ from ..values import thread
 from . import settings
 from .apply import apply
 from .choice import Choice, Target, joined
-from .labels import choices, matching, merge, named, notes, routed
+from .labels import OFFLOADS, choices, matching, merge, named, notes, offloaded, routed
 from .plan import Plan
 from .roles import inside
 from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
@@ -79,8 +79,10 @@ class RecomputeConfig:
             reductions, so replays do not repeat them; True repeats them, as Megatron does, and keeps nothing.
         sequence_parallel: Whether the model splits sequences over tensor parallel ranks; for checks only.
         moe_layer_recompute: Megatron's older spelling of "moe" among `recompute_modules`.
-        fine_grained_activation_offloading: Keep the inputs of the parts in `offload_modules` in host memory (`OnHost`).
-        offload_modules: Labels that are among `recompute_modules` too.
+        fine_grained_activation_offloading: Keep what the parts in `offload_modules` save in host memory (`OnHost`).
+        offload_modules: Labels (`attn_norm`, `qkv_linear`, `core_attn`, `attn_proj`, `mlp_norm`, `expert_fc1`,
+            `moe_act`), module paths or patterns; of those that are among `recompute_modules` too, the inputs are kept
+            there. The store's `ahead` is how many of them are in flight.
         min_offloaded_tensor_size: Refused: an option of the store, `OnHost(smallest=)`.
         delay_offload_until_cuda_graph: Refused: about Megatron's own schedule.
         delta_offload_bytes_across_pp_ranks: Refused, likewise.
@@ -191,7 +193,7 @@ class RecomputeConfig:
         found = _reductions_kept(self, model, found)
         if example is not None:
             _check_frees(model, found, *example)
-        return Plan(found, source=repr(self))
+        return Plan((*found, *_offloaded_parts(self, model)), source=repr(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are not at their default, ready for JSON and YAML; `from_dict` reads them."""
@@ -377,26 +379,20 @@ def _check(config: RecomputeConfig) -> None:
 
 # --- offloading ---
 #
-# Megatron moves what layers keep for backward; here a plan moves the inputs of its regions. So `cpu_offloading` goes
-# with whole layers that are recomputed (where Megatron forbids it), and `fine_grained_activation_offloading` with parts
-# that are in `recompute_modules` too. How much is moved, and how far ahead, are options of the store.
-
-
-def _check_offloading(config: RecomputeConfig, field: str, granularity: str, what: str) -> None:
-    """Raises if nothing is recomputed whose inputs could be moved."""
-    parts = field == "fine_grained_activation_offloading"
-    if config.recompute_granularity != granularity or (parts and not config.offload_modules):
-        raise errors.ArgumentError(
-            f"{field}=True moves the inputs of {what}, that are recomputed, to host memory, and here there are none: "
-            f'it needs recompute_granularity="{granularity}". (What a module keeps without being recomputed is not '
-            "moved; Megatron-LM does that in its own layers.)\n"
-            f'  Write recompute_granularity="{granularity}" with it, or place a store by hand: '
-            "no_recompute(fn, store=OnHost()) inside a region."
-        )
+# Megatron's `cpu_offloading` moves what layers keep; here it moves the inputs of its regions. So it goes
+# with whole layers that are recomputed (where Megatron forbids it). `fine_grained_activation_offloading` moves what
+# parts save that are not recomputed, as Megatron's does, and the inputs of those that are. How much is moved, and how
+# far ahead, are options of the store.
 
 
 def _check_offloaded_layers(config: RecomputeConfig) -> None:
-    _check_offloading(config, "cpu_offloading", FULL, "whole layers")
+    if config.recompute_granularity != FULL:
+        raise errors.ArgumentError(
+            "cpu_offloading=True moves the inputs of whole layers, that are recomputed, to host memory, and here there "
+            'are none: it needs recompute_granularity="full".\n'
+            '  Write recompute_granularity="full" with it; or, for parts that are not recomputed, '
+            'fine_grained_activation_offloading=True, offload_modules=["core_attn"].'
+        )
     number, recomputed = config.cpu_offloading_num_layers, config.recompute_num_layers or 0
     _check_count("cpu_offloading_num_layers", number)
     if config.recompute_method == BLOCK and number > recomputed:
@@ -411,12 +407,19 @@ def _check_offloaded_layers(config: RecomputeConfig) -> None:
 
 
 def _check_offloaded_parts(config: RecomputeConfig) -> None:
-    fields, recomputed = BELONGING["fine_grained_activation_offloading"], config.recompute_modules or ()
-    _check_offloading(config, "fine_grained_activation_offloading", SELECTIVE, "parts, named in offload_modules too")
-    for label in config.offload_modules or ():
-        if label not in recomputed:
-            why = f"{label!r} is not among recompute_modules, and only inputs of what is recomputed are moved"
-            _no_effect(config, "offload_modules", why, f"Write recompute_modules={[*recomputed, label]}")
+    fields, labels = BELONGING["fine_grained_activation_offloading"], config.offload_modules or ()
+    if config.recompute_granularity == FULL or not labels:
+        raise errors.ArgumentError(
+            "fine_grained_activation_offloading=True moves to host memory what the parts in offload_modules save, and "
+            f"here {'whole layers are recomputed, which save nothing' if labels else 'it names none'}.\n"
+            '  Write offload_modules=["core_attn", "expert_fc1"], without recompute_granularity="full"; for the inputs '
+            "of whole layers, cpu_offloading=True."
+        )
+    if "attn_proj" in labels and not {"core_attn"} & {*labels, *(config.recompute_modules or ())}:
+        why = (
+            "what the projection saves is the result of the attention, which core_attn keeps on the device all the same"
+        )
+        _no_effect(config, "offload_modules", why, f"Write offload_modules={['core_attn', *labels]}")
     for field in (field for field in fields if field != "offload_modules" and not _is_default(config, field)):
         why, write = "it is about Megatron-LM's own schedule", "Write nothing in its place"
         if field in OPTIONS:
@@ -526,12 +529,30 @@ def _parts(
         store = HOST if label in moved else SHARDED if config.distribute_saved_activations else ""
         found.extend(replace(choice, store=store) for choice in here)
     merged = merge(units, found)
-    for label in config.offload_modules or ():
-        if not any(label in choice.labels and choice.store == HOST for choice in merged):
+    for label in moved:
+        if label in labels and not any(label in choice.labels and choice.store == HOST for choice in merged):
             why = f"all of {label!r} is inside of other regions, whose inputs stay on the device"
             write = "Name the label of those in offload_modules"
             _no_effect(config, "offload_modules", why, write)
     return merged
+
+
+def _offloaded_parts(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ...]:
+    """What is offloaded without being recomputed."""
+    recomputed = config.recompute_modules or ()
+    labels = (config.offload_modules or ()) if config.fine_grained_activation_offloading else ()
+    units, found = find_units(model), dict[tuple[str, ...], Choice]()
+    for label in (label for label in labels if label not in recomputed):
+        chosen = offloaded(units, label, HOST)
+        if not chosen:
+            known = {word: count for word in OFFLOADS if (count := len(offloaded(units, word, HOST)))}
+            why = f"{label!r} matches nothing in {type(model).__name__}"
+            write = (
+                f"These match: {', '.join(known) or 'no label'}; or name modules by their paths, or patterns of paths"
+            )
+            _no_effect(config, "offload_modules", why, write)
+        found.update((choice.paths, choice) for choice in chosen)
+    return tuple(found.values())
 
 
 # --- names of calls, found by calling the model once ---

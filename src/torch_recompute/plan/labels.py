@@ -140,6 +140,57 @@ def notes(choices: Iterable[Choice]) -> list[str]:
     return [f"  {said}." for label, said in NOTES.items() if label in asked]
 
 
+def _products(units: Units, path: str) -> list[str]:
+    roles = ("product", "down_projection", "up_projection")
+    return list(dict.fromkeys(unit.path for unit in units.by_role(*roles, within=path)))
+
+
+def _of_experts(units: Units, role: str) -> list[str]:
+    """The products of each expert but the last, or the activations, of experts that are modules."""
+    inner: dict[str, list[str]] = {}
+    for unit in units.by_role("experts"):
+        paths = (
+            _products(units, unit.path)
+            if role == "product"
+            else [u.path for u in units.by_role(role, within=unit.path)]
+        )
+        for path in (path for path in paths if path != unit.path):
+            inner.setdefault(path.rpartition(".")[0], []).append(path)
+    return [path for paths in inner.values() for path in (paths[:-1] if role == "product" else paths)]
+
+
+def _norm_before(units: Units, mlp: bool) -> list[str]:
+    """The norm in front of the attention of each layer, or of its MLP; with norms behind both, every other one."""
+    found: list[str] = []
+    for layer in units.layers:
+        norms = [norm.path for norm in units.by_role("norm", within=layer.path)]
+        if len(norms) in (2, 4):
+            found.append(norms[len(norms) // 2 if mlp else 0])
+    return found
+
+
+def _core_attention(units: Units) -> list[str]:
+    return [Target.of(u.path, ATTENTION) if u.parts else u.path for u in units.by_role("core_attention")]
+
+
+OFFLOADS: Mapping[str, Callable[[Units], list[str]]] = {
+    "attn_norm": lambda units: _norm_before(units, mlp=False),
+    "qkv_linear": lambda units: [p for a in units.by_role("attention") for p in _products(units, a.path)[:-1]],
+    "core_attn": _core_attention,
+    "attn_proj": lambda units: [p for a in units.by_role("attention") for p in _products(units, a.path)[-1:]],
+    "mlp_norm": lambda units: _norm_before(units, mlp=True),
+    "expert_fc1": lambda units: _of_experts(units, "product"),
+    "moe_act": lambda units: _of_experts(units, "activation"),
+}
+"""Which parts each of Megatron's `offload_modules` means."""
+
+
+def offloaded(units: Units, label: str, store: str) -> tuple[Choice, ...]:
+    """What a label of `OFFLOADS`, a module's path or a glob over paths offloads without recomputing it, if anything."""
+    paths = OFFLOADS[label](units) if label in OFFLOADS else [choice.paths[0] for choice in choices(units, label)]
+    return tuple(Choice((path,), labels=(label,), store=store, offload=True) for path in dict.fromkeys(paths))
+
+
 def _outermost(paths: Iterable[str]) -> list[str]:
     """Returns the paths that are not below another."""
     every = list(paths)

@@ -71,6 +71,7 @@ CHOICE_WORDS: Mapping[str, str] = {
     "then each again": WORDS["then each again"],
     "but not": "calls inside that do not run again: their results are kept",
     "decisions carried": "which experts tokens go to is taken from the forward, not decided again",
+    "offload": "not recomputed: what the module, or the calls in it, save for backward waits in a store",
     "inputs": "where the inputs of the region wait until backward",
     "(": "the label or setting that asked for the region",
 }
@@ -303,7 +304,9 @@ class Plan:
             return self.prediction.summary(self.choices)
         if self.graph_bytes is not None:
             return f"plan for torch.compile, whose graph may allocate {errors.brief(self.graph_bytes)}"
-        return f"plan of {counted(len(self.choices), 'region')}" + (f", from {self.source}" if self.source else "")
+        away = sum(choice.offload for choice in self.choices)
+        regions = counted(len(self.choices) - away, "region") + (f" and {counted(away, 'offload')}" if away else "")
+        return f"plan of {regions}" + (f", from {self.source}" if self.source else "")
 
     def explain(self) -> str:
         """Says what each word and each column of the printed plan means."""
@@ -417,6 +420,8 @@ def _check(choices: tuple[Choice, ...]) -> None:
             refuse(f"store={choice.store!r} is no word; a store itself is passed as apply(..., stores={{word: store}})")
         if choice.nested and len(choice.paths) == 1:
             refuse(f"nested=True is for several modules, and {choice.paths[0]!r} is one")
+        if choice.offload and (len(choice.paths) > 1 or choice.keep or choice.carry):
+            refuse(f"{choice!r} offloads, which is said of one path, without keep= and carry=")
         calls = next((path for path in choice.paths if Target(path).calls), None)
         if calls is not None and (len(choice.paths) > 1 or any(word.module or not word for word in choice.kept)):
             refuse(f"{calls!r} are calls, which cannot be grouped with others and hold no modules to keep")

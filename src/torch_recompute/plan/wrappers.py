@@ -40,8 +40,8 @@ from ..region import keep, recompute, run, trace
 from ..stores import Store
 from ..values import Overrides, thread
 from . import traced
-from .calls import run_keeping
-from .choice import Choice, Target
+from .calls import KeepCalls, run_keeping
+from .choice import KINDS, Choice, Target
 from .observe import Figures
 from .plan import Plan
 
@@ -324,6 +324,41 @@ class SavedModule(ForwardWrapper):
             return self.plain(*args, **kwargs)
         result = keep(self.path, self.plain, args, kwargs)
         leaves, spec = _torch.tree_flatten(result)
+        return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+class Offloaded(ForwardWrapper):
+    """A module that is not recomputed, or calls in it: what they save for backward is in a store."""
+
+    def __init__(self, module: nn.Module, path: str, store: Store | None) -> None:
+        super().__init__(module, Target(path).module)
+        self.store = store
+        self._calls = Target(path).calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        if self.idle or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if self._calls in KINDS:
+            with KeepCalls((self._calls,), self.store):
+                return self.plain(*args, **kwargs)
+        if not self._calls:
+            return self._stored(self.path, self.plain, args, kwargs)
+        around = thread.overrides
+        thread.overrides = Listed(self._calls, self._place, around)
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            thread.overrides = around
+
+    def _place(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._stored(self._calls, fn, args, kwargs)
+
+    def _stored(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = keep(name, fn, args, kwargs, self.store)
+        if thread.run is None:
+            return result
+        leaves, spec = _torch.tree_flatten(result)  # as with a `SavedModule`
         return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 

@@ -5,12 +5,13 @@ device, in host memory, sharded over other ranks. A `Store` is that decision; th
 in forward and `get` when backward needs it, and knows nothing else about it.
 
 `store.py` is the protocol, and what the engine asks of every store; `host.py` is host memory: which tensors go there;
-`transfers.py` copies them; `measured.py` measures how fast the copies are, and keeps all that is measured on this
-machine.
+`transfers.py` copies them; `disk.py` is a file, to which they go in the same order; `measured.py`
+measures how fast the copies are, and keeps all that is measured on this machine.
 """
 
+from .disk import OnDisk
 from .host import OnHost
 from .measured import Bandwidth, bandwidth
 from .store import Hooks, Kept, OnDevice, Store
 
-__all__ = ["Bandwidth", "Hooks", "Kept", "OnDevice", "OnHost", "Store", "bandwidth"]
+__all__ = ["Bandwidth", "Hooks", "Kept", "OnDevice", "OnDisk", "OnHost", "Store", "bandwidth"]

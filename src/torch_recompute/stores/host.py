@@ -88,10 +88,136 @@ def _say_once() -> None:
 
 
 _BYTES, _REGIONS = "a number of bytes, 0 or more", "a number of regions, 0 or more"
-_DEFAULTS: dict[str, Any] = {"smallest": 0, "at_most": None, "fraction": 1.0, "ahead": 1}
+_DEFAULTS: dict[str, Any] = {"smallest": 0, "at_most": None, "fraction": 1.0, "ahead": 1, "threads": 4}
 
 
-class OnHost:
+class Sending:
+    """A store that sends tensors away and has them back: where to is said by `_depot`. The options are `OnHost`'s."""
+
+    def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
+        for option, value, kinds, most, expected in (
+            ("smallest", smallest, int, math.inf, _BYTES),
+            ("ahead", ahead, int, math.inf, _REGIONS),
+            ("at_most", 0 if at_most is None else at_most, int, math.inf, _BYTES),
+            ("fraction", fraction, (int, float), 1, "a number from 0 to 1"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
+                raise errors.ArgumentError(f"{errors.kind(self)}({option}={value!r}): {option} must be {expected}.")
+        self.smallest = smallest
+        self.at_most = at_most
+        self.fraction = fraction
+        self.ahead = ahead
+        self._lock = threading.RLock()  # a parcel may be dropped while it is held
+        self._bytes = 0
+        self._debt = 0.0
+
+    def __repr__(self) -> str:
+        given = (f"{name}={value!r}" for name, value in self._options().items() if value != _DEFAULTS.get(name))
+        return f"{errors.kind(self)}({', '.join(given)})"
+
+    def _options(self) -> dict[str, Any]:
+        return {option: getattr(self, option) for option in ("smallest", "at_most", "fraction", "ahead")}
+
+    def __getstate__(self) -> Any:
+        return self._options()
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(**options)
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Sends the tensor on its way, or keeps it."""
+        if capturing():
+            raise errors.StoreError(
+                f"{errors.kind(self)} was given a tensor while a CUDA graph is captured. What is copied in one graph "
+                "could not be waited for in another, and pinned memory would be the same at every launch.\n"
+                "  Keep the tensors of captured regions on the device: leave out inputs= and store= there, or capture "
+                "only parts of the model that hold no such region."
+            )
+        with torch.no_grad():
+            return self._put(tensor.detach())
+
+    def _put(self, tensor: torch.Tensor) -> Any:
+        take_apart = getattr(tensor, "__tensor_flatten__", None)
+        if take_apart is not None and not tensor.is_nested:
+            wait: Any = getattr(tensor, "trigger_wait", None)
+            if wait is not None:  # the result of a collective that is under way
+                return self._put(wait())
+            names, context = take_apart()
+            parts = {name: self._put(getattr(tensor, name)) for name in names}
+            return _Parts(type(tensor), parts, context, tensor.shape, tensor.stride())
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return self._unstrided(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.numel() == 0:
+            return self._stays(tensor)
+        depot, piece = self._depot(tensor), cut(tensor)
+        with depot.lock:
+            parcel = depot.find(tensor, piece)
+            if parcel is None:
+                once = unexpanded(tensor)
+                copied = (piece.stop - max(piece.first, 0)) * tensor.element_size()
+                if not self._goes(min(once.numel() * tensor.element_size(), copied), copied):
+                    return self._stays(tensor)
+                try:
+                    parcel = depot.send(tensor, piece, self._freed)
+                except BaseException:
+                    self._freed(copied)
+                    raise
+            return _Away(depot, parcel, depot.join(parcel, self.ahead), tensor.shape, piece)
+
+    def _depot(self, tensor: torch.Tensor) -> Depot:
+        """The parcels of the tensor's device."""
+        return depot_of(tensor)
+
+    def _unstrided(self, tensor: torch.Tensor) -> Any:
+        """Takes a tensor without strides."""
+        return _Copy(tensor.to("cpu", copy=True), tensor.device)
+
+    def _stays(self, tensor: torch.Tensor) -> _Here:
+        return _Here(tensor, tensor._version)
+
+    def _goes(self, size: int, copied: int) -> bool:
+        """Whether a tensor is sent; counts its bytes if so."""
+        if size < self.smallest:
+            return False
+        with self._lock:
+            self._debt += self.fraction * copied
+            if self._debt + 0.5 < copied or (self.at_most is not None and self._bytes + copied > self.at_most):
+                self._debt = min(self._debt, float(copied))
+                return False
+            self._debt -= copied
+            self._bytes += copied
+        return True
+
+    def _freed(self, copied: int) -> None:
+        with self._lock:
+            self._bytes -= copied
+            if self._bytes == 0:  # the step is over; the next one chooses the same tensors
+                self._debt = 0.0
+
+    def get(self, handle: Any) -> torch.Tensor:
+        """Returns the tensor, on the device it came from."""
+        if type(handle) is _Away:
+            with torch.no_grad():
+                flat = handle.depot.open(handle.parcel, handle.group, self.ahead)
+                return handle.parcel.view(flat, handle.size, handle.piece)
+        if type(handle) is _Here:
+            if handle.tensor._version != handle.version:
+                raise errors.ChangedError(
+                    f"a tensor that {errors.kind(self)} left on the device has been changed in place since (version "
+                    f"{handle.version} then, {handle.tensor._version} now). It was left there because of smallest=, "
+                    "at_most= or fraction=.\n"
+                    "  Write x = x + y instead of x += y, or give the region a copy: region(x.clone())."
+                )
+            return handle.tensor
+        if type(handle) is _Copy:
+            return handle.host if handle.device.type == "cpu" else handle.host.to(handle.device)
+        parts = {name: self.get(part) for name, part in handle.parts.items()}
+        return handle.kind.__tensor_unflatten__(parts, handle.context, handle.size, handle.stride)
+
+
+class OnHost(Sending):
     """Keeps tensors in pinned host memory.
 
         store = OnHost()
@@ -122,120 +248,15 @@ class OnHost:
     The scheme is that of Unsloth's offloaded checkpoints and Megatron-LM's fine-grained activation offloading.
     """
 
-    def __init__(self, *, smallest: int = 0, at_most: int | None = None, fraction: float = 1.0, ahead: int = 1) -> None:
-        for option, value, kinds, most, expected in (
-            ("smallest", smallest, int, math.inf, _BYTES),
-            ("ahead", ahead, int, math.inf, _REGIONS),
-            ("at_most", 0 if at_most is None else at_most, int, math.inf, _BYTES),
-            ("fraction", fraction, (int, float), 1, "a number from 0 to 1"),
-        ):
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= most:
-                raise errors.ArgumentError(f"OnHost({option}={value!r}): {option} must be {expected}.")
-        self.smallest = smallest
-        self.at_most = at_most
-        self.fraction = fraction
-        self.ahead = ahead
-        self._lock = threading.RLock()  # a parcel may be dropped while it is held
-        self._bytes = 0
-        self._debt = 0.0
-
-    def __repr__(self) -> str:
-        given = (f"{name}={value!r}" for name, value in self.__getstate__().items() if value != _DEFAULTS[name])
-        return f"OnHost({', '.join(given)})"
-
-    def __getstate__(self) -> Any:
-        return {option: getattr(self, option) for option in _DEFAULTS}
-
-    def __setstate__(self, options: dict[str, Any]) -> None:
-        self.__init__(**options)
-
     @property
     def host_bytes(self) -> int:
         """Bytes now in host memory for this object."""
         return self._bytes
 
-    def put(self, tensor: torch.Tensor) -> Any:
-        """Sends the tensor on its way, or keeps it."""
-        if capturing():
-            raise errors.StoreError(
-                "OnHost was given a tensor while a CUDA graph is captured. What is copied in one graph could not be "
-                "waited for in another, and pinned memory would be the same at every launch.\n"
-                "  Keep the tensors of captured regions on the device: leave out inputs=OnHost() and store=OnHost() "
-                "there, or capture only parts of the model that hold no such region."
-            )
-        with torch.no_grad():
-            return self._put(tensor.detach())
-
-    def _put(self, tensor: torch.Tensor) -> Any:
-        take_apart = getattr(tensor, "__tensor_flatten__", None)
-        if take_apart is not None and not tensor.is_nested:
-            wait: Any = getattr(tensor, "trigger_wait", None)
-            if wait is not None:  # the result of a collective that is under way
-                return self._put(wait())
-            names, context = take_apart()
-            parts = {name: self._put(getattr(tensor, name)) for name in names}
-            return _Parts(type(tensor), parts, context, tensor.shape, tensor.stride())
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            _say_once()
-            return _Copy(tensor.to("cpu", copy=True), tensor.device)
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.numel() == 0:
-            return _Here(tensor, tensor._version)
-        depot, piece = self._depot(tensor), cut(tensor)
-        with depot.lock:
-            parcel = depot.find(tensor, piece)
-            if parcel is None:
-                once = unexpanded(tensor)
-                copied = (piece.stop - max(piece.first, 0)) * tensor.element_size()
-                if not self._goes(min(once.numel() * tensor.element_size(), copied), copied):
-                    return _Here(tensor, tensor._version)
-                try:
-                    parcel = depot.send(tensor, piece, self._freed)
-                except BaseException:
-                    self._freed(copied)
-                    raise
-            return _Away(depot, parcel, depot.join(parcel, self.ahead), tensor.shape, piece)
-
     def _depot(self, tensor: torch.Tensor) -> Depot:
         _say_once()
-        return depot_of(tensor)
+        return super()._depot(tensor)
 
-    def _goes(self, size: int, copied: int) -> bool:
-        """Whether a tensor is sent; counts its bytes if so."""
-        if size < self.smallest:
-            return False
-        with self._lock:
-            self._debt += self.fraction * copied
-            if self._debt + 0.5 < copied or (self.at_most is not None and self._bytes + copied > self.at_most):
-                self._debt = min(self._debt, float(copied))
-                return False
-            self._debt -= copied
-            self._bytes += copied
-        return True
-
-    def _freed(self, copied: int) -> None:
-        with self._lock:
-            self._bytes -= copied
-            if self._bytes == 0:  # the step is over; the next one chooses the same tensors
-                self._debt = 0.0
-
-    def get(self, handle: Any) -> torch.Tensor:
-        """Returns the tensor, on the device it came from."""
-        if type(handle) is _Away:
-            with torch.no_grad():
-                flat = handle.depot.open(handle.parcel, handle.group, self.ahead)
-                return handle.parcel.view(flat, handle.size, handle.piece)
-        if type(handle) is _Here:
-            if handle.tensor._version != handle.version:
-                raise errors.ChangedError(
-                    "a tensor that OnHost left on the device has been changed in place since (version "
-                    f"{handle.version} then, {handle.tensor._version} now). It was left there because of smallest=, "
-                    "at_most= or fraction=.\n"
-                    "  Write x = x + y instead of x += y, or give the region a copy: region(x.clone())."
-                )
-            return handle.tensor
-        if type(handle) is _Copy:
-            return handle.host if handle.device.type == "cpu" else handle.host.to(handle.device)
-        parts = {name: self.get(part) for name, part in handle.parts.items()}
-        return handle.kind.__tensor_unflatten__(parts, handle.context, handle.size, handle.stride)
+    def _unstrided(self, tensor: torch.Tensor) -> Any:
+        _say_once()
+        return super()._unstrided(tensor)

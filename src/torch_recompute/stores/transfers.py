@@ -51,9 +51,12 @@ class Direct:
 
     Attributes:
         direct: Whether copies are done when a call returns, so that there is nothing to wait for.
+        store: The store that it is for, as errors name it.
+        copied: What happens to a tensor on its way.
     """
 
     direct = True
+    store, copied = "OnHost", "copied to the host"
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -68,6 +71,14 @@ class Direct:
     def fetch(self, host: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
         """Starts a copy back, to begin after the mark of a `send`; returns it and its mark."""
         return host.to(self._device), None
+
+    def room(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Takes memory for a copy back; returns it and what says when it may be written."""
+        return torch.empty_like(host, device=self._device), None
+
+    def fill(self, tensor: torch.Tensor, host: torch.Tensor, room: Any, after: Any) -> Any:
+        """Starts a copy back into such memory, on any thread; returns its mark."""
+        tensor.copy_(host)
 
     def arrive(self, tensor: torch.Tensor, mark: Any) -> None:
         """Makes what is computed from now on wait for a `fetch`."""
@@ -116,13 +127,22 @@ class Streams(Direct):
 
     def fetch(self, host: torch.Tensor, after: Mark) -> tuple[torch.Tensor, Mark]:
         """Starts a copy into memory of the stream that computes."""
+        tensor, room = self.room(host)
+        return tensor, self.fill(tensor, host, room, after)
+
+    def room(self, host: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """Takes memory of the present stream, and marks what used it."""
         here = torch.cuda.current_stream(self._device)
         tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        self._back.wait_stream(here)
+        return tensor, Mark(here.record_event(), here)
+
+    def fill(self, tensor: torch.Tensor, host: torch.Tensor, room: Mark, after: Mark) -> Mark:
+        """Starts the copy once that is done."""
+        self._back.wait_event(room.done)
         self._back.wait_event(after.done)
         with torch.cuda.stream(self._back):
             tensor.copy_(host, non_blocking=True)
-            return tensor, Mark(self._back.record_event(), here)
+            return Mark(self._back.record_event(), room.asked)
 
     def arrive(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Makes the present stream wait for the copy."""
@@ -260,9 +280,9 @@ class Parcel:
         now = self._spoiled if self._source is None else self._source._version
         if now is not None and now != self._expected:
             raise errors.ChangedError(
-                "a tensor that OnHost was given has been changed in place while it was being copied to the host "
-                f"(version {self._expected} then, {now} now), so neither its old nor its new values are known to be "
-                "there.\n"
+                f"a tensor that {self._depot.lane.store} was given has been changed in place while it was being "
+                f"{self._depot.lane.copied} (version {self._expected} then, {now} now), so neither its old nor its new "
+                "values are known to be there.\n"
                 "  With ahead=1 it may be changed once two more regions have been called. Write x = x + y instead of "
                 "x += y, or give the region a copy: region(x.clone())."
             )
@@ -310,6 +330,7 @@ class Depot:
         self.lane = lane
         self.lock = threading.RLock()
         self._known: dict[int, list[weakref.ref[Parcel]]] = {}
+        self._dropped: deque[tuple[int, weakref.ref[Parcel]]] = deque()
         self._puts = _Puts()
         self._called: deque[list[weakref.ref[Parcel]]] = deque()
 
@@ -326,14 +347,24 @@ class Depot:
         parcel, storage = Parcel(self, tensor, piece, freed), storage_id(tensor)
 
         def forget(ref: weakref.ref[Parcel]) -> None:
-            with self.lock:
-                known = self._known[storage]
-                known.remove(ref)
-                if not known:
-                    del self._known[storage]
+            self._dropped.append((storage, ref))
+            if self.lock.acquire(blocking=False):  # else whoever holds it may be waiting for this thread
+                try:
+                    self._forget()
+                finally:
+                    self.lock.release()
 
+        self._forget()
         self._known.setdefault(storage, []).append(weakref.ref(parcel, forget))
         return parcel
+
+    def _forget(self) -> None:
+        while self._dropped:
+            storage, ref = self._dropped.popleft()
+            known = self._known[storage]
+            known.remove(ref)
+            if not known:
+                del self._known[storage]
 
     def join(self, parcel: Parcel, ahead: int) -> Group | None:
         """Returns the group that a parcel now put belongs to; None where nothing has to be waited for."""
