@@ -41,7 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import Plan, RecomputeConfig, apply, errors, make_plan, measure, simulate
 from .._torch import tree_flatten, tree_leaves, tree_unflatten
 from ..errors import ArgumentError, BudgetError, MismatchError
-from ..simulation.step import OPTIMIZERS, any_loss, optimizer_of
+from ..memory.free import heap, host_memory
+from ..plan.exhausted import Shortage
+from ..simulation.step import OPTIMIZERS, USUAL, any_loss, optimizer_of
 from .models import DTYPES, batch_for, load, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 
@@ -53,6 +55,8 @@ MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", 
 SMALL = {"gpt-tiny": TransformerBlock.gpt, "llama-tiny": TransformerBlock.llama}
 """Four layers of width 128."""
 LAYERS, WIDTH, TOKENS, BATCH = 4, 128, 128, 4
+PRODUCT, PRODUCTS = {"cpu": 384, "cuda": 4096}, 10
+"""The width of the square matrices, and how many products of them, that say how fast a machine is."""
 SEED = 0
 DEVICES = ("cpu", "cuda")
 IMPORTED = (__name__, "torch._dynamo")
@@ -77,7 +81,7 @@ class Workload:
     batch: int | None = None
     sequence: int | None = None
     dtype: str | None = None
-    optimizer: str = "adamw"
+    optimizer: str = USUAL
     device: str = "cpu"
 
     def check(self) -> None:
@@ -148,7 +152,9 @@ class Record:
     detail: str = ""  # where and why, unless it is done
     losses: Sequence[str] = ()  # of all steps, as exact hexadecimals
     seconds: Sequence[float] = ()  # of the timed steps
+    pace: Sequence[float] = ()  # seconds of one fixed piece of work, before and after the steps
     allocated_bytes: int | None = None  # the most alive in a step
+    by_category: Mapping[str, int] = field(default_factory=dict[str, int])  # of the tensors alive then
     reserved_bytes: int | None = None  # the most that the process has taken for it from the system or the device
     flops: int | None = None  # of a step without replays; None where it was not, or could not be, counted
     replay_flops: int | None = None  # likewise
@@ -160,6 +166,7 @@ class Record:
     regions: int = 0
     predicted_peak_bytes: int | None = None  # where the plan was made for a budget
     plan: str | None = None  # as JSON, where it was to be made
+    shortage: Mapping[str, Any] | None = None  # where memory ran out: `Shortage.as_data`
 
 
 def worst(records: Sequence[Record]) -> Record:
@@ -315,7 +322,10 @@ def carry_out(task: TrialTask) -> Record:
         status = OUT if out else MISMATCH if isinstance(error, MismatchError) else FAILED
         said = str(error) if status == MISMATCH else _first_line(error)
         detail = f"{trial.where}: {type(error).__name__}: {said}"
-        return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved())
+        shortage = trial.shortage(str(error)).as_data() if out else None
+        return replace(
+            trial.record, status=status, detail=detail, reserved_bytes=trial.reserved(), shortage=shortage
+        )
 
 
 class _Trial:
@@ -327,6 +337,7 @@ class _Trial:
         self._device = torch.device("cuda", task.local_rank) if self._cuda else torch.device("cpu")
         self._optimizer: torch.optim.Optimizer | None = None
         self._resident: int | None = None  # bytes, before the step takes any
+        self._heap: tuple[int, int] | None = None  # likewise, of the process's heap
         self.where = "building the model"
         self.record = Record(DONE, device=torch.cuda.get_device_name(self._device) if self._cuda else name_of_cpu())
 
@@ -343,9 +354,12 @@ class _Trial:
         task = self._task
         x = torch.ones(64, 64, device=self._device, requires_grad=True)
         (x @ x).sum().backward()  # starts the threads of a process's first operation, before memory is limited
+        self._measure_pace()
         made = self._built()
         resident = memory_status("VmRSS")
         self._resident = None if resident is None else resident - made.nbytes
+        books = heap()
+        self._heap = None if books is None else (books[0] - made.nbytes, books[1] - made.nbytes)
         plan = task.setting.on(made.model)
         handle = apply(made.model, plan)
         self.record = replace(self.record, regions=len(plan), predicted_peak_bytes=plan.predicted_peak_bytes)
@@ -359,6 +373,7 @@ class _Trial:
             if task.capacity is not None and not self._cuda:
                 unlimit()
         handle.remove()
+        self._measure_pace()
         if task.count:
             self._count(made, plan)
         return self.record
@@ -369,6 +384,30 @@ class _Trial:
             return torch.cuda.max_memory_reserved(self._device)
         peak = memory_status("VmHWM")
         return None if peak is None or self._resident is None else max(0, peak - self._resident)
+
+    def shortage(self, text: str) -> Shortage:
+        """The bytes of an error that memory ran out: from its text, else as this process has them now."""
+        capacity = self._task.capacity
+        if self._cuda:
+            allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+            capacity = capacity or torch.cuda.get_device_properties(self._device).total_memory
+            return Shortage.of(text, allocated, reserved, capacity, cuda=True)
+        now = None if self._heap is None else heap()
+        taken = (None, None) if now is None or self._heap is None else [a - b for a, b in zip(now, self._heap)]
+        return Shortage.of(text, taken[0], taken[1], capacity or host_memory()[1], cuda=False)
+
+    def _measure_pace(self) -> None:
+        """Times products of matrices, which are the same whatever is trained: how fast the machine is at present."""
+        x = torch.ones(PRODUCT[self._device.type], PRODUCT[self._device.type], device=self._device)
+        seconds: list[float] = []
+        for _ in range(PRODUCTS + 1):
+            start = self._clock()
+            x @ x
+            seconds.append(self._clock() - start)
+        del x
+        if self._cuda:
+            torch.cuda.empty_cache()
+        self.record = replace(self.record, pace=[*self.record.pace, *seconds[1:]])
 
     def _built(self) -> Ready:
         if self._cuda:
@@ -401,13 +440,12 @@ class _Trial:
         seconds = seconds[task.warmup :]
         self.record = replace(self.record, losses=losses, seconds=seconds, reserved_bytes=self.reserved())
         self.where = "the step in which bytes are counted"
-        if self._cuda:
-            allocated = torch.cuda.max_memory_allocated(self._device)
-        else:
-            with measure(made.model, self._optimizer).track(*made.tensors) as m:
-                self._step(trained, made, task.warmup + task.steps)
-            allocated = m.peak_bytes
-        self.record = replace(self.record, allocated_bytes=allocated)
+        allocated = torch.cuda.max_memory_allocated(self._device) if self._cuda else None
+        with measure(made.model, self._optimizer).track(*made.tensors) as m:
+            self._step(trained, made, task.warmup + task.steps)
+        seen = m.on(self._device)
+        peak = seen.peak_bytes if allocated is None else allocated
+        self.record = replace(self.record, allocated_bytes=peak, by_category=seen.by_category)
 
     def _step(self, model: nn.Module, made: Ready, number: int) -> float:
         """A training step; its random numbers depend on its number and the rank."""
