@@ -152,20 +152,21 @@ class Record:
     detail: str = ""  # where and why, unless it is done
     losses: Sequence[str] = ()  # of all steps, as exact hexadecimals
     seconds: Sequence[float] = ()  # of the timed steps
-    pace: Sequence[float] = ()  # seconds of one fixed piece of work, before and after the steps
     allocated_bytes: int | None = None  # the most alive in a step
-    by_category: Mapping[str, int] = field(default_factory=dict[str, int])  # of the tensors alive then
     reserved_bytes: int | None = None  # the most that the process has taken for it from the system or the device
     flops: int | None = None  # of a step without replays; None where it was not, or could not be, counted
     replay_flops: int | None = None  # likewise
     uncounted: str = ""  # why there are no FLOPs
     items: int = 0  # tokens or samples of a step
     unit: str = "tokens"
+    dtype: str = ""  # the narrowest of the parameters, as one of DTYPES
     device: str = ""
     parameters: int = 0
     regions: int = 0
     predicted_peak_bytes: int | None = None  # where the plan was made for a budget
     plan: str | None = None  # as JSON, where it was to be made
+    pace: Sequence[float] = ()  # seconds of one fixed piece of work, before and after the steps
+    by_category: Mapping[str, int] = field(default_factory=dict[str, int])  # of the tensors alive at the peak
     shortage: Mapping[str, Any] | None = None  # where memory ran out: `Shortage.as_data`
 
 
@@ -323,9 +324,7 @@ def carry_out(task: TrialTask) -> Record:
         said = str(error) if status == MISMATCH else _first_line(error)
         detail = f"{trial.where}: {type(error).__name__}: {said}"
         shortage = trial.shortage(str(error)).as_data() if out else None
-        return replace(
-            trial.record, status=status, detail=detail, reserved_bytes=trial.reserved(), shortage=shortage
-        )
+        return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved(), shortage=shortage)
 
 
 class _Trial:
@@ -337,7 +336,7 @@ class _Trial:
         self._device = torch.device("cuda", task.local_rank) if self._cuda else torch.device("cpu")
         self._optimizer: torch.optim.Optimizer | None = None
         self._resident: int | None = None  # bytes, before the step takes any
-        self._heap: tuple[int, int] | None = None  # likewise, of the process's heap
+        self._heap: int | None = None  # likewise, in use of the process's heap
         self.where = "building the model"
         self.record = Record(DONE, device=torch.cuda.get_device_name(self._device) if self._cuda else name_of_cpu())
 
@@ -359,7 +358,7 @@ class _Trial:
         resident = memory_status("VmRSS")
         self._resident = None if resident is None else resident - made.nbytes
         books = heap()
-        self._heap = None if books is None else (books[0] - made.nbytes, books[1] - made.nbytes)
+        self._heap = None if books is None else books[0] - made.nbytes
         plan = task.setting.on(made.model)
         handle = apply(made.model, plan)
         self.record = replace(self.record, regions=len(plan), predicted_peak_bytes=plan.predicted_peak_bytes)
@@ -392,9 +391,9 @@ class _Trial:
             allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
             capacity = capacity or torch.cuda.get_device_properties(self._device).total_memory
             return Shortage.of(text, allocated, reserved, capacity, cuda=True)
-        now = None if self._heap is None else heap()
-        taken = (None, None) if now is None or self._heap is None else [a - b for a, b in zip(now, self._heap)]
-        return Shortage.of(text, taken[0], taken[1], capacity or host_memory()[1], cuda=False)
+        now, base = heap(), self._heap
+        allocated, reserved = (None, None) if now is None or base is None else (now[0] - base, now[1] - base)
+        return Shortage.of(text, allocated, reserved, capacity or host_memory()[1], cuda=False)
 
     def _measure_pace(self) -> None:
         """Times products of matrices, which are the same whatever is trained: how fast the machine is at present."""
@@ -402,7 +401,7 @@ class _Trial:
         seconds: list[float] = []
         for _ in range(PRODUCTS + 1):
             start = self._clock()
-            x @ x
+            torch.mm(x, x)
             seconds.append(self._clock() - start)
         del x
         if self._cuda:
@@ -415,7 +414,11 @@ class _Trial:
         made = ready(self._task.workload, self._task.rank, self._device)
         unit, items = made.items
         parameters = sum(parameter.numel() for parameter in made.model.parameters())
-        self.record = replace(self.record, unit=unit, items=items, parameters=parameters)
+        found = {parameter.dtype for parameter in made.model.parameters()}
+        dtype = next(
+            (name for name, dtype in sorted(DTYPES.items(), key=lambda p: p[1].itemsize) if dtype in found), ""
+        )
+        self.record = replace(self.record, unit=unit, items=items, parameters=parameters, dtype=dtype)
         return made
 
     def _train(self, made: Ready) -> None:

@@ -38,9 +38,15 @@ CAPACITY, FRAGMENTATION = "capacity", "fragmentation"
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _ASKED = re.compile(f"[Tt]ried to allocate {_SIZE}")
-_BOOKS = [re.compile(text) for text in (
-    f"{_SIZE} is allocated by PyTorch", f"{_SIZE} is reserved by PyTorch but", f"{_SIZE} allowed", f"total capacity of {_SIZE}"
-)]  # fmt: skip
+_BOOKS = [
+    re.compile(text)
+    for text in (
+        f"{_SIZE} is allocated by PyTorch",
+        f"{_SIZE} is reserved by PyTorch but",
+        f"{_SIZE} allowed",
+        f"total capacity of {_SIZE}",
+    )
+]
 """What torch says of a device's memory in the text of its error, in the state in which the request failed."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
