@@ -157,7 +157,8 @@ class FakeLauncher:
 def good(seconds: float = 1.0, **changes: Any) -> Record:
     """The record of a trial in which all went well."""
     record = Record(DONE, "", ["0x1.0p+0", "0x1.8p-1"], [seconds] * 3, 2**20, 2**21, flops=10**12, replay_flops=10**11)
-    return replace(record, items=100, device="a device", parameters=7, **changes)
+    more = {"items": 100, "device": "a device", "parameters": 7, "dtype": "fp32", "pace": [1.0]}
+    return replace(record, by_category={"parameters": 2**19, "activations": 2**19}, **{**more, **changes})
 
 
 @pytest.fixture
@@ -227,6 +228,10 @@ def test_memory_that_is_asked_for_is_in_the_record(seen: Seen) -> None:
     assert "you tried to allocate 4294967296 bytes" in row["detail"]
     assert row["tflops"] is row["step_seconds"] is row["allocated_bytes"] is None
     assert row["reserved_bytes"] < 2**30
+    short = row["shortage"]
+    assert (short["requested_bytes"], short["capacity_bytes"], short["verdict"]) == (2**32, 2**30, "capacity")
+    assert 0 <= short["allocated_bytes"] <= short["reserved_bytes"] < 2**30
+    assert seen.row("dies")["shortage"] is seen.row("control")["shortage"] is None
 
 
 def test_golden_figures_of_what_ran_are_saved(seen: Seen) -> None:
@@ -235,7 +240,12 @@ def test_golden_figures_of_what_ran_are_saved(seen: Seen) -> None:
     assert sorted(figure.name for figure in figures.figures.values()) == ["by hand", "control", "every layer", "half"]
     assert figures.of(Setting("of another name", FULL)).name == "every layer"
     assert figures.of(Setting("unknown", {**FULL, "recompute_num_layers": 2})).name == "control"
-    assert (figures.workload, figures.ranks) == (Workload("twisted:pair", device="cpu"), 1)
+    assert (figures.workload, figures.ranks, figures.items) == (Workload("twisted:pair", device="cpu"), 1, ROWS)
+    saved = figures.of(CONTROL)
+    assert sum(saved.by_category.values()) == saved.allocated_bytes == seen.row("control")["allocated_bytes"]
+    assert saved.per_second == pytest.approx(ROWS / saved.step_seconds)
+    assert saved.pace_seconds > 0
+    assert len(saved.losses[0]) == 3
 
 
 def test_a_sweep_goes_on(seen: Seen, monkeypatch: pytest.MonkeyPatch, launched: Any, capsys: Any) -> None:
@@ -272,9 +282,170 @@ def test_a_regression(launched: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     launched(lambda task: good(1.06))
     assert bench("gpt-tiny", "--device", "cpu", "--golden", path) == cli.FAILED
     out = capsys.readouterr().out
-    assert "PERF REGRESSION: control: 5.7 % below the golden figure of control; allowed are 5 %" in out
+    said = "throughput 5.7 % below the golden figure of control; allowed are 5 %; after 3 rounds, noise 0.0 %"
+    assert f"PERF REGRESSION: control: {said}" in " ".join(out.split())
     assert "-5.7%" in out
     assert bench("gpt-tiny", "--device", "cpu", "--golden", path, "--threshold", "6") == cli.OK
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("step_seconds",), float("nan"), "setting 'control': step_seconds is nan; expected a finite number above 0"),
+        (("step_seconds",), float("inf"), "step_seconds is inf; expected"),
+        (("step_seconds",), None, "step_seconds is None; expected"),
+        (("step_seconds",), "1.0", "step_seconds is '1.0'; expected"),
+        (("step_seconds",), 0, "step_seconds is 0; expected"),
+        (("step_seconds",), -1, "step_seconds is -1; expected"),
+        (("step_seconds",), True, "step_seconds is True; expected"),
+        (("tflops",), float("nan"), "tflops is nan; expected"),
+        (("tflops",), None, "tflops is None, which step_seconds, flops and items make 1.0"),
+        (("tflops",), 1.5, "tflops is 1.5, which step_seconds, flops and items make 1.0"),
+        (("tflops",), "1", "tflops is '1'; expected"),
+        (("tflops",), -1, "tflops is -1; expected"),
+        (("flops",), 0, "flops is 0; expected a whole number above 0, or null where they were not counted"),
+        (("flops",), None, "tflops is 1.0, which step_seconds, flops and items make None"),
+        (("per_second",), float("inf"), "per_second is inf; expected"),
+        (("per_second",), 150.0, "per_second is 150.0, which step_seconds, flops and items make 100.0"),
+        (("noise_percent",), -1, "noise_percent is -1; expected a finite number from 0 on"),
+        (("pace_seconds",), 0, "pace_seconds is 0; expected"),
+        (("allocated_bytes",), 1.5, "allocated_bytes is 1.5; expected a whole number above 0"),
+        (("allocated_bytes",), 7, "allocated_bytes is 7, which is not the sum of by_category"),
+        (("by_category",), {"parameters": None}, "by_category is {'parameters': None}; expected whole numbers"),
+        (("losses",), [["nan"]], "losses is [['nan']]; expected for each rank the losses"),
+        (("losses",), 3, "losses is 3; expected"),
+        (("name",), "", "setting '': name is ''; expected a name"),
+        (("more",), 1, "setting 'control': more is not known"),
+        (("allocated_bytes",), ..., "setting 'control': allocated_bytes is missing; expected a whole number above 0"),
+        ((), 3, "setting None is 3; expected fields by name"),
+    ],
+)
+def test_broken_golden_figures(
+    where: tuple[str, ...], value: Any, message: str, launched: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """A figure that is not finite, not positive or not the others' own ends with 2: the file, setting and field."""
+    path = tmp_path / "golden.json"
+    launcher = launched(lambda task: good())
+    assert bench("gpt-tiny", "--device", "cpu", "--save-golden", str(path)) == cli.OK
+    data = json.loads(path.read_text())
+    if not where:
+        data["figures"][CONTROL.key] = value
+    elif value is ...:
+        del data["figures"][CONTROL.key][where[0]]
+    else:
+        data["figures"][CONTROL.key][where[0]] = value
+    path.write_text(json.dumps(data))
+    launcher.tasks.clear()
+    assert bench("gpt-tiny", "--device", "cpu", "--golden", str(path)) == cli.USAGE
+    assert f"--golden is {path}: " in (said := capsys.readouterr().err)
+    assert message in said
+    assert launcher.tasks == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "argv", "code", "message"),
+    [
+        ({}, [], 0, ""),
+        ({"allocated_bytes": 2**20 + 2**12}, [], 0, ""),  # 0.4 %
+        (
+            {"allocated_bytes": 2**20 + 2**16, "by_category": {"parameters": 2**19, "activations": 2**19 + 2**16}},
+            [],
+            1,
+            "MEMORY REGRESSION: control: the peak is 1.06 MiB (1114112), 6.25 % above the golden 1.00 MiB (1048576); "
+            "allowed are 0.5 %; more is in: activations 64.00 KiB",
+        ),
+        ({"allocated_bytes": 2**20 + 2**16}, ["--memory-threshold", "7"], 0, ""),
+        ({"losses": ["0x1.0p+0", (0.75 + 1e-7).hex()]}, [], 0, ""),  # its last bits, as of another torch
+        (
+            {"losses": ["0x1.0p+0", "0x1.81p-1"]},
+            [],
+            1,
+            "LOSS CHANGED: control: rank 0, step 2: the loss is 0.751953125",
+        ),
+        (
+            {"losses": ["0x1.0p+0", "nan"], "allocated_bytes": 2**21},
+            [],
+            1,
+            "; and MEMORY REGRESSION: the peak is 2.00 MiB",
+        ),
+        # 1 % more TFLOP/s, because FLOPs are counted otherwise: the throughput of the same FLOPs is what is compared
+        (
+            {"flops": 1_050_000_000_000, "seconds": [1.04] * 3},
+            [],
+            0,
+            "as 1,050,000,000,000 FLOPs, in the golden figure",
+        ),
+        ({"seconds": [1 / 1.01] * 3}, [], 0, "+1.0%"),
+    ],
+)
+def test_memory_losses_and_throughput(
+    changes: dict[str, Any], argv: list[str], code: int, message: str, launched: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """More bytes and other losses are failures of their own, with what grew; the sign of a change is right."""
+    path = str(tmp_path / "golden.json")
+    launched(lambda task: good())
+    assert bench("gpt-tiny", "--device", "cpu", "--save-golden", path) == cli.OK
+    launched(lambda task: replace(good(), **changes))
+    assert bench("gpt-tiny", "--device", "cpu", "--golden", path, *argv) == code
+    out = " ".join(capsys.readouterr().out.split())
+    assert message in out
+    assert bool(code) == ("REGRESSION" in out or "CHANGED" in out)
+
+
+@pytest.mark.parametrize(
+    ("control", "setting", "rounds", "verdicts", "notes"),
+    [
+        # seconds by round, the last goes on; the golden figures are of 1.0
+        ([1.0], [1.0], (3, 3), (OK, OK), ""),
+        ([1.0], [1.0, 1.08, 1.09], (8, 8), (OK, run.REGRESSION), "after 8 rounds"),
+        ([1.0], [1.0, 1.08, 1.09, 1.0], (4, 4), (OK, OK), ""),
+        ([1.0], [0.9, 1.08, 1.2, 1.08, 0.9, 1.2], (9, 9), (OK, run.UNSURE), "after 9 rounds"),
+        ([1.2], [1.2], (3, 3), (run.REGRESSION, OK), "The control has moved by -16.7 % against its golden figure"),
+        ([0.8], [1.0], (3, 3), (OK, run.REGRESSION), "20.0 % below the golden figure of setting relative to the"),
+    ],
+)
+def test_what_is_unsure(
+    control: list[float],
+    setting: list[float],
+    rounds: tuple[int, int],
+    verdicts: tuple[str, str],
+    notes: str,
+    launched: Any,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    """A drop within the noise has more rounds, at most three times as many; a control that moved is the measure."""
+    path = str(tmp_path / "golden.json")
+    argv = ["gpt-tiny", "--device", "cpu", "-rl", "1"]
+    launched(lambda task: good())
+    assert bench(*argv, "--save-golden", path) == cli.OK
+    seconds = {CONTROL.name: iter(control), "setting": iter(setting)}
+    last: dict[str, float] = {}
+
+    def answer(task: Any) -> Record:
+        last[task.setting.name] = next(seconds[task.setting.name], last.get(task.setting.name, 0.0))
+        return good(last[task.setting.name])
+
+    launched(answer)
+    capsys.readouterr()
+    code = bench(*argv, "--golden", path, "--json")
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert tuple(row["result"] for row in rows) == verdicts
+    assert tuple(row["rounds"] for row in rows) == rounds
+    assert code == any(verdict != OK for verdict in verdicts)
+    seconds.update({CONTROL.name: iter(control), "setting": iter(setting)})
+    assert bench(*argv, "--golden", path) == code
+    assert notes in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_machine_that_is_slower(launched: Any, tmp_path: Path, capsys: Any) -> None:
+    """A control as much slower as a fixed piece of work is no regression of anything, but unsure."""
+    path = str(tmp_path / "golden.json")
+    launched(lambda task: good())
+    assert bench("gpt-tiny", "--device", "cpu", "--save-golden", path) == cli.OK
+    launched(lambda task: good(1.2, pace=[1.2]))
+    bench("gpt-tiny", "--device", "cpu", "--golden", path)
+    assert "UNSURE: control: throughput 16.7 % below" in " ".join(capsys.readouterr().out.split())
 
 
 def test_golden_figures_of_something_else(launched: Any, tmp_path: Path, capsys: Any) -> None:
@@ -290,7 +461,11 @@ def test_golden_figures_of_something_else(launched: Any, tmp_path: Path, capsys:
         assert bench(*argv, "--device", "cpu", "--golden", path) == cli.USAGE
         assert what in capsys.readouterr().err
     assert launcher.tasks == []
-    for changes, what in (({"device": "H200"}, "another device: a device, here H200"), ({"parameters": 8}, "here 8.")):
+    for changes, what in (
+        ({"device": "H200"}, "another device: a device, here H200"),
+        ({"parameters": 8}, "here 8."),
+        ({"items": 7}, "here 7."),
+    ):
         launcher = launched(lambda task, changes=changes: replace(good(), **changes))
         assert bench("gpt-tiny", "--device", "cpu", "--golden", path) == cli.USAGE
         assert what in capsys.readouterr().err
@@ -306,7 +481,7 @@ def test_the_published_way(launched: Any, tmp_path: Path, capsys: pytest.Capture
     argv = ["--recompute-activations", "--recompute_modules", "mlp", "--golden", path]
     assert bench("gpt-tiny", "--device", "cpu", *argv) == cli.FAILED
     out = " ".join(capsys.readouterr().out.split())
-    assert "PERF REGRESSION: setting: 16.4 % below the golden figure of control" in out
+    assert "PERF REGRESSION: setting: throughput 16.4 % below the golden figure of control;" in out
     assert "Compared with a golden figure of another name: setting." in out
 
 
@@ -323,9 +498,11 @@ def test_the_table(launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "\x1b" not in output.out
     assert "…" not in output.out
     rows = [line.split() for line in output.out.splitlines()]
-    assert ["control", "1.0000", "100", "1.0", "2.0", "–", "–", "10.0%", "OK"] in rows
-    assert ["setting", "0.5000", "50", "0.5", "2.0", "-50.0%", "+100.0%", "10.0%", "OK"] in rows
-    assert "Noise: rounds of one setting differ by up to 0.0 %." in output.out
+    assert ["control", "1.0000", "100", "1.0", "2.0", "–", "–", "10.0%", "3", "OK"] in rows
+    assert ["setting", "0.5000", "50", "0.5", "2.0", "-50.0%", "+100.0%", "10.0%", "3", "OK"] in rows
+    assert "gpt-tiny, 7 parameters, adamw-fused, on a device" in output.out
+    said = " ".join(output.out.split())
+    assert "Noise: rounds of one setting, or the two halves of its run, differ by up to 0.0 %." in said
     assert output.err.splitlines()[-1] == "100%  setting: round 3 of 3: done"
 
 
@@ -334,7 +511,7 @@ def rows_of(*records: Record, device: str = "cpu", rounds: int = 1, dtype: str |
     names = ["control", *(f"setting {number}" for number in range(1, len(records)))]
     asked = Config(Workload("gpt-tiny", device=device, dtype=dtype), tuple(map(Setting, names)), rounds=rounds)
     trials = {name: [[record]] * rounds for name, record in zip(names, records, strict=True)}
-    return run.judged(asked, trials, None, 0)
+    return run.judged(asked, trials, None)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +543,9 @@ def test_losses_and_tolerances() -> None:
     assert verdicts("cpu", "bf16") == [OK, OK, MISMATCH, MISMATCH]
     assert verdicts("cuda", "fp32") == [OK, OK, MISMATCH, MISMATCH]
     assert verdicts("cuda", "bf16") == verdicts("cuda", None) == [OK, OK, OK, MISMATCH]
-    assert rows_of(good(), device="cuda", dtype="bf16").how["losses"] == "equal within 0.01 of each"
+    said = rows_of(good(), near, far, device="cuda", dtype="bf16").how["losses"]
+    assert said == "equal within 0.01 of each to those of control: setting 1"
+    assert "losses" not in rows_of(good()).how
     nan = good(losses=["nan", "nan"])
     assert [row.result for row in rows_of(nan, nan, good()).rows] == [OK, OK, MISMATCH]
 
@@ -378,19 +557,26 @@ def test_without_a_control_the_first_that_ran_is_compared_with() -> None:
     assert [row.result for row in rows] == [OUT, OK, MISMATCH]
     assert rows[2].compared_with == "setting 1"
     notes = [run.notes(rows_of(replace(good(), status=OUT), *others)) for others in ([good(), other], [good()])]
-    assert notes[0] == ["The control did not finish, so losses are compared with those of setting 1."]
-    assert notes[1] == ["The control did not finish, so no losses could be compared."]
+    assert notes[0][1:] == ["The control did not finish, so losses are compared with those of setting 1."]
+    assert notes[1][1:] == ["The control did not finish, so no losses could be compared."]
+
+
+def test_nothing_is_said_of_what_did_not_run() -> None:
+    """Where neither control nor setting finished, that is said, and of times, bytes and losses nothing."""
+    result = rows_of(replace(good(), status=OUT, seconds=[]), replace(good(), status=OUT, seconds=[]))
+    assert result.how == {}
+    assert run.notes(result) == ["Nothing finished, so no time, memory or loss is compared."]
 
 
 def test_figures_of_several_ranks() -> None:
     """The slowest rank is the job's time, memory is the most of any, and tokens are those of all."""
     ranks = [good(1.0, allocated_bytes=5), good(2.0, allocated_bytes=4, reserved_bytes=9)]
     asked = Config(Workload("gpt-tiny"), (CONTROL,), rounds=1)
-    row = run.judged(asked, {"control": [ranks]}, None, 0).rows[0]
-    assert (row.step_seconds, row.tflops, row.per_second) == (2.0, 0.5, 150.0)
+    row = run.judged(asked, {"control": [ranks]}, None).rows[0]
+    assert (row.step_seconds, row.tflops, row.per_second) == (2.0, 0.5, 100.0)
     assert (row.allocated_bytes, row.reserved_bytes) == (5, 2**21)
     bad = [[replace(good(), status=STOPPED), replace(good(), status=OUT, detail="step 1")]]
-    row = run.judged(asked, {"control": bad}, None, 0).rows[0]
+    row = run.judged(asked, {"control": bad}, None).rows[0]
     assert (row.result, row.detail, [rank.status for rank in row.ranks]) == (OUT, "step 1", [STOPPED, OUT])
 
 
@@ -569,6 +755,13 @@ def test_settings_are_found_by_what_they_say() -> None:
         (["gpt-tiny", "--steps", "0"], "--steps is 0; expected a whole number of at least 1"),
         (["gpt-tiny", "--warmup", "-1"], "--warmup is -1; expected a whole number of at least 0"),
         (["gpt-tiny", "--threshold", "5"], "--threshold goes with --golden"),
+        (["gpt-tiny", "--memory-threshold", "1"], "--memory-threshold goes with --golden"),
+        (
+            ["gpt-tiny", "--golden", "no.json", "--threshold", "101"],
+            "--threshold is 101.0; expected a number of percent",
+        ),
+        (["gpt-tiny", "--golden", "no.json", "--threshold", "nan"], "--threshold is nan; expected a number of percent"),
+        (["gpt-tiny", "--golden", "no.json", "--memory-threshold", "inf"], "--memory-threshold is inf; expected a num"),
         (["gpt-tiny", "--fresh"], "--fresh goes with --results"),
         (["gpt-tiny", "--capacity", "50%"], "--capacity is 50%; expected the bytes that there are"),
         (["gpt-tiny", "--golden", "no.json"], "--golden is no.json: no such file or directory"),

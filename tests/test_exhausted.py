@@ -15,9 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_recompute import Choice, Plan, apply, make_plan, measure, no_recompute, recompute, simulate
+from torch_recompute import Choice, Plan, apply, doctor, make_plan, measure, no_recompute, recompute, simulate
+from torch_recompute.commands import trials
+from torch_recompute.doctor.checks import CHECKS, look_for
+from torch_recompute.doctor.observed import AllocatorStats, Observations
 from torch_recompute.plan import exhausted
-from torch_recompute.plan.exhausted import asked_for
+from torch_recompute.plan.exhausted import CAPACITY, FRAGMENTATION, Shortage, asked_for, fragmented
 from zoo import mean_loss
 
 ASKED = "CUDA out of memory. Tried to allocate 20.00 KiB. GPU 0 has a total capacity of 79.10 GiB"
@@ -293,3 +296,90 @@ def test_nothing_leaks(saved: bool) -> None:
 def test_what_was_asked_for(text: str, count: int) -> None:
     """The size of the allocation is read from both allocators' texts."""
     assert asked_for(text) == count
+
+
+class Device:
+    """A device whose allocator caches segments: each is cut up, and only one with nothing in it is given back."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity  # MiB, as all below
+        self.segments: list[list[tuple[int, str]]] = []  # pieces in their order; "" is a free one
+
+    @property
+    def reserved(self) -> int:
+        return sum(size for segment in self.segments for size, _ in segment)
+
+    @property
+    def allocated(self) -> int:
+        return sum(size for segment in self.segments for size, name in segment if name)
+
+    def take(self, size: int, name: str, segment: int = 0) -> None:
+        """Takes a piece of a hole, else of a new segment of at least `segment`, else raises torch's error."""
+        for pieces in self.segments:
+            for place, (hole, owner) in enumerate(pieces):
+                if not owner and hole >= size:
+                    pieces[place : place + 1] = [(size, name), *([(hole - size, "")] if hole > size else [])]
+                    return
+        self.segments = [pieces for pieces in self.segments if any(owner for _, owner in pieces)]
+        new = max(size, segment)
+        if self.reserved + new > self.capacity:
+            unused = self.reserved - self.allocated
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size:.2f} MiB. GPU 0 has a total capacity of 79.10 GiB of "
+                f"which 0 bytes is free. {self.capacity:.2f} MiB allowed; Of the allocated memory {self.allocated:.2f} "
+                f"MiB is allocated by PyTorch, and {unused:.2f} MiB is reserved by PyTorch but unallocated."
+            )
+        self.segments.append([(size, name), *([(new - size, "")] if new > size else [])])
+
+    def free(self, name: str) -> None:
+        self.segments = [[(size, "" if owner == name else owner) for size, owner in s] for s in self.segments]
+
+
+@pytest.mark.parametrize(("in_pieces", "verdict"), [(True, FRAGMENTATION), (False, CAPACITY)])
+def test_capacity_or_fragmentation(in_pieces: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose free memory is in pieces, bench and doctor say fragmentation; on a full one, capacity."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    device = Device(100)
+    for number in range(10):  # segments of 10 with 6 that goes and 4 that stays
+        device.take(6, f"goes {number}", 10)
+        device.take(4, "stays")
+    if in_pieces:
+        for number in range(10):
+            device.free(f"goes {number}")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        device.take(20, "large")
+    mib = 2**20
+    short = Shortage.of(str(caught.value), None, None, None, cuda=False)
+    assert short.as_data() == {
+        "requested_bytes": 20 * mib,
+        "allocated_bytes": device.allocated * mib,
+        "reserved_bytes": 100 * mib,
+        "capacity_bytes": 100 * mib,
+        "verdict": verdict,
+        "write": short.write,
+    }
+    assert short.write.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True") == in_pieces
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert ("is on already" in short.write) == in_pieces
+    books = AllocatorStats("cuda:0", device.allocated * mib, device.reserved * mib, 1, device.capacity * mib)
+    found = look_for(CHECKS, doctor.Evidence("Model", observed=Observations(allocator=books))).findings
+    assert [finding.kind for finding in found] == ["fragmentation"] * in_pieces
+    assert all(finding.write == short.write for finding in found)
+
+    def runs_out() -> None:
+        raise caught.value
+
+    monkeypatch.setattr(trials._Trial, "run", lambda self: runs_out())
+    record = trials.carry_out(trials.TrialTask(trials.Workload("gpt-tiny"), trials.Setting("a"), 1, 0))
+    assert (record.status, record.shortage) == (trials.OUT, short.as_data())
+
+
+def test_the_rule() -> None:
+    """What is reserved and unused is held against the request; where that is not known, against a fifth of it all."""
+    assert fragmented(40, 70, 30)
+    assert not fragmented(40, 70, 31)
+    assert fragmented(40, 50)
+    assert not fragmented(41, 50)
+    assert Shortage(None, 40, 70, 80).verdict == Shortage(5, None, None, 80).verdict == Shortage().write == ""
+    assert Shortage(5, 40, 70, 80, cuda=False).write.startswith("MALLOC_MMAP_THRESHOLD_=")

@@ -15,6 +15,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import mock_open, patch
@@ -76,7 +77,7 @@ from torch_recompute import (
 )
 from torch_recompute.commands import bench, cli, demo, models, output
 from torch_recompute.commands import verify as verify_command
-from torch_recompute.commands.trials import Setting, Workload
+from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.compiling import Partition
 from torch_recompute.distributed import (
@@ -416,9 +417,16 @@ def reads(text: str, read: Callable[[Path], object], name: str = "a.json") -> No
         read(Path(name))
 
 
-GOLDEN = bench.Golden(
-    Workload("gpt-tiny"), 1, "H200", 7, {"key": bench.Figure("every layer", 1.0, None)}, source="golden.json"
-)
+FIGURE = bench.Figure("every layer", 1.0, 9.0, None, None, 0.0, 1.0, 8, {"activations": 8}, [["0x1p+0"]])
+GOLDEN = bench.Golden(Workload("gpt-tiny"), 1, 9, "H200", 7, {"key": FIGURE}, source="golden.json")
+
+
+def reads_golden(**changes: Any) -> None:
+    """A file of golden figures, one of which is otherwise."""
+    data: dict[str, Any] = {**bench.GOLDEN, **asdict(GOLDEN)}
+    del data["source"]
+    data["figures"]["key"].update(changes)
+    reads(json.dumps(data), bench.Golden.read)
 
 
 def planned_output(*keep: str) -> tuple[Any, torch.nn.Module, torch.Tensor]:
@@ -1071,10 +1079,12 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: reads('{"experiments": [], "round": 3}', bench.read_sweep),
     lambda: bench.Golden.read(Path("no/such.json")),
     lambda: reads('{"losses": []}', bench.Golden.read),
-    lambda: GOLDEN.check_machine("H100", 7),
+    lambda: reads_golden(step_seconds=float("nan")),
+    lambda: reads_golden(per_second=13.5),
+    lambda: GOLDEN.check_machine([Record(DONE, device="H100", parameters=7, items=9)]),
     lambda: GOLDEN.of(Setting("half", budget="50%")),
     lambda: inside(
-        patch.object(Path, "open", mock_open(read_data='{"schema_version": 2}\n')),
+        patch.object(Path, "open", mock_open(read_data='{"schema_version": 3}\n')),
         lambda: bench.Journal(Path("a.jsonl")),
     ),
     # plans that meet other libraries

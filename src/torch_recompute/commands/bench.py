@@ -8,7 +8,11 @@ file of JSON lines, so that a sweep can go on another time. torchrun may start t
 A setting's time is the median over rounds of the median step, on the slowest rank; its memory the most of any rank in
 any round. Losses are compared with those of the control's first round on the same rank; where the control did not
 finish, with those of the first setting that did. Recomputing takes time, which is no reason to fail: only a golden
-figure can say that a setting has become slower.
+figure can say that a setting has become slower, takes more memory or learns something else.
+
+Memory and losses are exact; throughput is not. So a drop beyond the threshold by less than the noise (of this run and
+of the golden one) is `UNSURE`, and more rounds are run, up to `MOST` times those asked for. Where the control has moved
+against its golden figure, the machine has, and the other settings are compared relative to the control.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -38,24 +43,29 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 UNITS = ((GIB, "GiB"), (MIB, "MiB"))
 CONTROL = Setting("control")
-OK, REGRESSION = "OK", "PERF REGRESSION"
+OK, UNSURE, REGRESSION = "OK", "UNSURE", "PERF REGRESSION"
+MEMORY_REGRESSION, LOSS_CHANGED = "MEMORY REGRESSION", "LOSS CHANGED"
+RAN = (OK, UNSURE, REGRESSION, MEMORY_REGRESSION, LOSS_CHANGED)
+"""The results of what finished, with the losses that it should have."""
+MOST = 3
+"""How often the rounds asked for are run at most, where a verdict is unsure."""
 TOLERANCES: Mapping[str, Mapping[str | None, float]] = {
     "cpu": {},
     "cuda": {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2, None: 1e-2},
 }
 PLANNING = -1
 """The number of the round in which plans are made."""
-GOLDEN = {"schema_version": 1, "what": "golden figures of torch-recompute bench run"}
+GOLDEN = {"schema_version": 2, "what": "golden figures of torch-recompute bench run"}
 """The first keys of a file of golden figures."""
 OPTIONS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device"),
-    *("steps", "warmup", "rounds", "capacity", "threshold"),
+    *("steps", "warmup", "rounds", "capacity", "threshold", "memory_threshold"),
 )
 """The keys that a file of experiments may have at its top."""
-FIGURES = {"step_seconds": max, "tflops": min, "per_second": sum, "allocated_bytes": max, "reserved_bytes": max}
+FIGURES = {"step_seconds": max, "tflops": min, "allocated_bytes": max, "reserved_bytes": max}
 """The figures of a rank, and how one for all ranks follows from theirs."""
 
 Trials = Mapping[str, Sequence[Sequence[Record]]]
@@ -64,7 +74,7 @@ Trials = Mapping[str, Sequence[Sequence[Record]]]
 
 @dataclass(frozen=True)
 class Config:
-    """A comparison: the control comes first among `settings`, and `threshold` is in percent."""
+    """A comparison: the control comes first among `settings`, and the thresholds are in percent."""
 
     workload: Workload
     settings: tuple[Setting, ...] = (CONTROL,)
@@ -73,6 +83,7 @@ class Config:
     rounds: int = 3
     capacity: int | None = None
     threshold: float = 5.0
+    memory_threshold: float = 0.5
 
     def check(self) -> None:
         """Refuses what cannot run, and says what would."""
@@ -80,11 +91,13 @@ class Config:
         for name in ("steps", "rounds"):
             trials.whole_number(f"--{name}", getattr(self, name))
         trials.whole_number("--warmup", self.warmup, least=0)
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)) or self.threshold < 0:
-            raise errors.ArgumentError(
-                f"--threshold is {self.threshold}; expected a number of percent, 0 or more, without a sign. Write for "
-                "example --threshold 5"
-            )
+        for name, usual in (("threshold", 5), ("memory_threshold", 0.5)):
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            if not _number(value, least=0) or value > 100:
+                raise errors.ArgumentError(
+                    f"{option} is {value}; expected a number of percent, from 0 to 100, without a sign. Write for "
+                    f"example {option} {usual}"
+                )
 
     @property
     def tolerance(self) -> float:
@@ -196,26 +209,124 @@ def _check_keys(where: str, keys: Mapping[str, Any], known: Sequence[str]) -> No
             )
 
 
+def _number(value: Any, least: float | None = None) -> bool:
+    """Whether it is a finite number above 0, or from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return (value > 0 if least is None else value >= least) and value < math.inf
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and _number(value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _categories(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(count, int) and _number(count, least=0) for count in cast("dict[str, Any]", value).values()
+    )
+
+
+def _curves(value: Any) -> bool:
+    """Whether it has the exact losses of each rank, all finite."""
+    try:
+        curves = [[math.isfinite(float.fromhex(loss)) for loss in curve] for curve in value]
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return bool(curves) and all(curve and all(curve) for curve in curves)
+
+
+_ABOVE, _WHOLE = "a finite number above 0", "a whole number above 0"
+FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (_text, "a name"),
+    "step_seconds": (_number, _ABOVE),
+    "per_second": (_number, _ABOVE),
+    "flops": (lambda value: value is None or _count(value), f"{_WHOLE}, or null where they were not counted"),
+    "tflops": (lambda value: value is None or _number(value), f"{_ABOVE}, or null where FLOPs were not counted"),
+    "noise_percent": (lambda value: _number(value, least=0), "a finite number from 0 on"),
+    "pace_seconds": (_number, _ABOVE),
+    "allocated_bytes": (_count, _WHOLE),
+    "by_category": (_categories, "whole numbers from 0 on, by category"),
+    "losses": (_curves, "for each rank the losses of its steps, as hexadecimals of finite numbers"),
+    "ranks": (_count, _WHOLE),
+    "items": (_count, _WHOLE),
+    "device": (_text, "the name of a device"),
+    "parameters": (_count, _WHOLE),
+    "torch": (_text, "a version"),
+}
+"""What a field of a golden figure, or of the file of them, has to be."""
+
+
 @dataclass(frozen=True)
 class Figure:
-    """The step of a setting on the slowest rank; `tflops` is None where FLOPs could not be counted."""
+    """A setting when it was good: throughput of all ranks, the step on the slowest, the most memory, the losses.
+
+    `tflops` and `flops` are None where FLOPs could not be counted. `pace_seconds` is what a fixed piece of work took.
+    """
 
     name: str
     step_seconds: float
+    per_second: float
+    flops: int | None
     tflops: float | None
+    noise_percent: float
+    pace_seconds: float
+    allocated_bytes: int
+    by_category: Mapping[str, int]
+    losses: Sequence[Sequence[str]]
+
+
+def _fields(where: str, data: Any, kind: type[Any], *more: str) -> dict[str, Any]:
+    """The fields of a part of a golden file, checked one by one; `more` are there and checked elsewhere."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {data!r}; expected fields by name")
+    given = cast("dict[str, Any]", data)
+    known = {field.name for field in fields(kind)} - {"source"}
+    for name in sorted({*given, *known}, key=lambda name: (name in known, name)):
+        if name not in known:
+            raise ValueError(f"{where}: {name} is not known")
+        if name not in given:
+            raise ValueError(f"{where}: {name} is missing; expected {FIELDS[name][1] if name in FIELDS else 'it'}")
+        if name in FIELDS and name not in more and not FIELDS[name][0](given[name]):
+            raise ValueError(f"{where}: {name} is {given[name]!r}; expected {FIELDS[name][1]}")
+    return given
+
+
+def _figure(data: Any, items: int, cpu: bool) -> Figure:
+    """A golden figure whose parts are each good, and belong together."""
+    name = cast("dict[str, Any]", data).get("name") if isinstance(data, dict) else None
+    where = f"setting {name!r}"
+    found = Figure(**_fields(where, data, Figure))
+    expected: dict[str, float | None] = {"per_second": items / found.step_seconds}
+    expected["tflops"] = found.flops / found.step_seconds / 1e12 if found.flops else None
+    for field, value in expected.items():
+        given = getattr(found, field)
+        if (given is None) != (value is None) or (value and not math.isclose(given, value, rel_tol=1e-6)):
+            raise ValueError(f"{where}: {field} is {given}, which step_seconds, flops and items make {value}")
+    if cpu and sum(found.by_category.values()) != found.allocated_bytes:
+        raise ValueError(f"{where}: allocated_bytes is {found.allocated_bytes}, which is not the sum of by_category")
+    return found
+
+
+FIGURE_FIELDS = tuple(field.name for field in fields(Figure))
 
 
 @dataclass(frozen=True)
 class Golden:
-    """Golden figures, in a file: the time of a step when it was good, by the settings' keys.
+    """Golden figures, in a file: what settings took when they were good, by the settings' keys.
 
     They are of one workload on one kind of device; those of another are refused, because the comparison would say
     nothing. A setting is compared with its own figure, found by what it says and not by its name. One that has none is
-    compared with the control's, as the published harness compares everything with one figure per workload.
+    compared with the control's throughput, as the published harness compares everything with one figure per workload.
+    Every figure is checked when it is read. `items` are the tokens or samples of a step, of all ranks.
     """
 
     workload: Workload
     ranks: int
+    items: int
     device: str
     parameters: int
     figures: Mapping[str, Figure]
@@ -229,12 +340,16 @@ class Golden:
             data: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or any(cast("Any", data).pop(key, None) != GOLDEN[key] for key in GOLDEN):
                 raise ValueError(f"no {GOLDEN['what']}, version {GOLDEN['schema_version']}")
-            figures = {key: Figure(**value) for key, value in data.pop("figures").items()}
-            return Golden(Workload(**data.pop("workload")), figures=figures, source=str(path), **data)
+            given = _fields("the file", data, Golden)
+            workload = Workload(**_fields("workload", given.pop("workload"), Workload, "device"))
+            figures: Any = given.pop("figures")
+            if not isinstance(figures, dict) or not figures:
+                raise ValueError(f"figures is {figures!r}; expected at least one")
+            known = cast("dict[str, Any]", figures).items()
+            checked = {key: _figure(value, given["items"], workload.device == "cpu") for key, value in known}
+            return Golden(workload, figures=checked, source=str(path), **given)
         except OSError as error:
             why = out.reason(error)
-        except (KeyError, TypeError, AttributeError) as error:
-            why = f"a field is missing or unknown: {error}"
         except ValueError as error:
             why = f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise errors.ArgumentError(
@@ -263,10 +378,14 @@ class Golden:
         """Refuses figures of another workload, or of more or fewer ranks."""
         self._check({**asdict(self.workload), "ranks": self.ranks}, {**asdict(workload), "ranks": ranks})
 
-    def check_machine(self, device: str, parameters: int) -> None:
-        """Refuses figures of another device, or of a model that is called the same."""
-        mine = {"device": self.device, "number of parameters": self.parameters}
-        self._check(mine, {"device": device, "number of parameters": parameters})
+    def check_machine(self, records: Sequence[Record]) -> None:
+        """Refuses figures of another device, or of a model or batch that is called the same."""
+        names = ("device", "number of parameters", "number of items in a step")
+        ours = records[0].device, records[0].parameters, _items(records)
+        self._check(
+            dict(zip(names, (self.device, self.parameters, self.items), strict=True)),
+            dict(zip(names, ours, strict=True)),
+        )
 
     def _check(self, mine: Mapping[str, object], ours: Mapping[str, object]) -> None:
         for what, value in mine.items():
@@ -364,22 +483,29 @@ class OnRank:
 class BenchRow:
     """One setting beside the control; its figures are those of its ranks together, as `FIGURES` says.
 
-    `result` is `OK`, `REGRESSION`, `MISMATCH`, or how it ended, and `detail` says why. `change_percent` is beside the
-    golden figure, and `compared_with` names the setting whose losses its own were compared with.
+    `result` is one of `RAN`, `MISMATCH`, or how it ended, and `detail` says why. Of its `rounds`, `taken` are from the
+    file of results. `change_percent` is the throughput beside the golden figure, if `relative` relative to the control,
+    and `compared_with` names the setting whose losses its own were compared with.
     """
 
     name: str
     setting: str
     result: str
     detail: str
+    rounds: int
+    taken: int
     ranks: Sequence[OnRank]
     step_seconds: float | None
     tflops: float | None
     per_second: float | None
     allocated_bytes: int | None
     reserved_bytes: int | None
-    golden: Figure | None
-    change_percent: float | None
+    noise_percent: float | None
+    pace_seconds: float | None
+    by_category: Mapping[str, int]
+    losses: Sequence[Sequence[str]]
+    dtype: str
+    shortage: Mapping[str, Any] | None
     replay_percent: float | None
     replay_flops: int | None
     flops: int | None
@@ -388,6 +514,9 @@ class BenchRow:
     regions: int
     predicted_peak_bytes: int | None
     compared_with: str | None
+    golden: Figure | None = None
+    change_percent: float | None = None
+    relative: bool = False
     control_time_percent: float | None = None
     control_memory_percent: float | None = None
 
@@ -396,8 +525,7 @@ class BenchRow:
 class Result:
     """What a comparison showed, one row per setting, the control first.
 
-    `noise_percent` is how far the rounds of the control, or else of the first setting that ran, are apart; `taken` is
-    how many trials were taken from the file of results instead of run.
+    `noise_percent` is the most of any row, `moved` the control beside its golden figure.
     """
 
     config: Config
@@ -406,7 +534,12 @@ class Result:
     parameters: int
     noise_percent: float | None
     golden: Golden | None = None
-    taken: int = 0
+    moved: Moved | None = None
+
+    @property
+    def taken(self) -> int:
+        """How many trials were taken from the file of results instead of run."""
+        return sum(row.taken for row in self.rows)
 
     @property
     def exit_code(self) -> int:
@@ -429,7 +562,12 @@ class Result:
         cuda = config.workload.device == "cuda"
         tolerance = config.tolerance
         rounds = "one round" if config.rounds == 1 else f"{config.rounds} rounds"
-        return {
+        ran = {row.name for row in self.rows if row.step_seconds is not None}
+        if not ran:
+            return {}
+        equal = [row for row in self.rows if row.compared_with and row.result != MISMATCH]
+        others = [row.name for row in equal if row.name != row.compared_with or row.rounds > 1]
+        how = {
             "time": f"median of {config.steps} steps after {config.warmup}, and of {rounds} in which all settings take "
             "turns, each in a fresh process",
             "TFLOP/s": "the model's matrix products, replays left out, per device; by PyTorch's formulas"
@@ -437,8 +575,11 @@ class Result:
             "allocated": f"{'by the allocator' if cuda else 'by tensors alive'}, at the peak of a step",
             "reserved": f"taken from the {'driver by the allocator' if cuda else 'system, beyond what libraries take'}",
             "more": "than the control, in percent; replay: FLOPs in percent of the model's",
-            "losses": f"equal within {tolerance:g} of each" if tolerance else "equal to the last bit",
         }
+        if others:
+            bits = f"within {tolerance:g} of each" if tolerance else "to the last bit"
+            how["losses"] = f"equal {bits} to those of {equal[0].compared_with}: {', '.join(others)}"
+        return how
 
     def as_data(self) -> dict[str, Any]:
         """Ready for JSON; bytes and FLOPs are integers."""
@@ -457,35 +598,41 @@ class Result:
         }
 
     def to_golden(self) -> Golden:
-        """Returns the figures to compare with later: of settings that are OK or have become slower."""
+        """Returns the figures to compare with later: of settings that ran, with losses that are finite."""
         figures: dict[str, Figure] = {}
         for row, setting in zip(self.rows, self.config.settings, strict=True):
-            if row.result in (OK, REGRESSION) and row.step_seconds is not None:
-                figures[setting.key] = Figure(row.name, row.step_seconds, row.tflops)
+            known: dict[str, Any] = {name: getattr(row, name) for name in FIGURE_FIELDS}
+            known["noise_percent"] = row.noise_percent or 0.0
+            if row.result in RAN and _curves(row.losses):
+                figures[setting.key] = Figure(**known)
+        items = next(
+            (round(row.per_second * row.step_seconds) for row in self.rows if row.per_second and row.step_seconds), 0
+        )
         ranks = len(self.rows[0].ranks)
-        return Golden(self.config.workload, ranks, self.device, self.parameters, figures)
+        return Golden(self.config.workload, ranks, items, self.device, self.parameters, figures)
 
 
-def judged(config: Config, ended: Trials, golden: Golden | None, taken: int) -> Result:
-    """The result that follows from the trials."""
+def judged(config: Config, ended: Trials, golden: Golden | None, taken: Mapping[str, int] | None = None) -> Result:
+    """The result that follows from the trials; `taken` are those of each setting that were in the file of results."""
     finished = [setting for setting in config.settings if _end(ended[setting.name]).status == DONE]
     reference = finished[0] if finished else CONTROL
-    rows = [_row(config, setting, ended, reference.name, golden) for setting in config.settings]
+    rows = [
+        _row(config, setting, ended, reference.name, (taken or {}).get(setting.name, 0)) for setting in config.settings
+    ]
     control = rows[0]
+    moved = None if golden is None else _moved(control, golden.figures.get(CONTROL.key))
     rows = [
         replace(
-            row,
+            row if golden is None or row.result != OK else _against(config, row, setting, golden, moved),
             control_time_percent=_more(row.step_seconds, control.step_seconds),
             control_memory_percent=_more(row.allocated_bytes, control.allocated_bytes),
         )
-        for row in rows
+        for row, setting in zip(rows, config.settings, strict=True)
     ]
-    rounds = ended[reference.name] if len(finished) else ()
-    steps = [max(statistics.median(record.seconds) for record in records) for records in rounds]
-    noise = _more(max(steps), min(steps)) if len(steps) > 1 else None
     known = [record for rounds in ended.values() for records in rounds for record in records]
     device = next((record.device for record in known if record.device), "")
-    return Result(config, rows, device, max(record.parameters for record in known), noise, golden, taken)
+    noise = _over(max, (row.noise_percent for row in rows))
+    return Result(config, rows, device, max(record.parameters for record in known), noise, golden, moved)
 
 
 def _end(rounds: Sequence[Sequence[Record]]) -> Record:
@@ -497,31 +644,127 @@ def _more(value: float | None, than: float | None) -> float | None:
     return None if value is None or not than else 100 * (value / than - 1)
 
 
-def _row(config: Config, setting: Setting, ended: Trials, reference: str, golden: Golden | None) -> BenchRow:
+def _items(records: Sequence[Record]) -> int:
+    return sum(record.items for record in records)
+
+
+def _noise(rounds: Sequence[Sequence[Record]]) -> float | None:
+    """How far a setting's step time is unsure, in percent: between its rounds, and between two halves of its run.
+
+    Of many rounds, those count between which their median is with 95 %; of few, all.
+    """
+    steps = [[max(each) for each in zip(*(record.seconds for record in records), strict=True)] for records in rounds]
+    medians, inorder = sorted(map(statistics.median, steps)), [step for each in steps for step in each]
+    if len(inorder) < 2:
+        return None
+    outer = max(0, int((len(medians) - 1.96 * math.sqrt(len(medians))) / 2))
+    half = len(inorder) // 2
+    halves = sorted((statistics.median(inorder[:half]), statistics.median(inorder[half:])))
+    return max(100 * (most / least - 1) for least, most in ((medians[outer], medians[-1 - outer]), halves))
+
+
+class Moved(NamedTuple):
+    """The control's throughput beside its golden figure, in percent, and how far that is unsure."""
+
+    percent: float
+    noise: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether it has moved by more than noise."""
+        return abs(self.percent) > self.noise
+
+
+def _moved(control: BenchRow, figure: Figure | None) -> Moved | None:
+    change = None if figure is None else _more(control.per_second, figure.per_second)
+    if figure is None or change is None:
+        return None
+    return Moved(change, (control.noise_percent or 0.0) + figure.noise_percent)
+
+
+def _against(config: Config, row: BenchRow, setting: Setting, golden: Golden, moved: Moved | None) -> BenchRow:
+    """A row of a setting that ran well, beside its golden figure; what is exact is said before what is not."""
+    figure = golden.of(setting)
+    assert row.per_second is not None
+    change = 100 * (row.per_second / figure.per_second - 1)
+    noise = (row.noise_percent or 0.0) + figure.noise_percent
+    relative = moved is not None and moved.sure and row.name != CONTROL.name
+    if moved is not None and relative:
+        change = 100 * ((1 + change / 100) / (1 + moved.percent / 100) - 1)
+        noise = (row.noise_percent or 0.0) + moved.noise
+    elif row.pace_seconds:
+        noise += max(0.0, 100 * (row.pace_seconds / figure.pace_seconds - 1))  # the machine was that much slower
+    found: list[tuple[str, str]] = []
+    if setting.key in golden.figures:
+        found += _losses_changed(config, row, figure)
+        found += _memory_grew(config, row, figure)
+    if change < -config.threshold:
+        than = " relative to the control" if relative else ""
+        said = f"throughput {-change:.1f} % below the golden figure of {figure.name}{than}; allowed are "
+        said += f"{config.threshold:g} %; after {_counted(row.rounds)}, noise {noise:.1f} %"
+        found.append((REGRESSION if change < -config.threshold - noise else UNSURE, said))
+    result = found[0][0] if found else OK
+    detail = "; and ".join(text if verdict == result else f"{verdict}: {text}" for verdict, text in found)
+    return replace(row, result=result, detail=detail, golden=figure, change_percent=change, relative=relative)
+
+
+def _counted(rounds: int) -> str:
+    return "one round" if rounds == 1 else f"{rounds} rounds"
+
+
+def _losses_changed(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
+    """The first loss that is another than the golden one by more than the last bits, which another torch may change."""
+    allowed = TOLERANCES["cuda"].get(config.workload.dtype or row.dtype, TOLERANCES["cuda"][None])
+    for rank, (ours, theirs) in enumerate(zip(row.losses, figure.losses, strict=True)):
+        for step, (here, there) in enumerate(zip(ours, theirs), 1):  # noqa: B905 - as many steps as both have
+            a, b = float.fromhex(here), float.fromhex(there)
+            if here != there and not abs(a - b) <= allowed * abs(b):
+                said = f"rank {rank}, step {step}: the loss is {a!r} ({here}), the golden one {b!r} ({there}); "
+                return [(LOSS_CHANGED, f"{said}allowed is a share of {allowed:g}")]
+    return []
+
+
+def _memory_grew(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
+    """A peak above the golden one by more than its threshold, and the categories that are larger in it."""
+    now, then = row.allocated_bytes or 0, figure.allocated_bytes
+    more = 100 * (now / then - 1)
+    if more <= config.memory_threshold:
+        return []
+    apart = {name: count - figure.by_category.get(name, 0) for name, count in row.by_category.items()}
+    grew = ", ".join(f"{name} {errors.size(count)}" for name, count in apart.items() if count > 0) or "no category"
+    said = (
+        f"the peak is {errors.size(now)} ({now}), {more:.2f} % above the golden {errors.size(then)} ({then}); allowed "
+    )
+    return [(MEMORY_REGRESSION, f"{said}are {config.memory_threshold:g} %; more is in: {grew}")]
+
+
+def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken: int) -> BenchRow:
     rounds = ended[setting.name]
     end, first = _end(rounds), rounds[0][0]
     ranks = [OnRank.of(rank, [records[rank] for records in rounds]) for rank in range(len(rounds[0]))]
     figures = {name: _over(choose, (getattr(rank, name) for rank in ranks)) for name, choose in FIGURES.items()}
-    result, detail = end.status, end.detail
-    done = result == DONE
-    figure = golden.of(setting) if golden is not None and done else None
-    change = _more(figure.step_seconds, figures["step_seconds"]) if figure is not None else None
+    records = [record for each in rounds for record in each]
+    largest = max(records, key=lambda record: record.allocated_bytes or 0)
+    result, detail, done = end.status, end.detail, end.status == DONE
     if done:
-        result, detail = OK, _difference(config, rounds, ended[reference][0], reference)
-        if detail:
-            result = MISMATCH
-        elif figure is not None and change is not None and change < -config.threshold:
-            result = REGRESSION
-            detail = f"{-change:.1f} % below the golden figure of {figure.name}; allowed are {config.threshold:g} %"
+        detail = _difference(config, rounds, ended[reference][0], reference)
+        result = MISMATCH if detail else OK
     return BenchRow(
         name=setting.name,
         setting=setting.words,
         result=result,
         detail=detail,
+        rounds=len(rounds),
+        taken=taken,
         ranks=ranks,
         **figures,
-        golden=figure,
-        change_percent=change,
+        per_second=_items(rounds[0]) / figures["step_seconds"] if figures["step_seconds"] else None,
+        noise_percent=_noise(rounds) if done else None,
+        pace_seconds=_over(statistics.median, (second for record in records for second in record.pace)),
+        by_category=largest.by_category,
+        losses=[record.losses for record in rounds[0]] if done else [],
+        dtype=first.dtype,
+        shortage=end.shortage,
         replay_percent=100 * (first.replay_flops or 0) / first.flops if first.flops else None,
         replay_flops=first.replay_flops,
         flops=first.flops,
@@ -576,17 +819,16 @@ def run(
     Raises:
         ArgumentError: The workload cannot be run at all, or the golden figures are of something else.
     """
-    taken = 0
+    taken = dict.fromkeys((setting.name for setting in config.settings), 0)
 
     def records_of(setting: Setting, number: int) -> list[Record]:
         """The ranks' records of a trial; those that rank 0 has in its file are not run again."""
-        nonlocal taken
         key = config.key(setting, ranks.count)
         said = ranks.shared(lambda: json.dumps([asdict(record) for record in journal.get(key, number) or ()]))
         known = [Record(**record) for record in json.loads(said)]
-        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {config.rounds}")
+        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {limit}")
         if known:
-            taken += 1
+            taken[setting.name] += 1
             progress(f"{where}: known from the results")
             return known
         task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
@@ -595,6 +837,7 @@ def run(
         progress(f"{where}: {worst(records).status}")
         return records
 
+    limit = str(config.rounds)
     ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
     settings = list(config.settings)
     for number in range(config.rounds):
@@ -614,7 +857,14 @@ def run(
             if place == 0 and end.status == REFUSED:
                 raise errors.ArgumentError(end.detail)
             if golden is not None and end.status == DONE:
-                golden.check_machine(records[0].device, records[0].parameters)
+                golden.check_machine(records)
+    limit = f"at most {MOST * config.rounds}"
+    for number in range(config.rounds, MOST * config.rounds):
+        unsure = {row.name for row in judged(config, ended, golden).rows if row.result == UNSURE}
+        for setting in settings if unsure else ():
+            done = _end(ended[setting.name]).status == DONE
+            if done and (setting.name in unsure or setting.name == CONTROL.name):
+                ended[setting.name].append(records_of(setting, number))
     return judged(config, ended, golden, taken)
 
 
@@ -654,6 +904,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--save-golden", type=Path, metavar="FILE.json", help="write figures to compare with later")
     parser.add_argument(
         "--threshold", type=float, metavar="PERCENT", help=f"below the golden figure allowed ({Config.threshold:g})"
+    )
+    parser.add_argument(
+        "--memory-threshold",
+        type=float,
+        metavar="PERCENT",
+        help=f"of memory above the golden figure allowed ({Config.memory_threshold:g})",
     )
     parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
     parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
@@ -719,8 +975,9 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
         settings.append(setting_of("setting", fields, args.budget, args.plan))
     if args.fresh and results is None:
         raise errors.ArgumentError(errors.goes_with("--fresh", "--results"))
-    if args.threshold is not None and args.golden is None:
-        raise errors.ArgumentError(errors.goes_with("--threshold", "--golden"))
+    for option in ("--threshold", "--memory-threshold"):
+        if getattr(args, option[2:].replace("-", "_")) is not None and args.golden is None:
+            raise errors.ArgumentError(errors.goes_with(option, "--golden"))
     options.update({name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
     if options.get("model") is None:
         raise errors.ArgumentError(
@@ -760,17 +1017,19 @@ def _print(console: Console, result: Result, saved: Golden, path: Path | None) -
 
     golden = ["vs\ngolden"] if result.golden else []
     more = ("more\nmemory", "more\ntime", "replay", "result")
-    table = _table("", "TFLOP/s", *golden, per, allocated, reserved, *more)
+    kept = "rounds\n(kept)" if result.taken else "rounds"
+    table = _table("", "TFLOP/s", *golden, per, allocated, reserved, *more[:3], kept, more[3])
     for row in result.rows:
         cells = figures(row)
         if golden:
             cells.insert(1, _percent(row.change_percent))
         beside = (row.control_memory_percent, row.control_time_percent) if row is not control else (None, None)
         verdict = Text(row.result, style="green" if row.result == OK else "bold red")
-        table.add_row(
-            Text(row.name), *cells, *map(_percent, beside), _cell(row.replay_percent, ".1f", end="%"), verdict
-        )
-    title = f"{result.config.workload.model}, {result.parameters:,} parameters, on {result.device}"
+        rounds = f"{row.rounds} ({row.taken})" if row.taken else str(row.rounds)
+        replayed = _cell(row.replay_percent, ".1f", end="%")
+        table.add_row(Text(row.name), *cells, *map(_percent, beside), replayed, rounds, verdict)
+    workload = result.config.workload
+    title = f"{workload.model}, {result.parameters:,} parameters, {workload.optimizer}, on {result.device}"
     console.print(title, style="bold", markup=False)
     console.print(table)
     if len(control.ranks) > 1:
@@ -779,17 +1038,35 @@ def _print(console: Console, result: Result, saved: Golden, path: Path | None) -
             for rank in row.ranks:
                 table.add_row(Text(row.name), str(rank.rank), *figures(rank), rank.status)
         console.print(table)
+    if any(row.shortage for row in result.rows):
+        console.print(_shortages(result))
     for line in notes(result):
         console.print(line, markup=False)
     for row in result.rows:
         if row.result != OK:
             console.print(f"{row.result}: {row.name}: {row.detail}", style="bold red", markup=False)
+        if row.shortage and row.shortage["verdict"]:
+            console.print(f"  {row.shortage['verdict']}. Write: {row.shortage['write']}", markup=False)
     if path is not None:
         names = "; ".join(figure.name for figure in saved.figures.values())
         said = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
         console.print(said, markup=False)
     for label, text in result.how.items():
         console.print(f"{label[0].upper()}{label[1:]}: {text}.", style="dim", markup=False)
+
+
+def _shortages(result: Result) -> Table:
+    """The bytes of settings whose memory ran out."""
+    from rich.text import Text
+
+    names = ("requested", "allocated", "reserved", "capacity")
+    table = _table("", *names, "verdict")
+    for row in result.rows:
+        if row.shortage:
+            counts = [row.shortage[f"{name}_bytes"] for name in names]
+            cells = ["–" if count is None else errors.size(max(0, count)) for count in counts]
+            table.add_row(Text(row.name), *cells, row.shortage["verdict"] or "–")
+    return table
 
 
 def _table(*titles: str) -> Table:
@@ -818,17 +1095,36 @@ def notes(result: Result) -> list[str]:
     """What has to be known to read the table."""
     said: list[str] = []
     if result.taken:
-        said.append(f"{result.taken} trials were taken from the file of results; --fresh runs them again.")
+        said.append(f"{result.taken} trials (kept) were taken from the file of results; --fresh runs them again.")
     if result.noise_percent is not None:
-        said.append(f"Noise: rounds of one setting differ by up to {result.noise_percent:.1f} %.")
-        if result.golden is not None and result.noise_percent > result.config.threshold:
-            said.append("That is more than the threshold, so a regression may be noise: take more --rounds.")
-    golden = result.golden
+        said.append(
+            f"Noise: rounds of one setting, or the two halves of its run, differ by up to {result.noise_percent:.1f} %."
+        )
+    golden, moved = result.golden, result.moved
+    if moved is not None and moved.sure and any(row.relative for row in result.rows):
+        said.append(
+            f"The control has moved by {moved.percent:+.1f} % against its golden figure (noise {moved.noise:.1f} %): "
+            "settings are compared relative to the control."
+        )
     if golden is not None:
         said.append(f"Golden: {golden.source}, with torch {golden.torch}.")
         others = [row.name for row in result.rows if row.golden is not None and row.golden.name != row.name]
         if others:
             said.append(f"Compared with a golden figure of another name: {', '.join(others)}.")
+        for row in result.rows:
+            figure = row.golden
+            if (
+                figure is not None
+                and figure.name == row.name
+                and figure.flops
+                and row.flops not in (None, figure.flops)
+            ):
+                said.append(
+                    f"A step of {row.name} is counted as {row.flops:,} FLOPs, in the golden figure as "
+                    f"{figure.flops:,}; throughput is compared from the same FLOPs, as are tokens per s."
+                )
+    if all(row.compared_with is None for row in result.rows):
+        said.append("Nothing finished, so no time, memory or loss is compared.")
     compared = [row.compared_with for row in result.rows if row.compared_with not in (None, result.rows[0].name)]
     if compared:
         which = f"losses are compared with those of {compared[0]}" if compared[1:] else "no losses could be compared"

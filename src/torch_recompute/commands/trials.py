@@ -41,7 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import Plan, RecomputeConfig, apply, errors, make_plan, measure, simulate
 from .._torch import tree_flatten, tree_leaves, tree_unflatten
 from ..errors import ArgumentError, BudgetError, MismatchError
-from ..simulation.step import OPTIMIZERS, any_loss, optimizer_of
+from ..memory.free import heap, host_memory
+from ..plan.exhausted import Shortage
+from ..simulation.step import OPTIMIZERS, USUAL, any_loss, optimizer_of
 from .models import DTYPES, batch_for, load, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 
@@ -53,6 +55,8 @@ MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", 
 SMALL = {"gpt-tiny": TransformerBlock.gpt, "llama-tiny": TransformerBlock.llama}
 """Four layers of width 128."""
 LAYERS, WIDTH, TOKENS, BATCH = 4, 128, 128, 4
+PRODUCT, PRODUCTS = {"cpu": 384, "cuda": 4096}, 10
+"""The width of the square matrices, and how many products of them, that say how fast a machine is."""
 SEED = 0
 DEVICES = ("cpu", "cuda")
 IMPORTED = (__name__, "torch._dynamo")
@@ -77,7 +81,7 @@ class Workload:
     batch: int | None = None
     sequence: int | None = None
     dtype: str | None = None
-    optimizer: str = "adamw"
+    optimizer: str = USUAL
     device: str = "cpu"
 
     def check(self) -> None:
@@ -155,11 +159,15 @@ class Record:
     uncounted: str = ""  # why there are no FLOPs
     items: int = 0  # tokens or samples of a step
     unit: str = "tokens"
+    dtype: str = ""  # the narrowest of the parameters, as one of DTYPES
     device: str = ""
     parameters: int = 0
     regions: int = 0
     predicted_peak_bytes: int | None = None  # where the plan was made for a budget
     plan: str | None = None  # as JSON, where it was to be made
+    pace: Sequence[float] = ()  # seconds of one fixed piece of work, before and after the steps
+    by_category: Mapping[str, int] = field(default_factory=dict[str, int])  # of the tensors alive at the peak
+    shortage: Mapping[str, Any] | None = None  # where memory ran out: `Shortage.as_data`
 
 
 def worst(records: Sequence[Record]) -> Record:
@@ -315,7 +323,8 @@ def carry_out(task: TrialTask) -> Record:
         status = OUT if out else MISMATCH if isinstance(error, MismatchError) else FAILED
         said = str(error) if status == MISMATCH else _first_line(error)
         detail = f"{trial.where}: {type(error).__name__}: {said}"
-        return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved())
+        shortage = trial.shortage(str(error)).as_data() if out else None
+        return replace(trial.record, status=status, detail=detail, reserved_bytes=trial.reserved(), shortage=shortage)
 
 
 class _Trial:
@@ -327,6 +336,7 @@ class _Trial:
         self._device = torch.device("cuda", task.local_rank) if self._cuda else torch.device("cpu")
         self._optimizer: torch.optim.Optimizer | None = None
         self._resident: int | None = None  # bytes, before the step takes any
+        self._heap: int | None = None  # likewise, in use of the process's heap
         self.where = "building the model"
         self.record = Record(DONE, device=torch.cuda.get_device_name(self._device) if self._cuda else name_of_cpu())
 
@@ -343,9 +353,12 @@ class _Trial:
         task = self._task
         x = torch.ones(64, 64, device=self._device, requires_grad=True)
         (x @ x).sum().backward()  # starts the threads of a process's first operation, before memory is limited
+        self._measure_pace()
         made = self._built()
         resident = memory_status("VmRSS")
         self._resident = None if resident is None else resident - made.nbytes
+        books = heap()
+        self._heap = None if books is None else books[0] - made.nbytes
         plan = task.setting.on(made.model)
         handle = apply(made.model, plan)
         self.record = replace(self.record, regions=len(plan), predicted_peak_bytes=plan.predicted_peak_bytes)
@@ -359,6 +372,7 @@ class _Trial:
             if task.capacity is not None and not self._cuda:
                 unlimit()
         handle.remove()
+        self._measure_pace()
         if task.count:
             self._count(made, plan)
         return self.record
@@ -370,13 +384,41 @@ class _Trial:
         peak = memory_status("VmHWM")
         return None if peak is None or self._resident is None else max(0, peak - self._resident)
 
+    def shortage(self, text: str) -> Shortage:
+        """The bytes of an error that memory ran out: from its text, else as this process has them now."""
+        capacity = self._task.capacity
+        if self._cuda:
+            allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+            capacity = capacity or torch.cuda.get_device_properties(self._device).total_memory
+            return Shortage.of(text, allocated, reserved, capacity, cuda=True)
+        now, base = heap(), self._heap
+        allocated, reserved = (None, None) if now is None or base is None else (now[0] - base, now[1] - base)
+        return Shortage.of(text, allocated, reserved, capacity or host_memory()[1], cuda=False)
+
+    def _measure_pace(self) -> None:
+        """Times products of matrices, which are the same whatever is trained: how fast the machine is at present."""
+        x = torch.ones(PRODUCT[self._device.type], PRODUCT[self._device.type], device=self._device)
+        seconds: list[float] = []
+        for _ in range(PRODUCTS + 1):
+            start = self._clock()
+            torch.mm(x, x)
+            seconds.append(self._clock() - start)
+        del x
+        if self._cuda:
+            torch.cuda.empty_cache()
+        self.record = replace(self.record, pace=[*self.record.pace, *seconds[1:]])
+
     def _built(self) -> Ready:
         if self._cuda:
             torch.cuda.set_device(self._device)
         made = ready(self._task.workload, self._task.rank, self._device)
         unit, items = made.items
         parameters = sum(parameter.numel() for parameter in made.model.parameters())
-        self.record = replace(self.record, unit=unit, items=items, parameters=parameters)
+        found = {parameter.dtype for parameter in made.model.parameters()}
+        dtype = next(
+            (name for name, dtype in sorted(DTYPES.items(), key=lambda p: p[1].itemsize) if dtype in found), ""
+        )
+        self.record = replace(self.record, unit=unit, items=items, parameters=parameters, dtype=dtype)
         return made
 
     def _train(self, made: Ready) -> None:
@@ -401,13 +443,12 @@ class _Trial:
         seconds = seconds[task.warmup :]
         self.record = replace(self.record, losses=losses, seconds=seconds, reserved_bytes=self.reserved())
         self.where = "the step in which bytes are counted"
-        if self._cuda:
-            allocated = torch.cuda.max_memory_allocated(self._device)
-        else:
-            with measure(made.model, self._optimizer).track(*made.tensors) as m:
-                self._step(trained, made, task.warmup + task.steps)
-            allocated = m.peak_bytes
-        self.record = replace(self.record, allocated_bytes=allocated)
+        allocated = torch.cuda.max_memory_allocated(self._device) if self._cuda else None
+        with measure(made.model, self._optimizer).track(*made.tensors) as m:
+            self._step(trained, made, task.warmup + task.steps)
+        seen = m.on(self._device)
+        peak = seen.peak_bytes if allocated is None else allocated
+        self.record = replace(self.record, allocated_bytes=peak, by_category=seen.by_category)
 
     def _step(self, model: nn.Module, made: Ready, number: int) -> float:
         """A training step; its random numbers depend on its number and the rank."""

@@ -9,7 +9,6 @@ numbers in their names were.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from .. import errors
 from .._text import counted, document, grouped, paragraph, shown, starred, times
 from .._torch.modes import CUT_REGION, NO_CUDA_GRAPH
+from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import FAILS, Audit
@@ -25,7 +25,6 @@ from .simulated import Account, SimulatedSteps
 
 SCHEMA_VERSION = 1
 
-UNUSED = 0.2  # of what the allocator reserved: more than this in pieces is fragmentation
 FULL = 0.8  # of the device: memory is short
 FILLED = 0.8  # of the budget: what lasts the whole step fills it
 LOWERED = 0.1  # of the plain peak: regions that lower it by less have met something else
@@ -422,21 +421,15 @@ def _fragmentation(evidence: Evidence, observed: Observations) -> Iterator[_Foun
     unused = stats.reserved_bytes - stats.allocated_bytes
     limit = stats.total_bytes if evidence.budget is None else min(evidence.budget, stats.total_bytes)
     short = stats.retries > 0 or stats.reserved_bytes >= FULL * limit
-    if unused < UNUSED * stats.reserved_bytes or not short:
+    if not short or not fragmented(stats.allocated_bytes, stats.reserved_bytes):
         return
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    write = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, before the program starts."
-    if "expandable_segments:true" in settings.lower().replace(" ", ""):
-        write = (
-            "batches of a few fixed lengths: expandable_segments is on already, and sizes that recur leave no holes."
-        )
     yield _found(
         stats.device,
         f"{_size(stats.allocated_bytes)} were allocated at most and {_size(stats.reserved_bytes)} reserved, of "
         f"{_size(stats.total_bytes)}: {_size(unused)} lay unused in pieces. The allocator had to give memory back and "
         f"ask again {times(stats.retries)}.",
         "torch.cuda.memory_stats, the peaks of the steps that were watched.",
-        write,
+        against_fragmentation(),
         allocated_bytes=stats.allocated_bytes,
         reserved_bytes=stats.reserved_bytes,
         retries=stats.retries,

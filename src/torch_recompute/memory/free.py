@@ -7,9 +7,11 @@ the machine has. Linux says both in files; elsewhere psutil does. An accelerator
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +57,24 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
             left = total - int((folder / used).read_text()) + _numbers(folder / "memory.stat").get(spare, 0)
             free = max(0, min(free, left))
     return free, total
+
+
+class _Heap(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+def heap() -> tuple[int, int] | None:
+    """Returns the bytes of this process's heap that are in use, and all it holds; None where the C library is mute."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    ask.restype = _Heap
+    now: Any = ask()
+    return now.uordblks + now.hblkhd, now.arena + now.hblkhd
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:

@@ -9,8 +9,11 @@ for. For a plan that was read from a file, which has no costs, the line to write
 
 from __future__ import annotations
 
+import os
 import re
 import weakref
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +33,21 @@ RESERVE = 0.05  # of the device: what `budget="fit"` leaves as well, for workspa
 planned_models: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 """The models that a plan is in; `apply` writes it."""
 
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+UNUSED = 0.2  # of what the allocator reserved: more than this in pieces is fragmentation, if no request is known
+CAPACITY, FRAGMENTATION = "capacity", "fragmentation"
+
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+_ASKED = re.compile(f"[Tt]ried to allocate {_SIZE}")
+_BOOKS = [
+    re.compile(text)
+    for text in (
+        f"{_SIZE} is allocated by PyTorch",
+        f"{_SIZE} is reserved by PyTorch but",
+        f"{_SIZE} allowed",
+        f"total capacity of {_SIZE}",
+    )
+]
+"""What torch says of a device's memory in the text of its error, in the state in which the request failed."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -57,8 +74,74 @@ def look(region: str, text: str) -> str:
 
 def asked_for(text: str) -> int:
     """The bytes that an error says could not be had; 0 where it does not say."""
-    found = _ASKED.search(text)
-    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+    return _said(_ASKED, text) or 0
+
+
+def _said(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+def fragmented(allocated: int, reserved: int, requested: int = 0) -> bool:
+    """Whether memory ran out by fragmentation: what is reserved and not allocated would hold what was requested.
+
+    Args:
+        allocated: Bytes that tensors hold.
+        reserved: Bytes that the allocator holds.
+        requested: Bytes that could not be had; if they are not known, a share of what is reserved.
+    """
+    return reserved - allocated >= (requested or UNUSED * reserved)
+
+
+def against_fragmentation(cuda: bool = True) -> str:
+    """What to set for an allocator whose free memory lies in pieces."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if not cuda:
+        return "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, so that the system gets every large block back."
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        return "batches of a few fixed lengths: expandable_segments is on already, and sizes that recur leave no holes."
+    return "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, before the program starts."
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A request for memory that failed, and the allocator's bytes at that moment; None for what is not known."""
+
+    requested_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    capacity_bytes: int | None = None
+    cuda: bool = True
+
+    @staticmethod
+    def of(text: str, allocated: int | None, reserved: int | None, capacity: int | None, *, cuda: bool) -> Shortage:
+        """Reads the text of an error; what it does not say is as passed."""
+        taken, unused, allowed, total = (_said(pattern, text) for pattern in _BOOKS)
+        if taken is not None and unused is not None:
+            allocated, reserved, cuda = taken, taken + unused, True
+            capacity = allowed or total or capacity
+        return Shortage(asked_for(text) or None, allocated, reserved, capacity, cuda)
+
+    @property
+    def verdict(self) -> str:
+        """`FRAGMENTATION` or `CAPACITY`; empty where too little is known."""
+        if self.requested_bytes is None or self.allocated_bytes is None or self.reserved_bytes is None:
+            return ""
+        pieces = fragmented(self.allocated_bytes, self.reserved_bytes, self.requested_bytes)
+        return FRAGMENTATION if pieces else CAPACITY
+
+    @property
+    def write(self) -> str:
+        """What to set, or to take less of."""
+        if self.verdict == FRAGMENTATION:
+            return against_fragmentation(self.cuda)
+        return "a smaller batch, more recomputation, or a device with more memory." if self.verdict else ""
+
+    def as_data(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        known = asdict(self)
+        del known["cuda"]
+        return {**known, "verdict": self.verdict, "write": self.write}
 
 
 def _planned(region: str) -> tuple[nn.Module | None, Plan | None]:
