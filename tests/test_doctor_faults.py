@@ -637,6 +637,138 @@ FAULTS = [
         "hold_output=True",
         "hold_output=False",
     ),
+    Fault(
+        "a cross-entropy by log_softmax and gather",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                return -self.head(hidden).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "a cross-entropy by logsumexp",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                logits = self.head(hidden)
+                return logits.logsumexp(-1) - logits.gather(-1, labels[..., None])[..., 0]
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "distillation from a teacher's logits",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def __init__(self, **size):
+                super().__init__(**size)
+                self.teacher = Model(**size).requires_grad_(False)
+
+            def head_and_loss(self, hidden, theirs):
+                target = self.teacher.head(theirs).softmax(-1)
+                return F.kl_div(self.head(hidden).log_softmax(-1), target, reduction="none").sum(-1)
+
+            def forward(self, tokens):
+                with torch.no_grad():
+                    theirs = self.teacher.hidden(tokens)
+                return self.head_and_loss(self.hidden(tokens), theirs).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "a budget that only tiles of the loss can meet",
+        "over_budget",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                return -self.head(hidden).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), budget="2900KiB")
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+        also=("loss_head",),
+    ),
+    Fault(
+        "outputs collected in a list",
+        "kept_alive",
+        "global 'outs' of script[*]",
+        """
+        model, outs = Model(), []
+        with doctor.watch(model) as watching:
+            for _ in range(3):
+                out = model(tokens)
+                outs.append(out)
+                loss_of(out).backward()
+        report = watching.report()
+        """,
+        "outs.append(out)",
+        "outs.append(out.detach().mean().item())",
+        says="x.detach().mean().item()",
+    ),
+    Fault(
+        "a loss cut off by a reentrant checkpoint",
+        "frozen_input",
+        "head",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(block, x, use_reentrant=True)
+
+            def forward(self, tokens):
+                return checkpoint(lambda x: loss_of(self.head(x)), self.hidden(tokens), use_reentrant=True)
+
+
+        def checkpoint(fn, x, use_reentrant):
+            return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=REENTRANT)
+
+
+        REENTRANT = True
+        model = Net()
+        model.embed.requires_grad_(False)
+        report = doctor.examine(model, (tokens,), hold_output=False)
+        """,
+        "REENTRANT = True",
+        "REENTRANT = False",
+        says="use_reentrant=False",
+        line="`use_reentrant=False`",
+    ),
 ]
 
 

@@ -126,7 +126,7 @@ def examine(
                 if plan is not None:
                     stack.callback(apply(model, plan).remove)
                 try:
-                    observed = _observe(ModelCall(*call), model, loss or loss_of, since)
+                    observed = _observe(ModelCall(*call), model, loss or _loss_of, since)
                     observed.parallel |= parallel
                     if simulated is None or simulated.accounts or observed.checkpoints:
                         with _torch.checkpoints_run_by(_as_region):
@@ -142,6 +142,16 @@ def examine(
             missing["audited"] = missing["observed"]
         limit = None if budget is None else steps.bytes_meant(budget, simulated=simulated is not None)
         return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss of an output, also where it needs no gradient, because a reentrant checkpoint has cut it off."""
+    try:
+        return loss_of(output)
+    except errors.ArgumentError:
+        with torch.no_grad(), contextlib.suppress(errors.ArgumentError):
+            return loss_of(output)
+        raise
 
 
 def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor], since: Compiled) -> Observations:

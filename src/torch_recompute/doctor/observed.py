@@ -93,11 +93,12 @@ class Kept(NamedTuple):
 
 @dataclass
 class _Step:
-    """What the modules returned in one call of the model, except for what that returned itself."""
+    """What the modules returned in one call of the model."""
 
     backward: bool = False  # has gone through it
     nbytes: int = 0
     results: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = field(default_factory=dict[int, Any])
+    returned: set[int] = field(default_factory=set[int])  # of these, what the model itself returned
 
     def add(self, path: str, output: Any) -> None:
         """Remembers the memory of what a module returned, without keeping it alive."""
@@ -107,14 +108,18 @@ class _Step:
                     self.results[id(storage)] = weakref.ref(storage), path
                     self.nbytes += storage.nbytes()
 
-    def leave_out(self, output: Any) -> None:
-        """Forgets what the model returned."""
-        for _, storage in storages(_torch.tensors_in(output)):
-            self.results.pop(id(storage), None)
+    def ends(self, output: Any) -> None:
+        """Remembers what the model returned; the loop may hold that until the next call returns."""
+        self.add("", output)
+        self.returned = {id(storage) for _, storage in storages(_torch.tensors_in(output))}
 
-    def alive(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """What is still there, with the paths of the modules; nothing where it is little."""
-        found = {key: (storage, path) for key, (ref, path) in self.results.items() if (storage := ref()) is not None}
+    def alive(self, last: bool) -> dict[int, tuple[torch.UntypedStorage, str]]:
+        """What is still there, with the paths of the modules; nothing where it is little, or the `last` output."""
+        found = {
+            key: (storage, path)
+            for key, (ref, path) in self.results.items()
+            if (storage := ref()) is not None and not (last and key in self.returned)
+        }
         return found if sum(s.nbytes() for s, _ in found.values()) > LITTLE * self.nbytes else {}
 
 
@@ -291,7 +296,7 @@ class StepWatcher:
             return
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         leaves = [leaf for leaf in _torch.tensors_in(output) if leaf.requires_grad]
-        self._steps[-1].leave_out(output)
+        self._steps[-1].ends(output)
         if not leaves:
             return
         from ..distributed import find_reentrant  # takes two seconds to import
@@ -341,7 +346,8 @@ class StepWatcher:
         Without a backward nothing is said before all is `over`, and only of several steps: a backward may come that
         goes through all of them.
         """
-        alive = [(step.backward, found) for step in self._steps if (found := step.alive())]
+        last = self._steps[-1] if self._steps else None
+        alive = [(step.backward, found) for step in self._steps if (found := step.alive(step is last))]
         if over and sum(not backward for backward, _ in alive) > 1:
             counted = alive
         else:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._text import starred
+from .._text import starred_path
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
 from ..memory.ledger import CountedOnce
@@ -137,7 +137,7 @@ class Accounts(Observer):
                 others = [name for name in map(self._top, hold.regions) if name != one.name]
                 if hold.plain or others:
                     account.pinned_bytes += nbytes
-                    account.pinned_by += hold.savers if hold.plain else [f"the region {starred(others[0])}"]
+                    account.pinned_by += hold.savers if hold.plain else [f"the region {starred_path(others[0])}"]
             account.pinned_by = list(dict.fromkeys(account.pinned_by))
         for key, hold in retainers.of.items():
             ref = self._made.get(key)
@@ -153,7 +153,7 @@ class Accounts(Observer):
         self._inside.clear()
 
     def _account(self, name: str) -> Account:
-        key = starred(name)
+        key = starred_path(name)
         return self.by_name.setdefault(key, Account(key))
 
     def _top(self, held_by: str) -> str:
@@ -171,7 +171,7 @@ class Accounts(Observer):
                 top = _Outermost(frame.name, account)
                 self._outermost.append(top)
             elif around is not None:
-                account.inside = starred(around.name)
+                account.inside = starred_path(around.name)
                 self._around[frame.name] = top.name
             if frame not in self._tops:
                 self._tops[frame] = top
