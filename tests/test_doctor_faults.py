@@ -1,11 +1,14 @@
 """Training scripts that each have one fault which people met: the doctor names it, and the line that it says mends it.
 
-A script is run as it is, and once more with one piece of it replaced.
+A script is run as it is, and once more with one piece of it replaced. `python tests/test_doctor_faults.py` runs all of
+them, and the sound ones, and writes what was found for the table in `docs/doctor.md`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import textwrap
 import types
 import warnings
@@ -109,11 +112,13 @@ class Fault:
     also: tuple[str, ...] = ()
     line: str = ""
 
-    @property
-    def row(self) -> str:
-        """The line of the table on the page about the doctor."""
+    def row(self, report: doctor.Report, mended: doctor.Report) -> dict[str, Any]:
+        """What the doctor found in the script and in the mended one, for the table on its page."""
         mend = self.line or f"`{self.right.removeprefix('return ').removeprefix('= ').rstrip('(')}`"
-        return f"| {self.name} | [{self.kind}](#{self.kind}) | {mend} |"
+        places = [found.where for found in report.findings if found.kind == self.kind]
+        also = sorted({found.kind for found in report.findings} - {self.kind})
+        after = sorted({found.kind for found in mended.findings})
+        return {"name": self.name, "kind": self.kind, "where": places, "also": also, "mend": mend, "after": after}
 
 
 FAULTS = [
@@ -800,8 +805,7 @@ def shared() -> list[Any]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """One thread, for tensors are small; and a compiler that has compiled nothing, and counted nothing."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -810,6 +814,9 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
+
+alone = pytest.fixture(autouse=True)(_alone)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -825,6 +832,7 @@ def test_named_and_mended(fault: Fault) -> None:
     assert fault.script.count(fault.wrong) == 1
     mended = run(fault.script.replace(fault.wrong, fault.right))
     assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
+    assert fault.row(report, mended) in recorded()["faulty"], RECORD
 
 
 KEPT = {
@@ -880,11 +888,21 @@ def test_who_keeps_activations(name: str, where: str, write: str) -> None:
     assert found.figures["nbytes"] > 0
 
 
-def test_the_page_lists_them() -> None:
-    """The table on the page about the doctor is that of these scripts."""
-    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    table = "\n".join(fault.row for fault in FAULTS)
-    assert table in page, table
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "doctor-cpu.json"
+RECORD = "python tests/test_doctor_faults.py writes the results again, and python tools/pages.py the page"
+
+
+def recorded() -> dict[str, Any]:
+    """What the doctor found in each set-up when the page was made."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_results_are_of_these_set_ups() -> None:
+    """The table on the page is of every set-up here, and of no other; nothing was found in a sound one."""
+    rows = recorded()
+    assert [row["name"] for row in rows["faulty"]] == [fault.name for fault in FAULTS]
+    assert [row["name"] for row in rows["healthy"]] == [*LOOPS, *MODELS]
+    assert not [row for row in rows["healthy"] if row["found"]]
 
 
 LOOPS = {
@@ -928,22 +946,26 @@ LOOPS = {
 }
 
 
+def looped(loop: str) -> doctor.Report:
+    """What the doctor says of a training loop."""
+    start = "model = Model()\noptimizer = torch.optim.SGD(model.parameters())\nwith doctor.watch(model) as watching:\n"
+    body = textwrap.indent(textwrap.dedent(LOOPS[loop]).strip(), "    ")
+    return run(f"{start}{body}\nreport = watching.report()\n")
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_sound_loops(loop: str) -> None:
     """A training loop that keeps what it needs and no more gets no finding."""
-    start = "model = Model()\noptimizer = torch.optim.SGD(model.parameters())\nwith doctor.watch(model) as watching:\n"
-    body = textwrap.indent(textwrap.dedent(LOOPS[loop]).strip(), "    ")
-    report = run(f"{start}{body}\nreport = watching.report()\n")
+    report = looped(loop)
     assert report, report
 
 
 SOUND = ["gpt2", "llama", "mixtral", "t5", "mamba", "lora_llama", "torch_decoder", "megatron_moe"]
+MODELS = [*SOUND, *(f"{name}, checkpointing" for name in SOUND[:6])]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", [*SOUND, *(f"{name}, checkpointing" for name in SOUND[:6])])
-def test_sound_models(name: str) -> None:
-    """A model in a plain loop gets no finding, with the checkpointing of transformers as without."""
+def trained(name: str) -> list[doctor.Report]:
+    """What the doctor says of a model in a plain loop, and by itself."""
     name, _, checkpointing = name.partition(", ")
     model, batch = build(name)
     if checkpointing:
@@ -955,7 +977,33 @@ def test_sound_models(name: str) -> None:
             scalar_loss(out).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert watching.report(), watching.report()
+    watched = watching.report()
     del out
-    report = doctor.examine(model, (), batch, loss=scalar_loss, hold_output=False)
-    assert report, report
+    return [watched, doctor.examine(model, (), batch, loss=scalar_loss, hold_output=False)]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_sound_models(name: str) -> None:
+    """A model in a plain loop gets no finding, with the checkpointing of transformers as without."""
+    for report in trained(name):
+        assert report, report
+
+
+def main() -> None:
+    """Runs every set-up and writes what the doctor found."""
+    rows: dict[str, list[dict[str, Any]]] = {"faulty": [], "healthy": []}
+    for fault in FAULTS:
+        with contextlib.contextmanager(_alone)():
+            mended = fault.script.replace(fault.wrong, fault.right)
+            rows["faulty"].append(fault.row(run(fault.script), run(mended)))
+    for name in [*LOOPS, *MODELS]:
+        with contextlib.contextmanager(_alone)():
+            reports = [looped(name)] if name in LOOPS else trained(name)
+        found = [f"{one.kind} {one.where}" for report in reports for one in report.findings]
+        rows["healthy"].append({"name": name, "found": found})
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
