@@ -207,24 +207,24 @@ CASES = [
         wrapped(lambda fn, x: recompute(lambda x: Stash.apply(fn(x)), name="stashes")(x)),
         "stashes",
         ("keep 16,384 bytes in ctx.cos of StashBackward",),
-        also=("replay_share",),
     ),
     Case("made_worse", stack, "*.soft", ("65,536 bytes more than the plain",), lambda: {"plan": each("soft")}),
     Case("double_recompute", stack, "*.core", ("fused attention", "AddmmBackward0"), lambda: {"plan": each("core")}),
-    Case("double_recompute", wrapped(twice), "inner", ("which is a region as well",), also=("replay_share",)),
-    Case("double_recompute", wrapped(around_theirs), "*.inner", ("called once in forward",), also=("replay_share",)),
+    Case("double_recompute", wrapped(twice), "inner", ("which is a region as well",)),
+    Case("double_recompute", wrapped(around_theirs), "*.inner", ("which is a region as well",)),
     Case("replay_share", stack, "*", ("of the step's FLOPs", "100% of them"), lambda: {"plan": each("")}),
-    Case(
-        "host_syncs", wrapped(region, lambda: Waits(SIZE, SIZE)), "*.inner", ("waits", "item()"), also=("replay_share",)
-    ),
-    Case(
-        "not_deterministic", wrapped(region, lambda: Forgets(SIZE, SIZE)), "*.inner", ("aten",), also=("replay_share",)
-    ),
+    Case("host_syncs", wrapped(region, lambda: Waits(SIZE, SIZE)), "*.inner", ("waits", "item()")),
+    Case("not_deterministic", wrapped(region, lambda: Forgets(SIZE, SIZE)), "*.inner", ("aten",)),
     Case("updated_twice", wrapped(theirs, Counts), "*.inner.count", ("again in once of 1",)),
+    Case("updated_twice", wrapped(region, lambda: Remembers(SIZE, SIZE)), "Remembers", ("calls",)),
     Case(
-        "updated_twice", wrapped(region, lambda: Remembers(SIZE, SIZE)), "Remembers", ("calls",), also=("replay_share",)
+        "reentrant",
+        wrapped(reentrant),
+        "*.inner",
+        ("marks its parameters",),
+        x=lambda: batch().requires_grad_(),
+        also=("output_pins",),
     ),
-    Case("reentrant", wrapped(reentrant), "*.inner", ("marks its parameters",), x=lambda: batch().requires_grad_()),
     Case("frozen_input", wrapped(reentrant), "*.inner.*", ("got no gradient",)),
     Case("over_budget", stack, "Sequential", ("more than the budget",), lambda: {"budget": "300KiB"}),
     Case(
@@ -281,7 +281,11 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], dict[str
     ("products kept", stack, lambda model: {"plan": each("", keep=("@product", "@attention"))}),
     ("planned", stack, lambda model: planned(model)),
     ("counting buffers", wrapped(region, Counts), lambda model: {"run": True, "plan": None}),
-    ("theirs, not reentrant", wrapped(theirs), lambda model: {}),
+    (
+        "theirs, not reentrant",
+        wrapped(theirs, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())),
+        lambda model: {},
+    ),
 ]
 
 

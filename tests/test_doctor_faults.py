@@ -774,6 +774,23 @@ FAULTS = [
         says="use_reentrant=False",
         line="`use_reentrant=False`",
     ),
+    Fault(
+        "torch's checkpoint around a linear layer",
+        "saves_nothing",
+        "blocks.*.up",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return x + block.down(F.gelu(checkpoint(block.up, block.norm(x), use_reentrant=False)))
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "checkpoint(block.up, block.norm(x), use_reentrant=False)",
+        "block.up(block.norm(x))",
+        says="the plain call in the place of the region blocks.*.up",
+        line="the plain call",
+    ),
 ]
 
 

@@ -215,7 +215,7 @@ def doctor() -> str:
     head = ("set-up", "finding", "where", "mend", "found in the mended one")
     missed = sum(not row["where"] for row in found["faulty"])
     wrong = sum(bool(row["found"]) for row in found["healthy"])
-    said = f"Of {len(rows)} faulty set-ups {missed} are missed; in {wrong} of {len(healthy)} healthy ones a fault is found."
+    said = f"Of {len(rows)} faulty set-ups {missed} are missed; of {len(healthy)} healthy ones {wrong} get a finding."
     return "\n\n".join((said, _table(head, rows), _table(("healthy set-up", "found"), healthy)))
 
 

@@ -161,6 +161,12 @@ class Evidence:
         rest = tuple(one for one in self.plan.choices if starred_path(one.paths[0]) != name)
         return None if len(rest) == len(self.plan.choices) else self.simulated.planned(Plan(rest))
 
+    def without_it(self, name: str) -> str:
+        """What to write for a step without the regions of a name."""
+        choices = () if self.plan is None else self.plan.all_choices
+        planned = any(starred_path(path) == name for choice in choices for path in choice.paths)
+        return f"a plan without {name}" if planned else f"the plain call in the place of the region {name}"
+
     def compared(self, name: str) -> str:
         """Says what a step keeps with the plan's regions of a name and without; "" for other regions."""
         plain = self.without(name)
@@ -231,7 +237,9 @@ def _audited(
 
     def look(_: Evidence, audit: Audit) -> Iterator[_Found]:
         rows = [row for row in audit.rows if row.kind in kinds]
-        groups = grouped(rows, lambda row: (row.kind, starred_path(row.region), starred_path(row.module), row.op, row.line))
+        groups = grouped(
+            rows, lambda row: (row.kind, starred_path(row.region), starred_path(row.module), row.op, row.line)
+        )
         for group in groups.values():
             row = group[0]
             figures: dict[str, Any] = {"regions": len(group)}
@@ -414,7 +422,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     promise = plan.prediction
     assert promise is not None
     return (
-        f'apply(model, make_plan(..., budget={_budget(budget)})): {len(plan)} regions, a peak of '
+        f"apply(model, make_plan(..., budget={_budget(budget)})): {len(plan)} regions, a peak of "
         f"{_size(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
     )
 
@@ -536,7 +544,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
                 f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
                 f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
                 f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
-                f"a plan without {account.name}, or a region that reaches further back, to where its input is made.",
+                f"{evidence.without_it(account.name)}, or a region that reaches back to where its input is made.",
                 regions=account.calls,
                 dropped_bytes=account.dropped_bytes,
                 freed_bytes=0,
@@ -548,7 +556,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
                 "parameters, which are alive anyway.",
                 "one simulated step, in which each tensor that autograd saved in a region was counted"
                 f"{evidence.compared(account.name)}.",
-                f"a plan without {account.name}, or a region that reaches further, to where its result is consumed.",
+                f"{evidence.without_it(account.name)}, or a region that reaches to where its result is consumed.",
                 regions=account.calls,
                 dropped_bytes=0,
             )
@@ -617,7 +625,7 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
             f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
             "the plain call.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
-            f"a plan without {account.name}: the result of such an operation is all that its backward needs.",
+            f"{evidence.without_it(account.name)}: the result of such an operation is all that its backward needs.",
             regions=account.calls,
             held_bytes=account.held_bytes,
             freed_bytes=account.freed_bytes,
@@ -660,7 +668,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
                 f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
                 f"{confirmed}.",
-                f"one of the two: a plan without {account.name}, or one without {around}.",
+                f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
                 regions=account.calls,
                 forward_ops=account.forward_ops,
                 replay_ops=account.replay_ops,
@@ -729,34 +737,31 @@ def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_
     total = sum(simulated.regions.flops.values())
     accounts = [account for account in simulated.regions.by_name.values() if not account.tiled]
     replay = sum(account.replay_flops for account in accounts)
-    if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence):
+    if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence) or simulated.foreign:
         return
     most = max(accounts, key=lambda account: account.replay_flops)
-    name = most.name or "the model"
+    budget = simulated.step.peak_bytes if evidence.budget is None else evidence.budget
+    in_plan = bool(evidence.plan)
+    try:
+        better = simulated.best(budget) if in_plan else simulated.best_without(budget)
+    except errors.ArgumentError:  # no budget that the planner can meet, or nothing that it could plan
+        return
+    flops = better.predicted_replay_flops or 0
+    if flops > replay - NEAR * total:
+        return
+    mend = f"make_plan(..., budget={_budget(budget)})" + ("" if in_plan else " in the place of the regions in the code")
     yield _found(
         most.name,
         f"replays are {replay / total:.0%} of the step's FLOPs ({_gflop(replay)} of {_gflop(total)}), "
-        f"{most.replay_flops / replay:.0%} of them in {name}.",
-        "one simulated step, in which FLOPs of products and attention were counted by phase and region.",
-        _less_replay(evidence, simulated, replay, name),
+        f"{most.replay_flops / replay:.0%} of them in {most.name or 'the model'}.",
+        "one simulated step, in which FLOPs of products and attention were counted by phase and region; and a plan "
+        "that was made for the same memory.",
+        f"{mend}: with the same memory it replays {_gflop(flops)}.",
         share=replay / total,
         replay_flops=replay,
+        better_replay_flops=flops,
         step_flops=total,
     )
-
-
-def _less_replay(evidence: Evidence, simulated: SimulatedSteps, replay: float, name: str) -> str:
-    """A plan with the same peak that replays less, where there is one."""
-    keep = f'keep=("@product",) for {name}, which replays no products, for more memory'
-    budget = simulated.step.peak_bytes if evidence.budget is None else evidence.budget
-    try:
-        better = simulated.best(budget)
-    except errors.ArgumentError:  # no budget that the planner can meet, or nothing that it could plan
-        return f"{keep}."
-    flops = better.predicted_replay_flops or 0
-    if flops >= replay:
-        return f"{keep}; at this peak no plan replays fewer FLOPs."
-    return f'make_plan(..., budget={_budget(budget)}): with the same memory it replays {_gflop(flops)}; or {keep}.'
 
 
 def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
