@@ -212,7 +212,7 @@ FAULTS = [
     Fault(
         "a region that saves nothing",
         "saves_nothing",
-        "blocks.*.up",
+        "blocks.0.up",
         """
         plan = Plan((Choice(("blocks.0.up",)), Choice(("blocks.1",), ("@product",))))
         report = doctor.examine(Model(), (tokens,), plan=plan, loss=loss_of, hold_output=False)
@@ -790,6 +790,24 @@ FAULTS = [
         "block.up(block.norm(x))",
         says="the plain call in the place of the region blocks.*.up",
         line="the plain call",
+    ),
+    Fault(
+        "a validation loss kept every fourth step",
+        "kept_alive",
+        "the training loop",
+        """
+        model, seen = Model(), []
+        with doctor.watch(model) as watching:
+            for step in range(16):
+                loss_of(model(tokens)).backward()
+                model.zero_grad()
+                if step % 4 == 3:  # validation, without torch.no_grad()
+                    seen.append(loss_of(model(tokens)))
+        report = watching.report()
+        """,
+        "seen.append(loss_of(model(tokens)))",
+        "seen.append(loss_of(model(tokens)).item())",
+        says=".item()",
     ),
 ]
 

@@ -540,7 +540,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
     for account in simulated.outermost:
         if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
                 f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
                 f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
@@ -551,7 +551,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
             )
         if not account.dropped_bytes:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} dropped 0 bytes: all that autograd saves in there are inputs and "
                 "parameters, which are alive anyway.",
                 "one simulated step, in which each tensor that autograd saved in a region was counted"
@@ -565,7 +565,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
     idle = [choice.paths[0] for choice in choices if not called & set(choice.paths)]
     for name, paths in grouped(idle, starred_path).items():
         yield _found(
-            name,
+            name if len(paths) > 1 else paths[0],
             f"{counted(len(paths), 'region')} of the plan never ran: {paths[0]} was not called with gradients.",
             "one simulated step, in which the calls of every region were counted.",
             f"a plan without {name}; or call the module: a model in eval mode may take another way.",
@@ -589,7 +589,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     for account in simulated.outermost:
         if account.stashed_bytes > HELD * simulated.step.saved_bytes:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
                 "region drops what is saved for backward, and attributes of ctx are not.",
                 "one simulated step: the graph was walked when the loss was there.",
@@ -600,7 +600,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
         if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
             continue  # what is worse than this has a kind of its own
         yield _found(
-            account.name,
+            account.where,
             f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)}, of which "
             f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
@@ -620,7 +620,7 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
         if account.freed_bytes >= 0 or (plain is not None and plain.saved_bytes >= simulated.step.saved_bytes):
             continue
         yield _found(
-            account.name,
+            account.where,
             f"{counted(account.calls, 'region')} keep {_size(account.held_bytes)} of inputs that nothing else keeps, "
             f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
             "the plain call.",
@@ -663,7 +663,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                     continue  # it pays: in the replay of the outer one, less is alive at once
                 confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
                 f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
                 f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
@@ -675,7 +675,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             )
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
                 f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
                 f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
@@ -688,7 +688,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             )
         elif not account.inside and _is_for_attention_alone(account):
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} run a fused attention again "
                 f"({_gflop(account.attention_replays)}), and free {_size(account.freed_bytes)}, no more than its "
                 f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
@@ -751,7 +751,7 @@ def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_
         return
     mend = f"make_plan(..., budget={_budget(budget)})" + ("" if in_plan else " in the place of the regions in the code")
     yield _found(
-        most.name,
+        most.where,
         f"replays are {replay / total:.0%} of the step's FLOPs ({_gflop(replay)} of {_gflop(total)}), "
         f"{most.replay_flops / replay:.0%} of them in {most.name or 'the model'}.",
         "one simulated step, in which FLOPs of products and attention were counted by phase and region; and a plan "

@@ -251,7 +251,8 @@ def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
         print(watching.report())
 
     The first steps are looked at closely: a hook on each module and parameter, and a copy of the buffers. After those
-    one hook takes the time, and the allocator and the compiler count by themselves. Bytes by region need a simulation;
+    the time is taken, outputs and graphs that outlive their step are counted, and where these grow more in number it is
+    looked closely again; the allocator and the compiler count by themselves. Bytes by region need a simulation;
     `examine` does that.
 
     Args:

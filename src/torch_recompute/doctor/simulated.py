@@ -74,6 +74,11 @@ class Account:
     tiled: bool = False  # they are tiles of something wider: run again so that it exists in parts
 
     @property
+    def where(self) -> str:
+        """The one region that there is of this name, with its number, or the name of several."""
+        return self.paths[0] if len(set(self.paths)) == 1 else self.name
+
+    @property
     def freed_bytes(self) -> int:
         """What the step keeps less for them; below 0 where it keeps more."""
         return self.dropped_bytes - self.pinned_bytes - self.held_bytes
