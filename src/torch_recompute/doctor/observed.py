@@ -4,8 +4,8 @@ Modules are counted by calls in forward and in backward, which shows work that i
 checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay changed them.
 Parameters are counted when autograd gives them a gradient, and replays of a plan's regions are timed. After the first
 steps two hooks are left: one takes the time, and one marks the graph of each output, whose mark dies with it. Where
-more of them outlive their step than in the first steps, all hooks are put back for a while. In what `torch.compile` compiles each hook returns at once, because it would
-break the graph.
+more of them outlive their step than in the first steps, all hooks are put back for a while. In what `torch.compile`
+compiles each hook returns at once, because it would break the graph.
 
 No hook changes the step, none keeps a tensor of its graph, and `end` leaves none behind.
 """
