@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import itertools
 import json
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -26,10 +28,11 @@ from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
 from torch_recompute.commands import cli
 from torch_recompute.doctor import observed
-from torch_recompute.doctor.checks import CHECKS, look_for
+from torch_recompute.doctor.checks import CHECKS, _budget, look_for
 from torch_recompute.doctor.observed import AllocatorStats, Observations
 from torch_recompute.doctor.simulated import SimulatedSteps
 from torch_recompute.memory.loop import COMMON
+from torch_recompute.plan.budget import read_budget
 from unchanged import unchanged
 from zoo import mean_loss
 
@@ -207,24 +210,24 @@ CASES = [
         wrapped(lambda fn, x: recompute(lambda x: Stash.apply(fn(x)), name="stashes")(x)),
         "stashes",
         ("keep 16,384 bytes in ctx.cos of StashBackward",),
-        also=("replay_share",),
     ),
     Case("made_worse", stack, "*.soft", ("65,536 bytes more than the plain",), lambda: {"plan": each("soft")}),
     Case("double_recompute", stack, "*.core", ("fused attention", "AddmmBackward0"), lambda: {"plan": each("core")}),
-    Case("double_recompute", wrapped(twice), "inner", ("which is a region as well",), also=("replay_share",)),
-    Case("double_recompute", wrapped(around_theirs), "*.inner", ("called once in forward",), also=("replay_share",)),
+    Case("double_recompute", wrapped(twice), "inner", ("which is a region as well",)),
+    Case("double_recompute", wrapped(around_theirs), "*.inner", ("which is a region as well",)),
     Case("replay_share", stack, "*", ("of the step's FLOPs", "100% of them"), lambda: {"plan": each("")}),
-    Case(
-        "host_syncs", wrapped(region, lambda: Waits(SIZE, SIZE)), "*.inner", ("waits", "item()"), also=("replay_share",)
-    ),
-    Case(
-        "not_deterministic", wrapped(region, lambda: Forgets(SIZE, SIZE)), "*.inner", ("aten",), also=("replay_share",)
-    ),
+    Case("host_syncs", wrapped(region, lambda: Waits(SIZE, SIZE)), "*.inner", ("waits", "item()")),
+    Case("not_deterministic", wrapped(region, lambda: Forgets(SIZE, SIZE)), "*.inner", ("aten",)),
     Case("updated_twice", wrapped(theirs, Counts), "*.inner.count", ("again in once of 1",)),
+    Case("updated_twice", wrapped(region, lambda: Remembers(SIZE, SIZE)), "Remembers", ("calls",)),
     Case(
-        "updated_twice", wrapped(region, lambda: Remembers(SIZE, SIZE)), "Remembers", ("calls",), also=("replay_share",)
+        "reentrant",
+        wrapped(reentrant),
+        "*.inner",
+        ("marks its parameters",),
+        x=lambda: batch().requires_grad_(),
+        also=("output_pins",),
     ),
-    Case("reentrant", wrapped(reentrant), "*.inner", ("marks its parameters",), x=lambda: batch().requires_grad_()),
     Case("frozen_input", wrapped(reentrant), "*.inner.*", ("got no gradient",)),
     Case("over_budget", stack, "Sequential", ("more than the budget",), lambda: {"budget": "300KiB"}),
     Case(
@@ -281,7 +284,11 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], dict[str
     ("products kept", stack, lambda model: {"plan": each("", keep=("@product", "@attention"))}),
     ("planned", stack, lambda model: planned(model)),
     ("counting buffers", wrapped(region, Counts), lambda model: {"run": True, "plan": None}),
-    ("theirs, not reentrant", wrapped(theirs), lambda model: {}),
+    (
+        "theirs, not reentrant",
+        wrapped(theirs, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())),
+        lambda model: {},
+    ),
 ]
 
 
@@ -309,6 +316,24 @@ def test_what_regions_free_is_what_the_step_keeps_less(plan: Plan) -> None:
     steps.run()
     freed = sum(account.freed_bytes for account in steps.regions.by_name.values())
     assert freed == steps.plain.saved_bytes - steps.step.saved_bytes
+
+
+@pytest.mark.parametrize("budget", [300_001, 123_457])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_the_budget_that_is_said_is_the_one_that_was_tried(share: float, budget: int) -> None:
+    """A budget in advice is read as exactly the bytes that the plan was made for, and the line runs."""
+    model, call = stack(), {"optimizer": None, **STEP}
+    least = make_plan(model, (batch(),), budget=share, **call).predicted_peak_bytes
+    assert least is not None
+    for limit in (least, budget):
+        assert read_budget(ast.literal_eval(_budget(limit))).bytes == limit
+    report = doctor.examine(model, (batch(),), budget=least, **STEP)
+    said = [found.write for found in report.findings if found.kind == "over_budget"]
+    for text in said:
+        written = re.search(r"budget=([^)]+)\)", text)
+        assert written is not None
+        make_plan(model, (batch(),), budget=ast.literal_eval(written[1]), **call)
+    assert len(said) == 1
 
 
 LENGTHS = itertools.cycle([3, 5])

@@ -1,11 +1,14 @@
 """Training scripts that each have one fault which people met: the doctor names it, and the line that it says mends it.
 
-A script is run as it is, and once more with one piece of it replaced.
+A script is run as it is, and once more with one piece of it replaced. `python tests/test_doctor_faults.py` runs all of
+them, and the sound ones, and writes what was found for the table in `docs/doctor.md`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 import textwrap
 import types
 import warnings
@@ -109,11 +112,13 @@ class Fault:
     also: tuple[str, ...] = ()
     line: str = ""
 
-    @property
-    def row(self) -> str:
-        """The line of the table on the page about the doctor."""
+    def row(self, report: doctor.Report, mended: doctor.Report) -> dict[str, Any]:
+        """What the doctor found in the script and in the mended one, for the table on its page."""
         mend = self.line or f"`{self.right.removeprefix('return ').removeprefix('= ').rstrip('(')}`"
-        return f"| {self.name} | [{self.kind}](#{self.kind}) | {mend} |"
+        places = [found.where for found in report.findings if found.kind == self.kind]
+        also = sorted({found.kind for found in report.findings} - {self.kind})
+        after = sorted({found.kind for found in mended.findings})
+        return {"name": self.name, "kind": self.kind, "where": places, "also": also, "mend": mend, "after": after}
 
 
 FAULTS = [
@@ -207,7 +212,7 @@ FAULTS = [
     Fault(
         "a region that saves nothing",
         "saves_nothing",
-        "blocks.*.up",
+        "blocks.0.up",
         """
         plan = Plan((Choice(("blocks.0.up",)), Choice(("blocks.1",), ("@product",))))
         report = doctor.examine(Model(), (tokens,), plan=plan, loss=loss_of, hold_output=False)
@@ -635,6 +640,173 @@ FAULTS = [
         "hold_output=True",
         "hold_output=False",
     ),
+    Fault(
+        "a cross-entropy by log_softmax and gather",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                return -self.head(hidden).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "a cross-entropy by logsumexp",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                logits = self.head(hidden)
+                return logits.logsumexp(-1) - logits.gather(-1, labels[..., None])[..., 0]
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "distillation from a teacher's logits",
+        "loss_head",
+        "Net",
+        """
+        class Net(Model):
+            def __init__(self, **size):
+                super().__init__(**size)
+                self.teacher = Model(**size).requires_grad_(False)
+
+            def head_and_loss(self, hidden, theirs):
+                target = self.teacher.head(theirs).softmax(-1)
+                return F.kl_div(self.head(hidden).log_softmax(-1), target, reduction="none").sum(-1)
+
+            def forward(self, tokens):
+                with torch.no_grad():
+                    theirs = self.teacher.hidden(tokens)
+                return self.head_and_loss(self.hidden(tokens), theirs).mean()
+
+
+        plan = Plan(tuple(Choice((f"blocks.{i}",), keep=("@product",)) for i in range(3)))
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), plan=plan)
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+    ),
+    Fault(
+        "a budget that only tiles of the loss can meet",
+        "over_budget",
+        "Net",
+        """
+        class Net(Model):
+            def head_and_loss(self, hidden, labels):
+                return -self.head(hidden).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+            def forward(self, tokens):
+                return self.head_and_loss(self.hidden(tokens), tokens).mean()
+
+
+        report = doctor.examine(Net(vocabulary=4096), (tokens,), budget="2900KiB")
+        """,
+        "self.head_and_loss(",
+        "recompute(self.head_and_loss, tiles=8)(",
+        says="recompute(head_and_loss, tiles=8)(hidden, labels)",
+        also=("loss_head",),
+    ),
+    Fault(
+        "outputs collected in a list",
+        "kept_alive",
+        "global 'outs' of script[*]",
+        """
+        model, outs = Model(), []
+        with doctor.watch(model) as watching:
+            for _ in range(3):
+                out = model(tokens)
+                outs.append(out)
+                loss_of(out).backward()
+        report = watching.report()
+        """,
+        "outs.append(out)",
+        "outs.append(out.detach().mean().item())",
+        says="x.detach().mean().item()",
+    ),
+    Fault(
+        "a loss cut off by a reentrant checkpoint",
+        "frozen_input",
+        "head",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return checkpoint(block, x, use_reentrant=True)
+
+            def forward(self, tokens):
+                return checkpoint(lambda x: loss_of(self.head(x)), self.hidden(tokens), use_reentrant=True)
+
+
+        def checkpoint(fn, x, use_reentrant):
+            return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=REENTRANT)
+
+
+        REENTRANT = True
+        model = Net()
+        model.embed.requires_grad_(False)
+        report = doctor.examine(model, (tokens,), hold_output=False)
+        """,
+        "REENTRANT = True",
+        "REENTRANT = False",
+        says="use_reentrant=False",
+        line="`use_reentrant=False`",
+    ),
+    Fault(
+        "torch's checkpoint around a linear layer",
+        "saves_nothing",
+        "blocks.*.up",
+        """
+        class Net(Model):
+            def run(self, block, x):
+                return x + block.down(F.gelu(checkpoint(block.up, block.norm(x), use_reentrant=False)))
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "checkpoint(block.up, block.norm(x), use_reentrant=False)",
+        "block.up(block.norm(x))",
+        says="the plain call in the place of the region blocks.*.up",
+        line="the plain call",
+    ),
+    Fault(
+        "a validation loss kept every fourth step",
+        "kept_alive",
+        "the training loop",
+        """
+        model, seen = Model(), []
+        with doctor.watch(model) as watching:
+            for step in range(16):
+                loss_of(model(tokens)).backward()
+                model.zero_grad()
+                if step % 4 == 3:  # validation, without torch.no_grad()
+                    seen.append(loss_of(model(tokens)))
+        report = watching.report()
+        """,
+        "seen.append(loss_of(model(tokens)))",
+        "seen.append(loss_of(model(tokens)).item())",
+        says=".item()",
+    ),
 ]
 
 
@@ -666,8 +838,7 @@ def shared() -> list[Any]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """One thread, for tensors are small; and a compiler that has compiled nothing, and counted nothing."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -676,6 +847,9 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
+
+alone = pytest.fixture(autouse=True)(_alone)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -691,6 +865,7 @@ def test_named_and_mended(fault: Fault) -> None:
     assert fault.script.count(fault.wrong) == 1
     mended = run(fault.script.replace(fault.wrong, fault.right))
     assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
+    assert fault.row(report, mended) in recorded()["faulty"], RECORD
 
 
 KEPT = {
@@ -746,11 +921,21 @@ def test_who_keeps_activations(name: str, where: str, write: str) -> None:
     assert found.figures["nbytes"] > 0
 
 
-def test_the_page_lists_them() -> None:
-    """The table on the page about the doctor is that of these scripts."""
-    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    table = "\n".join(fault.row for fault in FAULTS)
-    assert table in page, table
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "doctor-cpu.json"
+RECORD = "python tests/test_doctor_faults.py writes the results again, and python tools/pages.py the page"
+
+
+def recorded() -> dict[str, Any]:
+    """What the doctor found in each set-up when the page was made."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_results_are_of_these_set_ups() -> None:
+    """The table on the page is of every set-up here, and of no other; nothing was found in a sound one."""
+    rows = recorded()
+    assert [row["name"] for row in rows["faulty"]] == [fault.name for fault in FAULTS]
+    assert [row["name"] for row in rows["healthy"]] == [*LOOPS, *MODELS]
+    assert not [row for row in rows["healthy"] if row["found"]]
 
 
 LOOPS = {
@@ -794,22 +979,26 @@ LOOPS = {
 }
 
 
+def looped(loop: str) -> doctor.Report:
+    """What the doctor says of a training loop."""
+    start = "model = Model()\noptimizer = torch.optim.SGD(model.parameters())\nwith doctor.watch(model) as watching:\n"
+    body = textwrap.indent(textwrap.dedent(LOOPS[loop]).strip(), "    ")
+    return run(f"{start}{body}\nreport = watching.report()\n")
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_sound_loops(loop: str) -> None:
     """A training loop that keeps what it needs and no more gets no finding."""
-    start = "model = Model()\noptimizer = torch.optim.SGD(model.parameters())\nwith doctor.watch(model) as watching:\n"
-    body = textwrap.indent(textwrap.dedent(LOOPS[loop]).strip(), "    ")
-    report = run(f"{start}{body}\nreport = watching.report()\n")
+    report = looped(loop)
     assert report, report
 
 
 SOUND = ["gpt2", "llama", "mixtral", "t5", "mamba", "lora_llama", "torch_decoder", "megatron_moe"]
+MODELS = [*SOUND, *(f"{name}, checkpointing" for name in SOUND[:6])]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", [*SOUND, *(f"{name}, checkpointing" for name in SOUND[:6])])
-def test_sound_models(name: str) -> None:
-    """A model in a plain loop gets no finding, with the checkpointing of transformers as without."""
+def trained(name: str) -> list[doctor.Report]:
+    """What the doctor says of a model in a plain loop, and by itself."""
     name, _, checkpointing = name.partition(", ")
     model, batch = build(name)
     if checkpointing:
@@ -821,7 +1010,33 @@ def test_sound_models(name: str) -> None:
             scalar_loss(out).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert watching.report(), watching.report()
+    watched = watching.report()
     del out
-    report = doctor.examine(model, (), batch, loss=scalar_loss, hold_output=False)
-    assert report, report
+    return [watched, doctor.examine(model, (), batch, loss=scalar_loss, hold_output=False)]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_sound_models(name: str) -> None:
+    """A model in a plain loop gets no finding, with the checkpointing of transformers as without."""
+    for report in trained(name):
+        assert report, report
+
+
+def main() -> None:
+    """Runs every set-up and writes what the doctor found."""
+    rows: dict[str, list[dict[str, Any]]] = {"faulty": [], "healthy": []}
+    for fault in FAULTS:
+        with contextlib.contextmanager(_alone)():
+            mended = fault.script.replace(fault.wrong, fault.right)
+            rows["faulty"].append(fault.row(run(fault.script), run(mended)))
+    for name in [*LOOPS, *MODELS]:
+        with contextlib.contextmanager(_alone)():
+            reports = [looped(name)] if name in LOOPS else trained(name)
+        found = [f"{one.kind} {one.where}" for report in reports for one in report.findings]
+        rows["healthy"].append({"name": name, "found": found})
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

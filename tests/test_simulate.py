@@ -198,13 +198,14 @@ def test_flops_of_replays_are_predicted() -> None:
 
 
 def test_a_wide_loss_is_pointed_out() -> None:
-    """Logits that are much of the peak are named with their share and what helps; not small ones or regressions."""
+    """Logits that are much of the peak are named with their share and what helps, whatever the loss; not small ones."""
     assert simulate(stack(256, 8), (torch.randn(64, 256),), loss=cross_entropy).advice == ""
-    wide = simulate(stack(8, 4096), (torch.randn(64, 8),), loss=cross_entropy)
-    assert "as wide as the logits (4,096)" in wide.advice
-    assert "tiles=8" in wide.advice
-    assert wide.advice in str(wide)
-    regression = simulate(stack(8, 4096), (torch.randn(64, 8),), loss=mean_loss)
+    for loss in (cross_entropy, lambda out: (out.logsumexp(-1) - out[:, 0]).mean(), mean_loss):
+        wide = simulate(stack(8, 4096), (torch.randn(64, 8),), loss=loss)
+        assert "as wide as the logits (4,096)" in wide.advice
+        assert "tiles=8" in wide.advice
+        assert wide.advice in str(wide)
+    regression = simulate(stack(256, 256), (torch.randn(64, 256),), loss=mean_loss)
     assert (regression.advice, regression.logits_bytes) == ("", 0)
 
 

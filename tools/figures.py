@@ -198,6 +198,27 @@ def compiled() -> str:
     return _table(head, rows) + "\n\n" + _table(("claim", "figure", "goal", "holds"), claims)
 
 
+def doctor() -> str:
+    """The doctor: each faulty set-up with what was found in it and mends it, and the healthy ones."""
+    found = _result("doctor-cpu")
+    rows = [
+        (
+            row["name"],
+            f"[{row['kind']}](#{row['kind']})" if row["where"] else "**missed**",
+            ", ".join(f"`{where}`" for where in row["where"]),
+            row["mend"],
+            "**yes**" if row["kind"] in row["after"] else "no",
+        )
+        for row in found["faulty"]
+    ]
+    healthy = [(row["name"], ", ".join(row["found"]) or "nothing") for row in found["healthy"]]
+    head = ("set-up", "finding", "where", "mend", "found in the mended one")
+    missed = sum(not row["where"] for row in found["faulty"])
+    wrong = sum(bool(row["found"]) for row in found["healthy"])
+    said = f"Of {len(rows)} faulty set-ups {missed} are missed; of {len(healthy)} healthy ones {wrong} get a finding."
+    return "\n\n".join((said, _table(head, rows), _table(("healthy set-up", "found"), healthy)))
+
+
 def _title(point: dict[str, Any]) -> str:
     return f"{point['family']} {point['setting']}".strip()
 
@@ -214,4 +235,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "frontier_budgets": frontier_budgets,
     "frontier_lost": frontier_lost,
     "compiled": compiled,
+    "doctor": doctor,
 }

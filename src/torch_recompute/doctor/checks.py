@@ -9,13 +9,15 @@ numbers in their names were.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import errors
-from .._text import counted, document, grouped, paragraph, shown, starred, times
+from .._text import counted, document, grouped, paragraph, shown, starred_path, times
 from .._torch.modes import CUT_REGION, NO_CUDA_GRAPH
+from ..plan.budget import read_budget
 from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan
 from ..simulation import Simulation
@@ -35,6 +37,7 @@ FUSED = 0.9  # of a region's FLOPs: fused attention
 WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be worth its third run
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
 SHOWN = 4  # places in one finding
+TILES = "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
 
 
@@ -154,8 +157,14 @@ class Evidence:
         """The step without the plan's regions of a name (numbers as `*`); None where they are not the plan's."""
         if self.plan is None or self.simulated is None:
             return None
-        rest = tuple(one for one in self.plan.choices if starred(one.paths[0]) != name)
+        rest = tuple(one for one in self.plan.choices if starred_path(one.paths[0]) != name)
         return None if len(rest) == len(self.plan.choices) else self.simulated.planned(Plan(rest))
+
+    def without_it(self, name: str) -> str:
+        """What to write for a step without the regions of a name."""
+        choices = () if self.plan is None else self.plan.all_choices
+        planned = any(starred_path(path) == name for choice in choices for path in choice.paths)
+        return f"a plan without {name}" if planned else f"the plain call in the place of the region {name}"
 
     def compared(self, name: str) -> str:
         """Says what a step keeps with the plan's regions of a name and without; "" for other regions."""
@@ -227,7 +236,9 @@ def _audited(
 
     def look(_: Evidence, audit: Audit) -> Iterator[_Found]:
         rows = [row for row in audit.rows if row.kind in kinds]
-        groups = grouped(rows, lambda row: (row.kind, starred(row.region), starred(row.module), row.op, row.line))
+        groups = grouped(
+            rows, lambda row: (row.kind, starred_path(row.region), starred_path(row.module), row.op, row.line)
+        )
         for group in groups.values():
             row = group[0]
             figures: dict[str, Any] = {"regions": len(group)}
@@ -237,7 +248,7 @@ def _audited(
                 detail = f"the host waits for the device {figures['waits']} times in the replays of one step"
             place = " at ".join(filter(None, [row.op, row.line.rpartition("/")[2]]))
             seen = ": ".join(filter(None, [place, detail]))
-            yield starred(row.module or row.region), f"{seen.rstrip('.')}.", confirmed, row.advice, figures
+            yield starred_path(row.module or row.region), f"{seen.rstrip('.')}.", confirmed, row.advice, figures
 
     return look
 
@@ -253,7 +264,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
     plainly = observed.trained_plainly
     if not observed.backwards and plainly is None:
         return  # no gradient has been due yet
-    for where, names in grouped(observed.cut_off, lambda name: starred(observed.owners[name])).items():
+    for where, names in grouped(observed.cut_off, lambda name: starred_path(observed.owners[name])).items():
         confirmed = f"{observed.steps} real step{'s' if observed.steps > 1 else ''}, in which gradients were counted"
         if plainly is not None:
             confirmed += "; with plain calls in the place of torch's reentrant checkpoints they get one"
@@ -270,7 +281,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
 def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Buffers that are updated by the forward and again by the replay of another library's checkpoint."""
     changed = observed.changed_buffers
-    for where, names in grouped(changed, starred).items():
+    for where, names in grouped(changed, starred_path).items():
         yield _found(
             where,
             f"{counted(len(names), 'buffer')} ({names[0]}): changed by the forward, and "
@@ -285,7 +296,7 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
 def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Checkpoints that run a backward inside backward: DDP ends with "marked as ready twice"."""
     around = "is around this model" if observed.parallel else "is not around this model, which trains without it"
-    groups = grouped(observed.reentrant, lambda one: (one.function, starred(one.path), one.library))
+    groups = grouped(observed.reentrant, lambda one: (one.function, starred_path(one.path), one.library))
     for (function, path, library), checkpoints in groups.items():
         calls = sum(one.calls for one in checkpoints)
         yield _found(
@@ -314,7 +325,7 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
         line = f" at {raised.line.rpartition('/')[2]}" if raised.line else ""
         mend = f"{ours}: with it the step was right." if observed.right_with_regions else raised.advice
         yield _found(
-            starred(raised.module) or evidence.name,
+            starred_path(raised.module) or evidence.name,
             f"the step raised {raised.text}{line}; without recomputation it raises nothing.",
             "one real step as it is, and one in which each checkpoint and region is a plain call.",
             mend or f"{FAILS}.",
@@ -322,7 +333,7 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
     elif observed.differ and not observed.cut_off:
         worst = max(observed.differ, key=lambda one: one.distance)
         yield _found(
-            starred(worst.name.removeprefix("the gradient of ").rpartition(".")[0]) or evidence.name,
+            starred_path(worst.name.removeprefix("the gradient of ").rpartition(".")[0]) or evidence.name,
             f"{counted(len(observed.differ), 'gradient')} are wrong: {worst.name} {worst.detail}.",
             "two real steps from the same state, one as it is and one in which torch's checkpoints are plain calls.",
             f"{ours}: with it the gradients were right."
@@ -339,10 +350,10 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
 def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Memory of a step that is still there when the next one begins."""
     kinds = () if observed.raised else observed.kept.items()
-    by_holder = grouped(kinds, lambda item: (item[1].backward, item[1].in_graph, starred(item[1].holder)))
+    by_holder = grouped(kinds, lambda item: (item[1].backward, item[1].in_graph, _place(item[1].holder)))
     for (backward, in_graph, holder), of in by_holder.items():
         nbytes, steps = sum(kept.nbytes for _, kept in of), max(kept.steps for _, kept in of)
-        modules = list(dict.fromkeys(starred(path) for path, _ in of))
+        modules = list(dict.fromkeys(starred_path(path) for path, _ in of))
         what = f"{_size(nbytes)} that {', '.join(modules[:SHOWN])} returned in {counted(steps, 'step')} are alive"
         refers = holder or "a variable"
         if not backward:
@@ -399,6 +410,8 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     try:
         plan = simulated.best(budget)
     except errors.BudgetError as error:
+        if simulated.step.logits_bytes >= OF_LOSS * simulated.step.peak_bytes:
+            return f"{TILES} No plan of regions takes less than {_size(error.smallest)}."
         return (
             f"a smaller batch, or an optimizer with less state, or shard the model: no plan takes less than "
             f"{_size(error.smallest)}."
@@ -408,7 +421,7 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
     promise = plan.prediction
     assert promise is not None
     return (
-        f'apply(model, make_plan(..., budget="{errors.as_budget(budget)}")): {len(plan)} regions, a peak of '
+        f"apply(model, make_plan(..., budget={_budget(budget)})): {len(plan)} regions, a peak of "
         f"{_size(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
     )
 
@@ -448,7 +461,7 @@ def _loss_head(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found
         f"the peak is {_size(step.peak_bytes)}, and {_size(plain.peak_bytes)} without the plan. "
         + step.advice.partition(" Compute ")[0],
         "two simulated steps, with the plan and without, and the tensors alive at the peak.",
-        "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token.",
+        TILES,
         logits_bytes=step.logits_bytes,
         peak_bytes=step.peak_bytes,
         plain_peak_bytes=plain.peak_bytes,
@@ -504,7 +517,7 @@ def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[
 
 def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Checkpointing that is turned on and does nothing."""
-    for where, paths in grouped(observed.never_again, starred).items():
+    for where, paths in grouped(observed.never_again, starred_path).items():
         yield _found(
             where or evidence.name,
             "its checkpointing is on (gradient_checkpointing=True), but it is in eval mode: backward ran nothing "
@@ -520,32 +533,32 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
     for account in simulated.outermost:
         if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
                 f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
                 f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
-                f"a plan without {account.name}, or a region that reaches further back, to where its input is made.",
+                f"{evidence.without_it(account.name)}, or a region that reaches back to where its input is made.",
                 regions=account.calls,
                 dropped_bytes=account.dropped_bytes,
                 freed_bytes=0,
             )
         if not account.dropped_bytes:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} dropped 0 bytes: all that autograd saves in there are inputs and "
                 "parameters, which are alive anyway.",
                 "one simulated step, in which each tensor that autograd saved in a region was counted"
                 f"{evidence.compared(account.name)}.",
-                f"a plan without {account.name}, or a region that reaches further, to where its result is consumed.",
+                f"{evidence.without_it(account.name)}, or a region that reaches to where its result is consumed.",
                 regions=account.calls,
                 dropped_bytes=0,
             )
     called = {path for account in simulated.accounts for path in account.paths}
     choices = () if evidence.plan is None else evidence.plan.choices
     idle = [choice.paths[0] for choice in choices if not called & set(choice.paths)]
-    for name, paths in grouped(idle, starred).items():
+    for name, paths in grouped(idle, starred_path).items():
         yield _found(
-            name,
+            name if len(paths) > 1 else paths[0],
             f"{counted(len(paths), 'region')} of the plan never ran: {paths[0]} was not called with gradients.",
             "one simulated step, in which the calls of every region were counted.",
             f"a plan without {name}; or call the module: a model in eval mode may take another way.",
@@ -569,7 +582,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
     for account in simulated.outermost:
         if account.stashed_bytes > HELD * simulated.step.saved_bytes:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
                 "region drops what is saved for backward, and attributes of ctx are not.",
                 "one simulated step: the graph was walked when the loss was there.",
@@ -580,7 +593,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
         if not _is_pinned(account) or account.freed_bytes < 0 or _is_fused_attention(account):
             continue  # what is worse than this has a kind of its own
         yield _found(
-            account.name,
+            account.where,
             f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)}, of which "
             f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
@@ -600,12 +613,12 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
         if account.freed_bytes >= 0 or (plain is not None and plain.saved_bytes >= simulated.step.saved_bytes):
             continue
         yield _found(
-            account.name,
+            account.where,
             f"{counted(account.calls, 'region')} keep {_size(account.held_bytes)} of inputs that nothing else keeps, "
             f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
             "the plain call.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
-            f"a plan without {account.name}: the result of such an operation is all that its backward needs.",
+            f"{evidence.without_it(account.name)}: the result of such an operation is all that its backward needs.",
             regions=account.calls,
             held_bytes=account.held_bytes,
             freed_bytes=account.freed_bytes,
@@ -643,19 +656,19 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                     continue  # it pays: in the replay of the outer one, less is alive at once
                 confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
                 f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
                 f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
                 f"{confirmed}.",
-                f"one of the two: a plan without {account.name}, or one without {around}.",
+                f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
                 regions=account.calls,
                 forward_ops=account.forward_ops,
                 replay_ops=account.replay_ops,
             )
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
                 f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
                 f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
@@ -668,7 +681,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
             )
         elif not account.inside and _is_for_attention_alone(account):
             yield _found(
-                account.name,
+                account.where,
                 f"{counted(account.calls, 'region')} run a fused attention again "
                 f"({_gflop(account.attention_replays)}), and free {_size(account.freed_bytes)}, no more than its "
                 f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
@@ -689,7 +702,7 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
     if observed.raised or observed.differ:
         return  # another function was called than in forward
     calls, again = observed.calls, observed.calls_in_backward
-    third = grouped([path for path, count in again.items() if calls[path] and count >= 2 * calls[path]], starred)
+    third = grouped([path for path, count in again.items() if calls[path] and count >= 2 * calls[path]], starred_path)
     for name, paths in third.items():
         if any(other != name and name.startswith(f"{other}.") for other in third):
             continue
@@ -717,42 +730,38 @@ def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_
     total = sum(simulated.regions.flops.values())
     accounts = [account for account in simulated.regions.by_name.values() if not account.tiled]
     replay = sum(account.replay_flops for account in accounts)
-    if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence):
+    if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence) or simulated.foreign:
         return
     most = max(accounts, key=lambda account: account.replay_flops)
-    name = most.name or "the model"
+    budget = simulated.step.peak_bytes if evidence.budget is None else evidence.budget
+    in_plan = bool(evidence.plan)
+    try:
+        better = simulated.best(budget) if in_plan else simulated.best_without(budget)
+    except errors.ArgumentError:  # no budget that the planner can meet, or nothing that it could plan
+        return
+    flops = better.predicted_replay_flops or 0
+    if flops > replay - NEAR * total:
+        return
+    mend = f"make_plan(..., budget={_budget(budget)})" + ("" if in_plan else " in the place of the regions in the code")
     yield _found(
-        most.name,
+        most.where,
         f"replays are {replay / total:.0%} of the step's FLOPs ({_gflop(replay)} of {_gflop(total)}), "
-        f"{most.replay_flops / replay:.0%} of them in {name}.",
-        "one simulated step, in which FLOPs of products and attention were counted by phase and region.",
-        _less_replay(evidence, simulated, replay, name),
+        f"{most.replay_flops / replay:.0%} of them in {most.name or 'the model'}.",
+        "one simulated step, in which FLOPs of products and attention were counted by phase and region; and a plan "
+        "that was made for the same memory.",
+        f"{mend}: with the same memory it replays {_gflop(flops)}.",
         share=replay / total,
         replay_flops=replay,
+        better_replay_flops=flops,
         step_flops=total,
     )
-
-
-def _less_replay(evidence: Evidence, simulated: SimulatedSteps, replay: float, name: str) -> str:
-    """A plan with the same peak that replays less, where there is one."""
-    keep = f'keep=("@product",) for {name}, which replays no products, for more memory'
-    budget = simulated.step.peak_bytes if evidence.budget is None else evidence.budget
-    try:
-        better = simulated.best(budget)
-    except errors.ArgumentError:  # no budget that the planner can meet, or nothing that it could plan
-        return f"{keep}."
-    flops = better.predicted_replay_flops or 0
-    if flops >= replay:
-        return f"{keep}; at this peak no plan replays fewer FLOPs."
-    word = errors.as_budget(budget)
-    return f'make_plan(..., budget="{word}"): with the same memory it replays {_gflop(flops)}; or {keep}.'
 
 
 def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Replays that take much of the seconds of real steps."""
     if evidence.simulated is not None or _is_near_its_bound(evidence):
         return
-    paths = grouped(observed.replay_seconds, starred)
+    paths = grouped(observed.replay_seconds, starred_path)
     units = {name: sum(observed.replay_seconds[path] for path in of) for name, of in paths.items()}
     total, step = sum(units.values()), observed.seconds
     if not step or total <= REPLAYED * step:
@@ -807,7 +816,7 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
 
 def _masks_drawn_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
     """Dropout in compiled code under a budget of the compiler's own."""
-    for where, modules in grouped(observed.drawn_again, starred).items():
+    for where, modules in grouped(observed.drawn_again, starred_path).items():
         yield _found(
             where,
             "Its dropout is compiled while torch._functorch.config.activation_memory_budget is below 1: what backward "
@@ -868,6 +877,17 @@ KINDS = tuple(check.kind for check in CHECKS)
 def _size(count: float) -> str:
     """Bytes in the unit that suits them, or exactly where they are few."""
     return errors.size(round(count)) if count >= 2**20 else f"{int(count):,} bytes"
+
+
+def _place(holder: str) -> str:
+    """What refers to a tensor, with a star for each place in a list, and for each layer."""
+    return re.sub(r"\[\d+\]", "[*]", starred_path(holder))
+
+
+def _budget(count: int) -> str:
+    """A number of bytes as `budget=` takes it: a text where that says exactly as many."""
+    text = errors.as_budget(count)
+    return f'"{text}"' if read_budget(text).bytes == count else str(int(count))
 
 
 def _gflop(count: float) -> str:

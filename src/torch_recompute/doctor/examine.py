@@ -13,8 +13,7 @@ reads what a training that runs anyway shows. Everything is counted, compared or
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _torch, errors
 from .._text import at_work
 from ..arguments import Batch, call_of
-from ..compat.torch_utils import checkpoint
-from ..engine.region_call import RegionCall
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.exhausted import planned_models
@@ -37,7 +34,7 @@ from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
 from .evidence import Difference, ModelCall, Noise, StepResult, differences
 from .observed import CLOSELY, Compiled, Observations, Raised, StepWatcher
-from .simulated import SimulatedSteps
+from .simulated import SimulatedSteps, as_region, without_recomputation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,10 +123,10 @@ def examine(
                 if plan is not None:
                     stack.callback(apply(model, plan).remove)
                 try:
-                    observed = _observe(ModelCall(*call), model, loss or loss_of, since)
+                    observed = _observe(ModelCall(*call), model, loss or _loss_of, since)
                     observed.parallel |= parallel
                     if simulated is None or simulated.accounts or observed.checkpoints:
-                        with _torch.checkpoints_run_by(_as_region):
+                        with _torch.checkpoints_run_by(as_region):
                             audited = audit(*call)
                 except torch.OutOfMemoryError as error:
                     missing["observed"] = missing["audited"] = f"memory ran out in the step ({_first_line(error)})"
@@ -142,6 +139,16 @@ def examine(
             missing["audited"] = missing["observed"]
         limit = None if budget is None else steps.bytes_meant(budget, simulated=simulated is not None)
         return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss of an output, also where it needs no gradient, because a reentrant checkpoint has cut it off."""
+    try:
+        return loss_of(output)
+    except errors.ArgumentError:
+        with torch.no_grad(), contextlib.suppress(errors.ArgumentError):
+            return loss_of(output)
+        raise
 
 
 def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tensor], since: Compiled) -> Observations:
@@ -175,7 +182,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         if left is not None and not checkpoints and not observed.untrained:
             return observed
         try:
-            with _without_recomputation(regions=left is None):
+            with without_recomputation(regions=left is None):
                 plain = step()
                 noise = Noise(plain, step())
         except torch.OutOfMemoryError:  # for which there is recomputation
@@ -185,7 +192,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         observed.differ = () if left is None else _gradients(plain, left, noise)
         if checkpoints and (left is None or observed.differ):
             try:
-                with _torch.checkpoints_run_by(_as_region):
+                with _torch.checkpoints_run_by(as_region):
                     observed.right_with_regions = not _gradients(plain, step(), noise)
             except Exception as error:
                 observed.raised = Raised.by(error, model)
@@ -199,38 +206,8 @@ def _gradients(plain: StepResult, other: StepResult, noise: Noise) -> tuple[Diff
     return tuple(found for found in differences(plain, other, noise) if found.kind == "gradients")
 
 
-@contextlib.contextmanager
-def _without_recomputation(*, regions: bool) -> Generator[None]:
-    """Torch's checkpoints, and regions if asked for, are plain calls for the time being."""
-
-    def plain(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
-        if function is None:  # a decorator, which calls this again
-            return original(*args, **options)
-        return function(*args, **{name: value for name, value in options.items() if name not in _OPTIONS})
-
-    def run(self: RegionCall, fn: Callable[..., Any], args: Any, kwargs: Any, outer: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    before = RegionCall.forward
-    try:
-        if regions:
-            RegionCall.forward = run
-        with _torch.checkpoints_run_by(plain):
-            yield
-    finally:
-        RegionCall.forward = before
-
-
-def _as_region(_: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **options: Any) -> Any:
-    """Torch's checkpoint as a region, which can be audited."""
-    return checkpoint(*args, **options)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
-
-
-_OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 
 
 class Watching:
@@ -274,7 +251,8 @@ def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
         print(watching.report())
 
     The first steps are looked at closely: a hook on each module and parameter, and a copy of the buffers. After those
-    one hook takes the time, and the allocator and the compiler count by themselves. Bytes by region need a simulation;
+    the time is taken, outputs and graphs that outlive their step are counted, and where these grow more in number it is
+    looked closely again; the allocator and the compiler count by themselves. Bytes by region need a simulation;
     `examine` does that.
 
     Args:

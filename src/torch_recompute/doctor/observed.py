@@ -3,8 +3,9 @@
 Modules are counted by calls in forward and in backward, which shows work that is done a third time, whichever library
 checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay changed them.
 Parameters are counted when autograd gives them a gradient, and replays of a plan's regions are timed. After the first
-steps one hook is left that takes the time. In what `torch.compile` compiles each hook returns at once, because it would
-break the graph.
+steps two hooks are left: one takes the time, and one marks the graph of each output, whose mark dies with it. Where
+more of them outlive their step than in the first steps, all hooks are put back for a while. In what `torch.compile`
+compiles each hook returns at once, because it would break the graph.
 
 No hook changes the step, none keeps a tensor of its graph, and `end` leaves none behind.
 """
@@ -93,11 +94,12 @@ class Kept(NamedTuple):
 
 @dataclass
 class _Step:
-    """What the modules returned in one call of the model, except for what that returned itself."""
+    """What the modules returned in one call of the model."""
 
     backward: bool = False  # has gone through it
     nbytes: int = 0
     results: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = field(default_factory=dict[int, Any])
+    returned: set[int] = field(default_factory=set[int])  # of these, what the model itself returned
 
     def add(self, path: str, output: Any) -> None:
         """Remembers the memory of what a module returned, without keeping it alive."""
@@ -107,14 +109,18 @@ class _Step:
                     self.results[id(storage)] = weakref.ref(storage), path
                     self.nbytes += storage.nbytes()
 
-    def leave_out(self, output: Any) -> None:
-        """Forgets what the model returned."""
-        for _, storage in storages(_torch.tensors_in(output)):
-            self.results.pop(id(storage), None)
+    def ends(self, output: Any) -> None:
+        """Remembers what the model returned; the loop may hold that until the next call returns."""
+        self.add("", output)
+        self.returned = {id(storage) for _, storage in storages(_torch.tensors_in(output))}
 
-    def alive(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """What is still there, with the paths of the modules; nothing where it is little."""
-        found = {key: (storage, path) for key, (ref, path) in self.results.items() if (storage := ref()) is not None}
+    def alive(self, last: bool) -> dict[int, tuple[torch.UntypedStorage, str]]:
+        """What is still there, with the paths of the modules; nothing where it is little, or the `last` output."""
+        found = {
+            key: (storage, path)
+            for key, (ref, path) in self.results.items()
+            if (storage := ref()) is not None and not (last and key in self.returned)
+        }
         return found if sum(s.nbytes() for s, _ in found.values()) > LITTLE * self.nbytes else {}
 
 
@@ -216,15 +222,9 @@ class StepWatcher:
         self._watching = ExitStack()
         figures = self._watching.enter_context(watching(regions))
         self._figures = list(zip([region.path for region in regions], figures, strict=True))
-        for path, module in model.named_modules():
-            trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-            self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
-            if module is not model:
-                self._close.append(module.register_forward_hook(self._keeper(path)))
-            for name in trainable:
-                full = f"{path}.{name}".removeprefix(".")
-                self._found.owners[full] = path
-                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(self._given(full)))
+        self._marks: list[weakref.ref[_Step]] = []  # of calls of the model whose graph may be alive
+        self._usual, self._until = 0, closely  # so many of them in the first steps; the last call of the close look
+        self._look_closely()
 
     @property
     def observations(self) -> Observations:
@@ -259,6 +259,36 @@ class StepWatcher:
             self._steps.clear()
         return found
 
+    def _look_closely(self) -> None:
+        """Puts a hook on each module and trainable parameter."""
+        for path, module in self._model.named_modules():
+            trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+            self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
+            if module is not self._model:
+                self._close.append(module.register_forward_hook(self._keeper(path)))
+            for name in trainable:
+                full = f"{path}.{name}".removeprefix(".")
+                self._found.owners[full] = path
+                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(self._given(full)))
+
+    def _lasting(self) -> int:
+        """How many calls before the last one have left an output, or a graph that no backward went through."""
+        self._marks = [mark for mark in self._marks if mark() is not None]
+        steps = [step for mark in self._marks[:-1] if (step := mark()) is not None]
+        return sum(not step.backward or bool(step.alive(False)) for step in steps)
+
+    def _watch_cheaply(self) -> None:
+        """Ends the close look after the first steps, and begins another one where more outlives its step than there."""
+        lasting, steps = self._lasting(), self._found.steps
+        if self._close:
+            self._usual = max(self._usual, lasting)
+            if steps >= self._until:
+                self._end_close_look()
+        elif lasting > self._usual:
+            # What happens every so many steps is to be seen twice.
+            self._usual, self._until = lasting, steps + 2 * (steps - self._until) + self._closely
+            self._look_closely()
+
     def _end_close_look(self) -> None:
         self._watching.close()
         for handle in self._close:
@@ -280,25 +310,26 @@ class StepWatcher:
             zeroed = [p.grad for p in self._model.parameters() if p.grad is not None]
             if self._found.steps and zeroed and not any(map(torch.count_nonzero, zeroed)):
                 self._found.zeroed_bytes = sum(grad.nbytes for grad in zeroed)
-        if self._found.steps >= self._closely:
-            self._end_close_look()
-        else:
+        self._watch_cheaply()
+        if self._close:
             self._steps.append(_Step())
         self._found.steps += 1
 
     def _has_run(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._grad or not self._close or _torch.in_backward():
+        if torch.compiler.is_compiling() or not self._grad or _torch.in_backward():
             return
-        self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        step = self._steps[-1] if self._close else _Step()
+        step.ends(output)
         leaves = [leaf for leaf in _torch.tensors_in(output) if leaf.requires_grad]
-        self._steps[-1].leave_out(output)
-        if not leaves:
-            return
-        from ..distributed import find_reentrant  # takes two seconds to import
+        if self._close:
+            self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        if self._close and leaves:
+            from ..distributed import find_reentrant  # takes two seconds to import
 
-        self._reentrant.update(dict.fromkeys(find_reentrant(leaves, self._model)))
-        for leaf in leaves:
-            leaf.register_hook(partial(self._in_backward, self._steps[-1]))
+            self._reentrant.update(dict.fromkeys(find_reentrant(leaves, self._model)))
+        self._marks.append(weakref.ref(step))
+        for leaf in leaves:  # the graph holds the step
+            leaf.register_hook(partial(self._in_backward, step))
 
     def _in_backward(self, step: _Step, _gradient: torch.Tensor) -> None:
         step.backward = True
@@ -307,6 +338,8 @@ class StepWatcher:
             _torch.after_backward(self._backward_over)
 
     def _backward_over(self) -> None:
+        if not self._close:
+            return
         self._found.backwards += 1
         for name, buffer in self._model.named_buffers():
             then = self._buffers.get(name)
@@ -341,7 +374,8 @@ class StepWatcher:
         Without a backward nothing is said before all is `over`, and only of several steps: a backward may come that
         goes through all of them.
         """
-        alive = [(step.backward, found) for step in self._steps if (found := step.alive())]
+        last = self._steps[-1] if self._steps else None
+        alive = [(step.backward, found) for step in self._steps if (found := step.alive(step is last))]
         if over and sum(not backward for backward, _ in alive) > 1:
             counted = alive
         else:

@@ -12,9 +12,11 @@ Names are those of regions with the numbers in them as `*`: the layers of a stac
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +25,8 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._text import starred
+from .._text import starred_path
+from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
 from ..memory.ledger import CountedOnce
@@ -69,6 +72,11 @@ class Account:
     stashed_bytes: int = 0  # made in them and put on the `ctx` of a `Function`, where no region sees it
     stashed_by: list[str] = field(default_factory=list[str])  # as `ctx.y of FnBackward`
     tiled: bool = False  # they are tiles of something wider: run again so that it exists in parts
+
+    @property
+    def where(self) -> str:
+        """The one region that there is of this name, with its number, or the name of several."""
+        return self.paths[0] if len(set(self.paths)) == 1 else self.name
 
     @property
     def freed_bytes(self) -> int:
@@ -137,7 +145,7 @@ class Accounts(Observer):
                 others = [name for name in map(self._top, hold.regions) if name != one.name]
                 if hold.plain or others:
                     account.pinned_bytes += nbytes
-                    account.pinned_by += hold.savers if hold.plain else [f"the region {starred(others[0])}"]
+                    account.pinned_by += hold.savers if hold.plain else [f"the region {starred_path(others[0])}"]
             account.pinned_by = list(dict.fromkeys(account.pinned_by))
         for key, hold in retainers.of.items():
             ref = self._made.get(key)
@@ -153,7 +161,7 @@ class Accounts(Observer):
         self._inside.clear()
 
     def _account(self, name: str) -> Account:
-        key = starred(name)
+        key = starred_path(name)
         return self.by_name.setdefault(key, Account(key))
 
     def _top(self, held_by: str) -> str:
@@ -171,7 +179,7 @@ class Accounts(Observer):
                 top = _Outermost(frame.name, account)
                 self._outermost.append(top)
             elif around is not None:
-                account.inside = starred(around.name)
+                account.inside = starred_path(around.name)
                 self._around[frame.name] = top.name
             if frame not in self._tops:
                 self._tops[frame] = top
@@ -195,7 +203,8 @@ class SimulatedSteps:
     Attributes:
         step: The step as it is to be: with the plan, and with the regions in the model's own code.
         plain: The step without the plan.
-        regions: What each region of `step` drops and runs again.
+        regions: What each region of `step` drops and runs again; torch's checkpoints are counted as regions.
+        foreign: How many calls of torch's checkpoint there were.
     """
 
     step: Simulation
@@ -217,6 +226,8 @@ class SimulatedSteps:
         self._loss: Callable[[Any], torch.Tensor] = loss or loss_of
         self._optimizer, self._device = optimizer, device
         self.regions = Accounts()
+        self.foreign = 0
+        self._paths: dict[int, str] = {}
 
     def run(self) -> None:
         """Simulates the step with the plan and the one without."""
@@ -226,16 +237,32 @@ class SimulatedSteps:
             self.regions.close(value)
             return value
 
+        def counting(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
+            self.foreign += 1
+            return as_region(original, self._called_by_path(function), *args, **options)
+
         closing.__name__ = getattr(self._loss, "__name__", type(self._loss).__name__)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real step says the same, and means it
             self.plain = self.planned(Plan())
             alone = replace(self._loop, accumulate=1, set_to_none=True)  # regions are counted in a step of one forward
-            with observing(self.regions):
+            with observing(self.regions), _torch.checkpoints_run_by(counting):
                 self.step = self.planned(self._plan, loop=alone, loss=closing, watch=self.regions.operation)
-            if self._loop.keeps_gradients:
+            if self._loop.keeps_gradients or self.foreign:
                 self.step = self.planned(self._plan)
+
+    def _called_by_path(self, function: Any) -> Any:
+        """A module of the copy as a function of the name of its path; anything else as it is."""
+        path = self._paths.get(id(function)) if isinstance(function, nn.Module) else None
+        if not path:
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        call.__qualname__ = path
+        return call
 
     @property
     def accounts(self) -> list[Account]:
@@ -255,7 +282,12 @@ class SimulatedSteps:
     def planned(self, plan: Plan, *, loop: Loop | None = None, loss: Any = None, watch: Any = None) -> Simulation:
         """The step with another plan."""
         stores = stores_for(plan, self._call[0], self._device)
-        prepare = (lambda copy: apply(copy, plan, stores=stores)) if plan.all_choices else None
+
+        def prepare(copy: nn.Module) -> None:
+            self._paths = {id(module): path for path, module in copy.named_modules()}
+            if plan.all_choices:
+                apply(copy, plan, stores=stores)
+
         how: dict[str, Any] = {"optimizer": self._optimizer, "loop": loop or self._loop}
         how.update(where(self._device, self._call[0]).step)
         return simulate_step(*self._call, prepare=prepare, watch=watch, loss=loss or self._loss, **how)
@@ -273,6 +305,12 @@ class SimulatedSteps:
         """The plan that the planner makes for a number of bytes."""
         return self._planner.plan(budget)
 
+    def best_without(self, budget: int) -> Plan:
+        """The same, for the model without the regions and checkpoints in its code."""
+        with without_recomputation(regions=True):
+            how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
+            return Planner(*self._call, loop=self._loop, **how).plan(budget)
+
     def bytes_meant(self, budget: int | float | str, *, simulated: bool) -> Limit:
         """What a budget comes to."""
         plain, free, model = 0, None, self._call[0]
@@ -280,3 +318,36 @@ class SimulatedSteps:
             plain = self.plain.peak_bytes
             free = partial(free_bytes, model, self.step.device, self._optimizer, self._call[1:])
         return bytes_meant(budget, lambda: self._planner.floor, plain, free)
+
+
+# --- recomputation of others, and none --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_recomputation(*, regions: bool) -> Generator[None]:
+    """Torch's checkpoints, and regions if asked for, are plain calls for the time being."""
+
+    def plain(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
+        if function is None:  # a decorator, which calls this again
+            return original(*args, **options)
+        return function(*args, **{name: value for name, value in options.items() if name not in _OPTIONS})
+
+    def run(self: RegionCall, fn: Callable[..., Any], args: Any, kwargs: Any, outer: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    before = RegionCall.forward
+    try:
+        if regions:
+            RegionCall.forward = run
+        with _torch.checkpoints_run_by(plain):
+            yield
+    finally:
+        RegionCall.forward = before
+
+
+def as_region(_: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **options: Any) -> Any:
+    """Torch's checkpoint as a region, which can be audited."""
+    return checkpoint(*args, **options)
+
+
+_OPTIONS = frozenset(inspect.signature(checkpoint).parameters)

@@ -65,8 +65,8 @@ class Simulation(NamedTuple):
         assumed: What the simulation could not know and has assumed, in words.
         uncounted: Which operations take something that is not known and could raise the peak by over 0.5 %, in words;
             "" for none.
-        logits_bytes: The activations alive at the peak that are as wide as the logits of a
-            cross-entropy: those of the loss.
+        logits_bytes: The activations alive at the peak that the loss made of the logits and that are as large: the
+            logits are the result of the last product, where that is wider than its input.
         advice: What else would help, in words; "" where nothing is to be said.
         loop: The training loop that the figures are of, with what was seen of it.
     """

@@ -15,6 +15,7 @@ The step that is recorded is the last of those that are accumulated.
 from __future__ import annotations
 
 import difflib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -416,7 +417,7 @@ class _Step:
         in_first = peak in timeline[: len(books.here.timeline)]
         alive = parts[0 if in_first else -1].here.alive_after(peak.event)
         activations = [(entry, nbytes) for entry, nbytes in alive if entry.rank == ACTIVATIONS]
-        wide = _as_wide_as(books.logits, activations)
+        wide, width = books.heads.wide(activations)
         categories = by_category(alive)
         if in_first:
             categories["optimizer"] += state
@@ -449,7 +450,7 @@ class _Step:
             assumed=(*self._faker.assumed, *self._pretend.assumed, *assumed, *skipped),
             uncounted=words,
             logits_bytes=sum(wide),
-            advice=" ".join(filter(None, [_advise(wide, peak.live_bytes, books.logits), doubled])),
+            advice=" ".join(filter(None, [_advise(wide, width, peak.live_bytes), doubled])),
             loop=loop,
         )
 
@@ -510,7 +511,7 @@ class Recording(SimulatedMeasurement):
         at: Where each event was.
         flops: FLOPs of products by phase, by PyTorch's own formulas.
         kept: What the (last) forward keeps for backward: entries of activations and their bytes.
-        logits: What a cross-entropy was of; None where none was seen.
+        heads: The products that no other consumes, and what was made of them.
         unknown: What is not known to be taken, by operation and phase; of several the one whose `level` is highest.
     """
 
@@ -525,7 +526,7 @@ class Recording(SimulatedMeasurement):
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
         self.at: dict[int, Place] = {}
-        self.logits: _Made | None = None
+        self.heads = _Heads()
         self.unknown: dict[tuple[str, str], Unknown] = {}
 
     @property
@@ -552,8 +553,7 @@ class Recording(SimulatedMeasurement):
         for ledger in self._ledgers.values():
             ledger.place = place
         self.at[place.event] = place
-        if op.startswith("aten.nll_loss") and phase in ("forward", "loss"):
-            self.logits = self._product(int(ran.args[0].shape[-1 if ran.args[0].dim() < 3 else 1]))
+        self.heads.follow(ran, place)
         if phase == "loss":  # reads labels, which the caller holds
             self._mark_new(ran.given)
         super()._book(ran)
@@ -608,12 +608,51 @@ class Recording(SimulatedMeasurement):
                 if storage is not None:
                     mine.mark(storage, entry.rank, entry.place)
 
-    def _product(self, width: int) -> _Made | None:
-        """The last product so far whose result is this wide."""
-        for event, place in reversed(self.at.items()):
-            if place.op.startswith(_PRODUCTS) and place.shape and place.shape[-1] == width:
-                return event, width
-        return None
+
+class _Heads:
+    """The products of a forward that no other product consumes, and which operations follow them.
+
+    Their results are what a loss is of, by whatever operations it is written: a cross-entropy, a divergence from a
+    teacher's. Each storage is known by the products before it that none has consumed yet; a product ends that.
+    """
+
+    def __init__(self) -> None:
+        self._products: dict[int, tuple[int, ...]] = {}  # the shape of its result, where that is wider than its input
+        self._consumed: set[int] = set()
+        self._before: dict[int, frozenset[int]] = {}  # by `id` of the storage: one of a new storage replaces it
+        self._of: dict[int, frozenset[int]] = {}  # by operation
+
+    def follow(self, ran: Operation, place: Place) -> None:
+        """Is told of each operation, before it is booked."""
+        before = [found for _, storage in ran.given if (found := self._before.get(id(storage)))]
+        after = frozenset[int]().union(*before) - self._consumed if before else frozenset[int]()
+        if place.op.startswith(_PRODUCTS):
+            if place.phase in ("forward", "loss"):
+                self._consumed |= after
+            after = self._product(ran, place)
+        for _, storage in ran.results:
+            self._before[id(storage)] = after
+        if after:
+            self._of[place.event] = after
+
+    def _product(self, ran: Operation, place: Place) -> frozenset[int]:
+        left = ran.args["addmm" in place.op or "baddbmm" in place.op]
+        if place.op.startswith(_CONVOLUTION) or not place.shape or place.shape[-1] <= left.shape[-1]:
+            return frozenset()
+        if place.phase in ("forward", "loss"):
+            self._products[place.event] = place.shape
+            return frozenset((place.event,))
+        again = place.phase == "replay"
+        return frozenset(event for event, shape in self._products.items() if again and shape == place.shape)
+
+    def wide(self, activations: Iterable[tuple[Entry, int]]) -> tuple[list[int], int]:
+        """The bytes of each activation that has as many elements as the result of a head before it, and their width."""
+        found: list[tuple[int, int]] = []
+        for entry, nbytes in activations:
+            shapes = [self._products[event] for event in self._of.get(entry.place.event, frozenset()) - self._consumed]
+            if any(math.prod(entry.place.shape) >= math.prod(shape) for shape in shapes):
+                found.append((nbytes, max(shape[-1] for shape in shapes)))
+        return [nbytes for nbytes, _ in found], max((width for _, width in found), default=0)
 
 
 class Unknown(NamedTuple):
@@ -650,8 +689,8 @@ def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...
     return tuple(said), words
 
 
-_Made = tuple[int, int]  # by which operation, and how wide
-_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_CONVOLUTION = "aten.convolution"
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", _CONVOLUTION)
 
 
 def _check(value: object) -> None:
@@ -700,26 +739,18 @@ def _by_module(entries: list[tuple[Entry, int]]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _as_wide_as(logits: _Made | None, activations: list[tuple[Entry, int]]) -> list[int]:
-    """The bytes of each activation as wide as the logits, and made with them or later."""
-    since, width = logits or (0, 0)
-    shapes = ((nbytes, entry.place) for entry, nbytes in activations)
-    return [nbytes for nbytes, at in shapes if at.event >= since and at.shape and at.shape[-1] == width > 0]
-
-
-def _advise(wide: list[int], peak_bytes: int, logits: _Made | None) -> str:
+def _advise(wide: list[int], width: int, peak_bytes: int) -> str:
     """The advice on the loss head's share of the peak, which no plan can free; "" where that is small.
 
     A loss over a large vocabulary keeps the logits, their copy in float32, the logarithm of their softmax, and in
-    backward their gradients alive at once. `logits`: the operation that made what a cross-entropy is of, and how wide
-    that is; None where there is no cross-entropy, as in a regression.
+    backward their gradients alive at once. `width`: that of the logits.
     """
     share = sum(wide) / peak_bytes if peak_bytes else 0.0
-    if logits is None or share < _WORTH_ADVICE:
+    if share < _WORTH_ADVICE:
         return ""
     return (
         f"{share:.0%} of the peak ({errors.size(sum(wide))}) are {counted(len(wide), 'tensor')} of the loss as wide as "
-        f"the logits ({logits[1]:,}), which no recomputation of layers frees. Compute the head and the loss for some "
+        f"the logits ({width:,}), which no recomputation of layers frees. Compute the head and the loss for some "
         "tokens at a time: recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per "
         "token."
     )
