@@ -545,10 +545,11 @@ class Result:
     def exit_code(self) -> int:
         """2 where a setting was refused, 1 where one failed in any other way, 3 where a budget has no plan, else 0.
 
-        The control may run out of memory: that is what the others are there for.
+        The control may run out of memory: that is what the others are there for. What a busy machine leaves unsure is
+        printed and fails nobody.
         """
         alone = len(self.rows) == 1 or self.rows[0].result != OUT
-        results = {row.result for row in (self.rows if alone else self.rows[1:])} - {OK}
+        results = {row.result for row in (self.rows if alone else self.rows[1:])} - {OK, UNSURE}
         if REFUSED in results:
             return 2
         if results - {NO_PLAN}:
