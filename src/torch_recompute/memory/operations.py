@@ -121,6 +121,9 @@ _SCATTERING = "scatter", "scatter_add", "index_add", "index_fill", "index_put", 
 _aten: Any = torch.ops.aten
 _ADD = _aten.add.Tensor
 _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default})
+_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"  # the node whose formula writes into what it has made
+_WRITING = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
+_MAKING = frozenset({_aten.sigmoid.default, _aten.add.Scalar, *_WRITING, *_WRITING.values()})
 
 
 @functools.cache
@@ -138,16 +141,21 @@ class PlainFormulas:
     While one is on, PyTorch writes to a copy in some places where it otherwise writes in place
     (`TensorSubclassLikeUtils.h`). Its formulas for the gradients of indexing, `gather`, `max` and others scatter into a
     copy of the zeros that they have made: for logits of which some rows are taken, as much again as the logits. A
-    linear layer adds its bias so to a product of what is not contiguous.
+    linear layer adds its bias so to a product of what is not contiguous. Binary cross-entropy with logits makes its
+    gradient in one tensor otherwise, and in three so.
     """
 
     def __init__(self) -> None:
         self._zeros: Callable[[], object] = lambda: None
+        self._last: tuple[Callable[[], object], Callable[[], object]] = self._zeros, self._zeros
 
     def meant(self, func: Any, args: Sequence[Any]) -> Any:
         """The operation that a plain step runs in the place of this one."""
         if func is _ADD:
             return _aten.add_.Tensor if caller(_OURS) is nn.Linear.forward.__code__ else func
+        if func in _WRITING and any(args[0] is made() for made in self._last) and not torch.is_grad_enabled():
+            node = current_node()
+            return _WRITING[func] if node is not None and node.name() == _LOGITS else func
         plain = _in_place(func)
         if plain is None or args[0] is not self._zeros() or torch.is_grad_enabled() or caller(_OURS) is not ENGINE:
             return func
@@ -157,6 +165,8 @@ class PlainFormulas:
         """Is told of each operation that has run."""
         if func in _ZEROS and in_backward() and isinstance(out, torch.Tensor):
             self._zeros = weakref.ref(out)
+        elif func in _MAKING and in_backward() and isinstance(out, torch.Tensor):
+            self._last = self._last[1], weakref.ref(out)
 
 
 class Operations(TorchDispatchMode):
