@@ -23,14 +23,15 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._text import starred_path
 from ..arguments import Batch, call_of
 from ..memory import saved_activations
 from ..memory.operations import ModuleStack
 from ..values import thread
 from . import settings
 from .apply import apply
-from .choice import Choice, Target, joined
-from .labels import OFFLOADS, choices, matching, merge, named, notes, offloaded, routed
+from .choice import PRODUCT, Choice, Target, joined
+from .labels import OFFLOADS, STACKED, choices, matching, merge, named, notes, offloaded, routed, stacked_experts
 from .plan import Plan
 from .roles import inside
 from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
@@ -550,6 +551,11 @@ def _offloaded_parts(config: RecomputeConfig, model: nn.Module) -> tuple[Choice,
             write = (
                 f"These match: {', '.join(known) or 'no label'}; or name modules by their paths, or patterns of paths"
             )
+            stacked = list(dict.fromkeys(map(starred_path, stacked_experts(units))))
+            if stacked and label in STACKED:
+                why += f", whose experts are stacked in one module: {STACKED[label]}"
+                calls = [str(Target.of(path, PRODUCT)) for path in stacked]
+                write = f"Write {calls} for the inputs of their products, or {stacked} for all that they save"
             _no_effect(config, "offload_modules", why, write)
         found.update((choice.paths, choice) for choice in chosen)
     return tuple(found.values())
