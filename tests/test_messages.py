@@ -7,10 +7,13 @@ that no row reaches fails the test below the table, so a new text cannot go unre
 
 import ast
 import contextlib
+import errno
 import functools
 import json
+import os
 import pickle
 import re
+import shutil
 import sys
 import traceback
 import types
@@ -232,6 +235,40 @@ class EmptyStore(ShortStore):
 
     def get(self, handle: torch.Tensor) -> Any:
         return None
+
+
+@contextlib.contextmanager
+def full_disk() -> Any:
+    """A disk with one page left."""
+
+    def refuses(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    usage = types.SimpleNamespace(free=4096)
+    with (
+        patch.object(os, "posix_fallocate", refuses, create=True),
+        patch.object(shutil, "disk_usage", lambda folder: usage),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def damaged_disk() -> Any:
+    """A disk that changes the first byte of each block."""
+    write = os.pwrite
+
+    def flips(fd: int, view: memoryview, place: int) -> int:
+        return write(fd, bytes([view[0] ^ 1]) + bytes(view[1:]), place)
+
+    with patch.object(os, "pwrite", flips):
+        yield
+
+
+def three_by_way_of_a_disk() -> None:
+    store, y = OnDisk("/tmp", ahead=0), vector()
+    for _ in range(3):
+        y = region(lambda x: x.sin().exp(), inputs=store)(y)
+    y.sum().backward()
 
 
 class Silencer(contextlib.AbstractContextManager[None]):
@@ -897,6 +934,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
     lambda: apply(Scale(), Plan((Choice(("",), store="sharded"),))),
     lambda: apply(Scale(), Plan((Choice(("",), store="disk"),))),
+    lambda: apply(Scale(), Plan((Choice(("",), store="scratch", offload=True),))),
     lambda: apply(Scale(), Plan((Choice(("",)),)), stores={"host": OnHost()}),
     shards_one_by_one,
     wraps_one_by_one,
@@ -1236,6 +1274,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # what is changed between forward and backward
     lambda: step(lambda x: x.sin().exp(), inputs=ShortStore()),
     lambda: step(lambda x: no_recompute(torch.sin, name="product", store=EmptyStore())(x.exp()).exp().exp()),
+    # a disk
+    lambda: inside(full_disk(), lambda: OnDisk("/tmp").put(torch.ones(64, 64))),
+    lambda: inside(damaged_disk(), three_by_way_of_a_disk),
     # configurations
     lambda: inside(captured(), lambda: step(torch.sin, inputs=OnHost())),
     # --- SaveError

@@ -248,7 +248,13 @@ def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
                     "  where group is the process group of the tensor parallel ranks, all of which hold the same "
                     "inputs."
                 )
+            elif word == "disk":
+                write = (
+                    "      from torch_recompute import OnDisk\n"
+                    '      apply(model, plan, stores={"disk": OnDisk("/scratch")})\n'
+                    "  where the folder exists, on a local disk with room for what the plan keeps there in one step."
+                )
             raise errors.ArgumentError(
-                f"the plan keeps inputs of regions in {word!r}, and no store of that name was given.\n  Write:\n{write}"
+                f"the plan keeps tensors in {word!r}, and no store of that name was given.\n  Write:\n{write}"
             )
     return {"": None, **{word: given[word] if word in given else OnHost() for word in wanted}}

@@ -199,7 +199,7 @@ STACKED: Mapping[str, str] = {
 
 
 def offloaded(units: Units, label: str, store: str) -> tuple[Choice, ...]:
-    """What a label of `OFFLOADS`, a path or a glob over paths, with a kind of calls or without, offloads, if anything."""
+    """What a label of `OFFLOADS`, a path or a pattern of paths, with a kind of calls or without, offloads."""
     if label in OFFLOADS:
         paths = OFFLOADS[label](units)
     else:
