@@ -507,8 +507,14 @@ def test_offload_modules_that_are_not_recomputed(label: str) -> None:
     assert all(choice.offload and choice.store == "host" for choice in plan)
     store = OnHost()
     handle = apply(model, plan, stores={"host": store})
-    loss = model(tokens).square().sum()
+    with handle.watch():
+        loss = model(tokens).square().sum()
     assert 0 < store.host_bytes < before
+    report = handle.report()
+    assert [row.choice for row in report.rows] == list(plan)
+    assert all(row.saved_bytes and row.modules and not (row.replays or row.flops) for row in report.rows)
+    assert (report.saved_bytes, report.moved_bytes >= store.host_bytes) == (0, True)
+    assert "MiB offloaded, " in str(report)
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     del loss

@@ -253,6 +253,14 @@ def full_disk() -> Any:
 
 
 @contextlib.contextmanager
+def lacking(module: types.ModuleType, name: str) -> Any:
+    """A module that lacks a function, as on other systems."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delattr(module, name)
+        yield
+
+
+@contextlib.contextmanager
 def damaged_disk() -> Any:
     """A disk that changes the first byte of each block."""
     write = os.pwrite
@@ -1032,6 +1040,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Plan((Choice(("a", "b"), offload=True),)),
     lambda: OnDisk("/no/such/folder"),
     lambda: OnDisk(".", threads=0),
+    lambda: inside(lacking(os, "pwrite"), lambda: OnDisk(".")),
     lambda: RecomputeConfig(
         recompute_granularity="selective",
         recompute_modules=["mlp"],
@@ -1383,7 +1392,7 @@ def raises() -> dict[str, list[tuple[str, int, int]]]:
                 text = node.exc.args[0]
                 starts = text.values[0] if isinstance(text, ast.JoinedStr) else text
                 if isinstance(text, ast.Call) and "_" in (made_by := ast.unparse(text.func)):
-                    found[made_by.removeprefix("errors.")] = []
+                    found[made_by.rpartition(".")[2]] = []
                 elif isinstance(starts, ast.Constant | ast.BinOp):
                     place = (str(path), node.lineno, node.end_lineno or node.lineno)
                     found.setdefault(f"{path}:{node.lineno}", []).append(place)
