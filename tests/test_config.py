@@ -522,6 +522,24 @@ def test_offload_modules_that_are_not_recomputed(label: str) -> None:
     handle.remove()
 
 
+def test_offload_modules_of_layers_that_block_leaves() -> None:
+    """The first layers are regions, and of the others parts are offloaded; gradients are the plain ones."""
+    torch.manual_seed(0)
+    model, tokens, store = GPT(3), torch.randint(16, (2, 6)), OnHost()
+    plain = torch.autograd.grad(model(tokens).square().sum(), list(model.parameters()))
+    config = full("block", 2, fine_grained_activation_offloading=True, offload_modules=["core_attn", "h.*.mlp"])
+    plan = config.plan(model)
+    assert [(choice.paths[0], choice.offload) for choice in plan] == [
+        *(("h.0", False), ("h.1", False)),
+        *(("h.2.attn@attention", True), ("h.2.mlp", True)),
+    ]
+    handle = apply(model, plan, stores={"host": store})
+    loss = model(tokens).square().sum()
+    assert store.host_bytes > 0
+    assert equal(list(torch.autograd.grad(loss, list(model.parameters()))), list(plain))
+    handle.remove()
+
+
 def qwen2_moe() -> tuple[nn.Module, dict[str, Any]]:
     """Experts that are stacked in one module, beside one that all tokens go through."""
     pytest.importorskip("transformers")

@@ -1033,6 +1033,11 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
     lambda: RecomputeConfig(fine_grained_activation_offloading=True),
     lambda: RecomputeConfig(**FULL, fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
+    lambda: RecomputeConfig(
+        **{**FULL, "recompute_method": "block", "recompute_num_layers": 2},
+        fine_grained_activation_offloading=True,
+        offload_modules=["*.1"],
+    ).plan(small_stack()[0]),
     lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["attn_proj"]),
     lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["moe_act"]).plan(
         small_stack()[0]
