@@ -529,6 +529,40 @@ def offload(on: str) -> str:
     return f"{said}; {(peaks['device'] - peaks['host']) >> 20} MiB less at the peak"
 
 
+@check("inputs and offloaded modules by way of a disk and of host memory")
+def stored(on: str) -> str:
+    from torch_recompute import OnDisk, OnHost, RecomputeConfig, apply, recompute
+
+    large = on == "cuda"
+    model, ids = Model(12 if large else 3, 512).to(on), ids_of(4, 512 if large else 16, on)
+    plain = partial(gradients, lambda: model(ids), model)
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        disk = OnDisk(folder)
+        forward = in_regions(model, lambda layer: recompute(layer, inputs=disk))
+        said.append("inputs on the disk: " + same(plain, partial(gradients, lambda: forward(ids), model)))
+        assert disk.disk_bytes == disk.file_bytes == 0, "something is left in the file"
+        config = RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["layers.*"])
+        for store in (OnHost(), disk):
+            handle = apply(model, config.plan(model), stores={"host": store})
+            torch.manual_seed(1)
+            before = torch.cuda.memory_allocated() if large else 0
+            loss = model(ids)
+            kept = torch.cuda.memory_allocated() - before if large else 0
+            del loss
+            name = type(store).__name__
+            said.append(f"{name}: " + same(plain, partial(gradients, lambda: model(ids), model)))
+            handle.remove()
+            if large:
+                torch.manual_seed(1)
+                loss = model(ids)
+                without = torch.cuda.memory_allocated() - before
+                del loss
+                assert kept < without / 2, f"{name}: {kept} bytes are kept on the device, {without} without it"
+                said[-1] += f", {(without - kept) >> 20} MiB less after forward"
+    return "; ".join(said)
+
+
 @check("a region that works on two streams", acts=False)
 def streams(on: str) -> str:
     from torch_recompute import recompute

@@ -351,6 +351,7 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "vmap": lambda f, x: torch.autograd.grad(torch.vmap(f)(x.requires_grad_()).exp().sum(), x)[0],
 }
 PLANNED = [Choice(("0",)), Choice(("0",), ("@product",)), Choice(("0",), ("0",)), Choice(("0", "1"))]
+PLANNED += [Choice(("0",), store="host"), Choice(("0",), offload=True)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

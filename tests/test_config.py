@@ -17,12 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laws.watch import equal
 from test_units import ANATOMY
-from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, saved_activations
+from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, measure, saved_activations
 from torch_recompute.plan.config import BELONGING, groups
 from torch_recompute.plan.labels import LABELS
 from torch_recompute.plan.settings import INSIDE
-from zoo import build, scalar_loss
+from zoo import MIXTURE, _causal, build, scalar_loss
 
 WIDTH = 8
 
@@ -506,13 +507,110 @@ def test_offload_modules_that_are_not_recomputed(label: str) -> None:
     assert all(choice.offload and choice.store == "host" for choice in plan)
     store = OnHost()
     handle = apply(model, plan, stores={"host": store})
-    loss = model(tokens).square().sum()
+    with handle.watch():
+        loss = model(tokens).square().sum()
     assert 0 < store.host_bytes < before
+    report = handle.report()
+    assert [row.choice for row in report.rows] == list(plan)
+    assert all(row.saved_bytes and row.modules and not (row.replays or row.flops) for row in report.rows)
+    assert (report.saved_bytes, report.moved_bytes >= store.host_bytes) == (0, True)
+    assert "MiB offloaded, " in str(report)
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     del loss
     assert store.host_bytes == 0
     handle.remove()
+
+
+def test_offload_modules_of_layers_that_block_leaves() -> None:
+    """The first layers are regions, and of the others parts are offloaded; gradients are the plain ones."""
+    torch.manual_seed(0)
+    model, tokens, store = GPT(3), torch.randint(16, (2, 6)), OnHost()
+    plain = torch.autograd.grad(model(tokens).square().sum(), list(model.parameters()))
+    config = full("block", 2, fine_grained_activation_offloading=True, offload_modules=["core_attn", "h.*.mlp"])
+    plan = config.plan(model)
+    assert [(choice.paths[0], choice.offload) for choice in plan] == [
+        *(("h.0", False), ("h.1", False)),
+        *(("h.2.attn@attention", True), ("h.2.mlp", True)),
+    ]
+    handle = apply(model, plan, stores={"host": store})
+    loss = model(tokens).square().sum()
+    assert store.host_bytes > 0
+    assert equal(list(torch.autograd.grad(loss, list(model.parameters()))), list(plain))
+    handle.remove()
+
+
+def qwen2_moe() -> tuple[nn.Module, dict[str, Any]]:
+    """Experts that are stacked in one module, beside one that all tokens go through."""
+    pytest.importorskip("transformers")
+    return _causal("Qwen2MoeConfig", **MIXTURE, num_experts=4, shared_expert_intermediate_size=WIDTH)
+
+
+MIXTURES: dict[str, Any] = {
+    "mixtral": lambda: build("mixtral"),
+    "qwen2_moe": qwen2_moe,
+    "megatron_moe": lambda: build("megatron_moe"),
+    "handmade": lambda: (moe(), {"tokens": torch.arange(12).view(2, 6)}),
+}
+STACKED = "model.layers.*.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "count"),
+    [
+        ("mixtral", STACKED, 3),
+        ("mixtral", f"{STACKED}@product", 3),
+        ("qwen2_moe", STACKED, 3),
+        ("qwen2_moe", f"{STACKED}@product", 3),
+        ("megatron_moe", "expert_fc1", 8),
+        ("handmade", "moe_act", 8),
+    ],
+)
+def test_offloaded_experts(name: str, label: str, count: int) -> None:
+    """What experts save, modules of their own or stacked, is freed to the byte; gradients are the plain ones."""
+    torch.manual_seed(0)
+    model, inputs = MIXTURES[name]()
+    weights, store = [p for p in model.parameters() if p.requires_grad], OnHost()
+
+    def step() -> tuple[int, list[torch.Tensor | None]]:
+        torch.manual_seed(1)
+        with measure() as memory:
+            loss = scalar_loss(model(**inputs))
+            held = memory.live_bytes - store.host_bytes
+        return held, list(torch.autograd.grad(loss, weights, allow_unused=True))
+
+    before, plain = step()
+    plan = RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=[label]).plan(model)
+    assert len(plan) == count
+    handle, sent = apply(model, plan, stores={"host": store}), list[int]()
+    store.put = lambda tensor, put=store.put: (put(tensor), sent.append(store.host_bytes))[0]  # type: ignore[method-assign]
+    after, found = step()
+    assert before - after == max(sent) > 0
+    assert equal([g for g in plain if g is not None], [g for g in found if g is not None])
+    assert store.host_bytes == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("label", ["expert_fc1", "moe_act"])
+def test_labels_of_experts_where_they_are_stacked(name: str, label: str) -> None:
+    """A label for a part that no module is says so, and what it says to write is a plan."""
+    model, _ = MIXTURES[name]()
+    with pytest.raises(ArgumentError, match="stacked in one module") as error:
+        RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=[label]).plan(model)
+    written = re.findall(r"\['([^']*)'\] for", str(error.value))
+    assert written == [f"{STACKED}@product", STACKED]
+    for pattern in written:
+        assert RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=[pattern]).plan(model)
+
+
+def test_megatron_attention_products_by_their_calls() -> None:
+    """The output projection is the last product called, though Megatron's attention makes its module first."""
+    model, _ = build("megatron_moe")
+    for label, product in {"qkv_linear": "linear_qkv", "attn_proj": "linear_proj"}.items():
+        config = RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=[label, "core_attn"])
+        paths = [choice.paths[0] for choice in config.plan(model) if label in choice.labels]
+        assert paths == [f"decoder.layers.{n}.self_attention.{product}" for n in range(3)]
 
 
 # --- offloading -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -50,6 +52,85 @@ WAYS: dict[str, Callable[[OnDisk], Callable[[nn.Module], Any]]] = {
     "a saved call": lambda store: lambda block: recompute(no_recompute(block, store=store)),
     "a saved call outside of regions": lambda store: lambda block: no_recompute(block, store=store),
 }
+
+
+class Copied:
+    """A copy that is made when somebody waits for it; until then its target is NaN."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._lock = threading.Lock()
+        self._both: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+
+    @property
+    def done(self) -> "Copied":
+        """What is waited for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Waits."""
+        with self._lock:
+            if self._both is not None:
+                self._both[0].copy_(self._both[1])
+            self._both = None
+
+
+class Link:
+    """The way from a device to host memory and back, acted with copies as late as their waits allow."""
+
+    def __init__(self) -> None:
+        self.hosts: list[weakref.ref[torch.Tensor]] = []
+        self.filled = 0
+
+    def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Copied]:
+        host = torch.full_like(source, float("nan"))
+        self.hosts.append(weakref.ref(host))
+        return host, Copied(host, source)
+
+    def let_go(self, mark: Copied) -> None:
+        mark.synchronize()
+
+    def room(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
+        self.hosts.append(weakref.ref(host))
+        return torch.full_like(host, float("nan")), None
+
+    def fill(self, tensor: torch.Tensor, host: torch.Tensor, room: None, after: Copied) -> Copied:
+        after.synchronize()
+        self.filled += 1
+        return Copied(tensor, host)
+
+    def arrive(self, tensor: torch.Tensor, mark: Copied) -> None:
+        mark.synchronize()
+
+    def abandon(self, tensor: torch.Tensor, mark: Copied | None) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_steps_from_a_device(way: str, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a device tensors travel through host memory that is free once they are written, and again once read."""
+    monkeypatch.setattr(disk, "BLOCK", 1000)
+    link, files = Link(), disk.Files
+
+    def from_device(*given: Any) -> disk.Files:
+        made = files(*given)
+        made._link = link  # type: ignore[assignment]
+        return made
+
+    monkeypatch.setattr(disk, "Files", from_device)
+    blocks, store = layers(), OnDisk(tmp_path, ahead=ahead, threads=2)
+    wanted = gradients(blocks, lambda block: block)
+    most: list[int] = []
+    if ahead < 9:
+        blocks[-1].register_forward_pre_hook(lambda *_: most.append(sum(host() is not None for host in link.hosts)))
+    with no_collector():
+        for _ in range(2):
+            assert equal(gradients(blocks, WAYS[way](store)), wanted)
+            assert store.disk_bytes == store.file_bytes == 0
+            assert not [host for host in link.hosts if host() is not None]
+    assert (link.filled > 0) == (ahead < 9)
+    assert all(count <= (ahead + 1) * 2 for count in most[:1])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,10 +7,13 @@ that no row reaches fails the test below the table, so a new text cannot go unre
 
 import ast
 import contextlib
+import errno
 import functools
 import json
+import os
 import pickle
 import re
+import shutil
 import sys
 import traceback
 import types
@@ -232,6 +235,48 @@ class EmptyStore(ShortStore):
 
     def get(self, handle: torch.Tensor) -> Any:
         return None
+
+
+@contextlib.contextmanager
+def full_disk() -> Any:
+    """A disk with one page left."""
+
+    def refuses(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    usage = types.SimpleNamespace(free=4096)
+    with (
+        patch.object(os, "posix_fallocate", refuses, create=True),
+        patch.object(shutil, "disk_usage", lambda folder: usage),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def lacking(module: types.ModuleType, name: str) -> Any:
+    """A module that lacks a function, as on other systems."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delattr(module, name)
+        yield
+
+
+@contextlib.contextmanager
+def damaged_disk() -> Any:
+    """A disk that changes the first byte of each block."""
+    write = os.pwrite
+
+    def flips(fd: int, view: memoryview, place: int) -> int:
+        return write(fd, bytes([view[0] ^ 1]) + bytes(view[1:]), place)
+
+    with patch.object(os, "pwrite", flips):
+        yield
+
+
+def three_by_way_of_a_disk() -> None:
+    store, y = OnDisk("/tmp", ahead=0), vector()
+    for _ in range(3):
+        y = region(lambda x: x.sin().exp(), inputs=store)(y)
+    y.sum().backward()
 
 
 class Silencer(contextlib.AbstractContextManager[None]):
@@ -897,6 +942,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: apply(torch.nn.Sequential(*[Scale()] * 2), Plan((Choice(("0",)), Choice(("1",))))),
     lambda: apply(Scale(), Plan((Choice(("",), store="sharded"),))),
     lambda: apply(Scale(), Plan((Choice(("",), store="disk"),))),
+    lambda: apply(Scale(), Plan((Choice(("",), store="scratch", offload=True),))),
     lambda: apply(Scale(), Plan((Choice(("",)),)), stores={"host": OnHost()}),
     shards_one_by_one,
     wraps_one_by_one,
@@ -987,6 +1033,11 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2),
     lambda: RecomputeConfig(fine_grained_activation_offloading=True),
     lambda: RecomputeConfig(**FULL, fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
+    lambda: RecomputeConfig(
+        **{**FULL, "recompute_method": "block", "recompute_num_layers": 2},
+        fine_grained_activation_offloading=True,
+        offload_modules=["*.1"],
+    ).plan(small_stack()[0]),
     lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["attn_proj"]),
     lambda: RecomputeConfig(fine_grained_activation_offloading=True, offload_modules=["moe_act"]).plan(
         small_stack()[0]
@@ -994,6 +1045,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: Plan((Choice(("a", "b"), offload=True),)),
     lambda: OnDisk("/no/such/folder"),
     lambda: OnDisk(".", threads=0),
+    lambda: inside(lacking(os, "pwrite"), lambda: OnDisk(".")),
     lambda: RecomputeConfig(
         recompute_granularity="selective",
         recompute_modules=["mlp"],
@@ -1236,6 +1288,9 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # what is changed between forward and backward
     lambda: step(lambda x: x.sin().exp(), inputs=ShortStore()),
     lambda: step(lambda x: no_recompute(torch.sin, name="product", store=EmptyStore())(x.exp()).exp().exp()),
+    # a disk
+    lambda: inside(full_disk(), lambda: OnDisk("/tmp").put(torch.ones(64, 64))),
+    lambda: inside(damaged_disk(), three_by_way_of_a_disk),
     # configurations
     lambda: inside(captured(), lambda: step(torch.sin, inputs=OnHost())),
     # --- SaveError
@@ -1342,7 +1397,7 @@ def raises() -> dict[str, list[tuple[str, int, int]]]:
                 text = node.exc.args[0]
                 starts = text.values[0] if isinstance(text, ast.JoinedStr) else text
                 if isinstance(text, ast.Call) and "_" in (made_by := ast.unparse(text.func)):
-                    found[made_by.removeprefix("errors.")] = []
+                    found[made_by.rpartition(".")[2]] = []
                 elif isinstance(starts, ast.Constant | ast.BinOp):
                     place = (str(path), node.lineno, node.end_lineno or node.lineno)
                     found.setdefault(f"{path}:{node.lineno}", []).append(place)

@@ -54,7 +54,7 @@ class Applied:
         self.model = model
         self.plan = plan
         self._placed = placed
-        self._regions = [one for one in placed if isinstance(one, Region)]
+        self._watched = [one for one in placed if isinstance(one, (Region, Offloaded))]
         self._figures: list[Figures] | None = None
 
     def remove(self) -> None:
@@ -88,16 +88,16 @@ class Applied:
 
     @contextmanager
     def _watch(self) -> Generator[Applied]:
-        with watching(self._regions) as self._figures:
+        with watching(self._watched) as self._figures:
             yield self
 
     def report(self) -> Report:
-        """Reports what each region drops and what its replays cost, of the steps that were last watched, if any."""
-        figures = self._figures or [Figures() for _ in self._regions]
+        """Reports what each region drops and its replays cost, and what is offloaded, of the steps last watched."""
+        figures = self._figures or [Figures() for _ in self._watched]
         rows: list[Row] = []
-        for choice in (choice for choice in self.plan.all_choices if not choice.offload):
-            mine = [number for number, region in enumerate(self._regions) if region.choice == choice]
-            modules = [type(self._regions[number].module).__name__ for number in mine]
+        for choice in self.plan.all_choices:
+            mine = [number for number, one in enumerate(self._watched) if one.choice == choice]
+            modules = [type(self._watched[number].module).__name__ for number in mine]
             rows.append(Row.of(choice, modules, [figures[number] for number in mine]))
         return Report(tuple(rows), watched=self._figures is not None)
 
@@ -190,7 +190,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                     )
             store = by_word[choice.store]
             if choice.offload:
-                place(Offloaded(module, path, store), path, choice)
+                place(Offloaded(module, path, choice, store), path, choice)
                 continue
             if len(choice.paths) > 1:
                 region = ChainedRegion(module, path, choice, store, chain)
@@ -248,7 +248,13 @@ def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
                     "  where group is the process group of the tensor parallel ranks, all of which hold the same "
                     "inputs."
                 )
+            elif word == "disk":
+                write = (
+                    "      from torch_recompute import OnDisk\n"
+                    '      apply(model, plan, stores={"disk": OnDisk("/scratch")})\n'
+                    "  where the folder exists, on a local disk with room for what the plan keeps there in one step."
+                )
             raise errors.ArgumentError(
-                f"the plan keeps inputs of regions in {word!r}, and no store of that name was given.\n  Write:\n{write}"
+                f"the plan keeps tensors in {word!r}, and no store of that name was given.\n  Write:\n{write}"
             )
     return {"": None, **{word: given[word] if word in given else OnHost() for word in wanted}}

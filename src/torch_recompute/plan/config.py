@@ -23,14 +23,15 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._text import starred_path
 from ..arguments import Batch, call_of
 from ..memory import saved_activations
 from ..memory.operations import ModuleStack
 from ..values import thread
 from . import settings
 from .apply import apply
-from .choice import Choice, Target, joined
-from .labels import OFFLOADS, choices, matching, merge, named, notes, offloaded, routed
+from .choice import PRODUCT, Choice, Target, joined
+from .labels import OFFLOADS, STACKED, choices, matching, merge, named, notes, offloaded, routed, stacked_experts
 from .plan import Plan
 from .roles import inside
 from .settings import BLOCK, FULL, SELECTIVE, SWITCHES, UNIFORM
@@ -82,7 +83,8 @@ class RecomputeConfig:
         fine_grained_activation_offloading: Keep what the parts in `offload_modules` save in host memory (`OnHost`).
         offload_modules: Labels (`attn_norm`, `qkv_linear`, `core_attn`, `attn_proj`, `mlp_norm`, `expert_fc1`,
             `moe_act`), module paths or patterns; of those that are among `recompute_modules` too, the inputs are kept
-            there. The store's `ahead` is how many of them are in flight.
+            there. With "full" and "block", parts of the layers that are left. The store's `ahead` is how many of them
+            are in flight.
         min_offloaded_tensor_size: Refused: an option of the store, `OnHost(smallest=)`.
         delay_offload_until_cuda_graph: Refused: about Megatron's own schedule.
         delta_offload_bytes_across_pp_ranks: Refused, likewise.
@@ -193,7 +195,7 @@ class RecomputeConfig:
         found = _reductions_kept(self, model, found)
         if example is not None:
             _check_frees(model, found, *example)
-        return Plan((*found, *_offloaded_parts(self, model)), source=repr(self))
+        return Plan((*found, *_offloaded_parts(self, model, found)), source=repr(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are not at their default, ready for JSON and YAML; `from_dict` reads them."""
@@ -408,12 +410,12 @@ def _check_offloaded_layers(config: RecomputeConfig) -> None:
 
 def _check_offloaded_parts(config: RecomputeConfig) -> None:
     fields, labels = BELONGING["fine_grained_activation_offloading"], config.offload_modules or ()
-    if config.recompute_granularity == FULL or not labels:
+    if (config.recompute_granularity == FULL and config.recompute_method != BLOCK) or not labels:
         raise errors.ArgumentError(
             "fine_grained_activation_offloading=True moves to host memory what the parts in offload_modules save, and "
-            f"here {'whole layers are recomputed, which save nothing' if labels else 'it names none'}.\n"
-            '  Write offload_modules=["core_attn", "expert_fc1"], without recompute_granularity="full"; for the inputs '
-            "of whole layers, cpu_offloading=True."
+            f"here {'all layers are recomputed, which save nothing' if labels else 'it names none'}.\n"
+            '  Write offload_modules=["core_attn", "expert_fc1"], without recompute_granularity="full" or with '
+            'recompute_method="block", which leaves layers; for the inputs of whole layers, cpu_offloading=True.'
         )
     if "attn_proj" in labels and not {"core_attn"} & {*labels, *(config.recompute_modules or ())}:
         why = (
@@ -537,8 +539,9 @@ def _parts(
     return merged
 
 
-def _offloaded_parts(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ...]:
-    """What is offloaded without being recomputed."""
+def _offloaded_parts(config: RecomputeConfig, model: nn.Module, regions: Sequence[Choice]) -> tuple[Choice, ...]:
+    """What is offloaded without being recomputed: of whole layers, in those that are not."""
+    whole = [path for region in regions for path in region.modules] if config.recompute_granularity == FULL else []
     recomputed = config.recompute_modules or ()
     labels = (config.offload_modules or ()) if config.fine_grained_activation_offloading else ()
     units, found = find_units(model), dict[tuple[str, ...], Choice]()
@@ -550,8 +553,18 @@ def _offloaded_parts(config: RecomputeConfig, model: nn.Module) -> tuple[Choice,
             write = (
                 f"These match: {', '.join(known) or 'no label'}; or name modules by their paths, or patterns of paths"
             )
+            stacked = list(dict.fromkeys(map(starred_path, stacked_experts(units))))
+            if stacked and label in STACKED:
+                why += f", whose experts are stacked in one module: {STACKED[label]}"
+                calls = [str(Target.of(path, PRODUCT)) for path in stacked]
+                write = f"Write {calls} for the inputs of their products, or {stacked} for all that they save"
             _no_effect(config, "offload_modules", why, write)
-        found.update((choice.paths, choice) for choice in chosen)
+        left = [choice for choice in chosen if not any(inside(choice.modules[0], path) for path in whole)]
+        if not left:
+            why = f"all that {label!r} matches in {type(model).__name__} is inside of layers that are recomputed"
+            write = f"Write a smaller recompute_num_layers than {config.recompute_num_layers}"
+            _no_effect(config, "offload_modules", why, write)
+        found.update((choice.paths, choice) for choice in left)
     return tuple(found.values())
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .choice import ATTENTION, PRODUCT, Choice, Target, joined
+from .choice import ATTENTION, DOWN, MATMUL, PRODUCT, Choice, Target, joined
 from .roles import Unit, Units, inside, relative
 
 KEEP_PRODUCTS, KEEP_ATTENTION = Target.of(calls=PRODUCT), Target.of(calls=ATTENTION)
@@ -141,14 +141,22 @@ def notes(choices: Iterable[Choice]) -> list[str]:
 
 
 def _products(units: Units, path: str) -> list[str]:
-    roles = ("product", "down_projection", "up_projection")
-    return list(dict.fromkeys(unit.path for unit in units.by_role(*roles, within=path)))
+    """The products in a module in the order of their calls: Megatron's attentions make `linear_proj` first."""
+    found = dict.fromkeys(unit.path for unit in units.by_role(*PRODUCTS, within=path))
+    return sorted(found, key=lambda name: name.endswith(".linear_proj"))
+
+
+def stacked_experts(units: Units) -> list[str]:
+    """The modules that hold the matrices of several experts themselves, so that no module in them is one product."""
+    experts = (unit.path for unit in units.by_role("experts"))
+    return [path for path in experts if path in units.modules and set(_products(units, path)) <= {path}]
 
 
 def _of_experts(units: Units, role: str) -> list[str]:
     """The products of each expert but the last, or the activations, of experts that are modules."""
     inner: dict[str, list[str]] = {}
-    for unit in units.by_role("experts"):
+    stacked = stacked_experts(units)
+    for unit in (unit for unit in units.by_role("experts") if unit.path not in stacked):
         paths = (
             _products(units, unit.path)
             if role == "product"
@@ -183,11 +191,21 @@ OFFLOADS: Mapping[str, Callable[[Units], list[str]]] = {
     "moe_act": lambda units: _of_experts(units, "activation"),
 }
 """Which parts each of Megatron's `offload_modules` means."""
+STACKED: Mapping[str, str] = {
+    "expert_fc1": "no module there is the first product alone",
+    "moe_act": "gate and up are parts of one result, and what follows the activation keeps it on the device",
+}
+"""Why a label means nothing where experts are stacked."""
 
 
 def offloaded(units: Units, label: str, store: str) -> tuple[Choice, ...]:
-    """What a label of `OFFLOADS`, a module's path or a glob over paths offloads without recomputing it, if anything."""
-    paths = OFFLOADS[label](units) if label in OFFLOADS else [choice.paths[0] for choice in choices(units, label)]
+    """What a label of `OFFLOADS`, a path or a pattern of paths, with a kind of calls or without, offloads."""
+    if label in OFFLOADS:
+        paths = OFFLOADS[label](units)
+    else:
+        module, calls = Target(label).module, Target(label).calls
+        found = choices(units, module) if calls in ("", ATTENTION, PRODUCT, DOWN, MATMUL) else ()
+        paths = [Target.of(choice.paths[0], calls) for choice in found]
     return tuple(Choice((path,), labels=(label,), store=store, offload=True) for path in dict.fromkeys(paths))
 
 

@@ -26,6 +26,7 @@ from ..engine.region_call import RegionCall
 from ..memory.ledger import CountedOnce
 from ..memory.operations import Operation, Operations
 from ..observer import Observer, Running, running
+from ..stores import Store
 from ..values import Run, save_for_recompute
 from .calls import Compare, Picks
 
@@ -41,7 +42,7 @@ class Figures(Observer):
         compare: Whether decisions are compared, because they are not carried.
 
     Attributes:
-        saved_bytes: Bytes dropped by one call's forward; None before the first one.
+        saved_bytes: Bytes dropped by one call's forward, or given to the store by it; None before the first one.
         flops: FLOPs of one replay's products; None before the first one.
         replays: How often the region was replayed.
         decisions: How many decisions of one call were compared with those of its replay.
@@ -101,6 +102,17 @@ class Figures(Observer):
         if self._first is not None and self._first() is frame:
             self.saved_bytes = (self.saved_bytes or 0) + self._dropped.add(tensor)
 
+    def counting(self, store: Store) -> Store:
+        """The store of an offloaded module; in its first call, one that counts the memory that it is given."""
+        if self.saved_bytes is not None:
+            return store
+        self.saved_bytes = 0
+        return _Counting(store, self)
+
+    def moved(self, tensor: torch.Tensor) -> None:
+        """Counts memory that is given to a store."""
+        self.saved_bytes = (self.saved_bytes or 0) + self._dropped.add(tensor)
+
     @contextmanager
     def _replay(self, run: Run) -> Generator[None]:
         """Around the function in a replay. One that is captured in a CUDA graph does not run, and cannot be timed."""
@@ -135,9 +147,25 @@ class Figures(Observer):
             self._times.append((start, stamp()))
 
 
+class _Counting:
+    """A store whose puts are counted."""
+
+    def __init__(self, store: Store, figures: Figures) -> None:
+        self._store, self._figures = store, figures
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Puts a tensor into the store."""
+        self._figures.moved(tensor)
+        return self._store.put(tensor)
+
+    def get(self, handle: Any) -> torch.Tensor:
+        """Gets a tensor from the store."""
+        return self._store.get(handle)
+
+
 @contextmanager
 def watching(watched: Sequence[Any]) -> Generator[list[Figures]]:
-    """Watches regions of a plan; one that is watched already keeps its figures."""
+    """Watches regions and offloaded modules of a plan; one that is watched already keeps its figures."""
     for one in watched:
         one.figures = one.figures or Figures(one.name, compare=not one.choice.carry)
         one.figures.watchers += 1

@@ -28,8 +28,8 @@ class Row:
     Attributes:
         choice: The choice.
         modules: The class names of its modules.
-        saved_bytes: Bytes that autograd saved in it in one forward and that were dropped; None if it has not run while
-            it was watched.
+        saved_bytes: Bytes that autograd saved in it in one forward and that were dropped or, if it is offloaded, given
+            to its store; None if it has not run while it was watched.
         flops: FLOPs of products in one replay.
         seconds: Mean seconds of a replay; None before the second one that was watched.
         replays: How often it was replayed.
@@ -80,7 +80,12 @@ class Report:
     @property
     def saved_bytes(self) -> int:
         """Bytes freed by all regions in one forward each."""
-        return sum(row.saved_bytes or 0 for row in self.rows)
+        return sum(row.saved_bytes or 0 for row in self.rows if not row.choice.offload)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that offloaded modules give their stores in one forward each."""
+        return sum(row.saved_bytes or 0 for row in self.rows if row.choice.offload)
 
     @property
     def flops(self) -> int:
@@ -113,6 +118,8 @@ class Report:
         if row.saved_bytes is None:
             outside = " outside of other regions" if Target(row.choice.paths[0]).calls else ""
             return f"has not run with gradients{outside}"
+        if row.choice.offload:
+            return "" if row.saved_bytes else "moves nothing: all that is saved inside are parameters"
         if not row.saved_bytes:
             return "drops nothing: all that is saved inside are inputs, parameters and what saved calls store"
         dropped = row.saved_bytes / self.saved_bytes
@@ -135,7 +142,8 @@ class Report:
         replayed = f"{1000 * self.seconds:.3f} ms replayed per step and call"
         if not any(row.seconds is not None for row in self.rows) and any(row.replays for row in self.rows):
             replayed = "no seconds: watch two steps, a replay is timed from the second on"
-        total = f"{self.saved_bytes / MIB:.2f} MiB dropped, {replayed}"
+        moved = f", {self.moved_bytes / MIB:.2f} MiB offloaded" if self.moved_bytes else ""
+        total = f"{self.saved_bytes / MIB:.2f} MiB dropped{moved}, {replayed}"
         if not self.watched:
             total = (
                 "not watched, so there are no figures. Write, for one step or more:  with handle.watch(): train_step()"
@@ -145,7 +153,12 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text: one object per row, bytes as integers, seconds as numbers."""
         rows = [{**dataclasses.asdict(row), "remark": self.remark(row)} for row in self.rows]
-        totals = {"watched": self.watched, "saved_bytes": self.saved_bytes, "seconds": self.seconds}
+        totals = {
+            "watched": self.watched,
+            "saved_bytes": self.saved_bytes,
+            "moved_bytes": self.moved_bytes,
+            "seconds": self.seconds,
+        }
         return json.dumps({**totals, "rows": rows}, indent=1)
 
 

@@ -328,38 +328,51 @@ class SavedModule(ForwardWrapper):
 
 
 class Offloaded(ForwardWrapper):
-    """A module that is not recomputed, or calls in it: what they save for backward is in a store."""
+    """A module that is not recomputed, or calls in it: what they save for backward is in a store.
 
-    def __init__(self, module: nn.Module, path: str, store: Store | None) -> None:
+    Attributes:
+        choice: The choice that asks for it.
+        name: Its path.
+        store: The store.
+        figures: What it gives the store, while it is watched; else None.
+    """
+
+    def __init__(self, module: nn.Module, path: str, choice: Choice, store: Store | None) -> None:
         super().__init__(module, Target(path).module)
+        self.choice = choice
+        self.name = str(path)
         self.store = store
+        self.figures: Figures | None = None
         self._calls = Target(path).calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         if self.idle or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
+        store = self.store
+        if self.figures is not None and store is not None and not torch.compiler.is_compiling():
+            store = self.figures.counting(store)
         if self._calls in KINDS:
-            with KeepCalls((self._calls,), self.store):
+            with KeepCalls((self._calls,), store):
                 return self.plain(*args, **kwargs)
         if not self._calls:
-            return self._stored(self.path, self.plain, args, kwargs)
+            return _stored(self.path, self.plain, args, kwargs, store)
         around = thread.overrides
-        thread.overrides = Listed(self._calls, self._place, around)
+        thread.overrides = Listed(self._calls, lambda fn: lambda *a, **k: _stored(self._calls, fn, a, k, store), around)
         try:
             return self.plain(*args, **kwargs)
         finally:
             thread.overrides = around
 
-    def _place(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._stored(self._calls, fn, args, kwargs)
 
-    def _stored(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = keep(name, fn, args, kwargs, self.store)
-        if thread.run is None:
-            return result
-        leaves, spec = _torch.tree_flatten(result)  # as with a `SavedModule`
-        return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+def _stored(
+    name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], store: Store | None
+) -> Any:
+    result = keep(name, fn, args, kwargs, store)
+    if thread.run is None:
+        return result
+    leaves, spec = _torch.tree_flatten(result)  # as with a `SavedModule`
+    return _torch.tree_unflatten([copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 class KeepCallsWithin(ForwardWrapper):
