@@ -807,6 +807,29 @@ FAULTS = [
         "seen.append(loss_of(model(tokens)).item())",
         says=".item()",
     ),
+    Fault(
+        "microbatches summed before one backward",
+        "kept_alive",
+        "the training loop",
+        """
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with doctor.watch(model) as watching:
+            for _ in range(3):
+                total = 0.0
+                for part in tokens.view(4, 1, 16):
+                    out = model(part)
+                    loss = F.cross_entropy(out.flatten(0, 1), part.flatten())
+                    total = total + loss
+                (total / 4).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report = watching.report()
+        """,
+        "total = total + loss\n                (total / 4).backward()",
+        "(loss / 4).backward()",
+        says="(loss / 4).backward()",
+    ),
 ]
 
 
@@ -946,9 +969,19 @@ LOOPS = {
             optimizer.step()
             optimizer.zero_grad()
         """,
-    "one backward through three forwards": """
+    "one backward through two views": """
         for _ in range(2):
-            sum(loss_of(model(tokens)) for _ in range(3)).backward()
+            one, other = model(tokens), model(tokens.flip(1))
+            scores = one.mean(1) @ other.mean(1).T
+            (F.cross_entropy(scores, torch.arange(2)) + loss_of(one) + loss_of(other)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    "one backward through two passes of shared states": """
+        table, model.embed = model.embed, nn.Identity()
+        for _ in range(2):
+            x = table(tokens).relu()
+            (loss_of(model(x)) + loss_of(model(x.flip(2)))).backward()
             optimizer.step()
             optimizer.zero_grad()
         """,

@@ -378,6 +378,24 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             nbytes=nbytes,
             steps=steps,
         )
+    yield from _of_the_loop(observed)
+
+
+def _of_the_loop(observed: Observations) -> Iterator[_Found]:
+    """Memory that another order, or another argument, in the training loop frees."""
+    summed = observed.summed
+    if summed is not None and summed.nbytes > summed.alone:
+        yield _found(
+            "the training loop",
+            f"the losses of {summed.forwards} forwards are added up before one backward: {_size(summed.nbytes)} that "
+            f"their modules returned are alive at once, and {_size(summed.alone)} are of the largest forward.",
+            "real steps: the sum was taken apart when backward began; the graphs of its parts share parameters alone.",
+            f"(loss / {summed.forwards}).backward() after each forward, without the / {summed.forwards} where the sum "
+            "is meant.",
+            forwards=summed.forwards,
+            nbytes=summed.nbytes,
+            alone_nbytes=summed.alone,
+        )
     if observed.zeroed_bytes:
         yield _found(
             "the training loop",
