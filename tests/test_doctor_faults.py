@@ -830,6 +830,56 @@ FAULTS = [
         "(loss / 4).backward()",
         says="(loss / 4).backward()",
     ),
+    Fault(
+        "a region around layers that are regions",
+        "double_recompute",
+        "stack",
+        """
+        class Stack(nn.Sequential):
+            pass
+
+
+        class Net(Model):
+            def __init__(self):
+                super().__init__()
+                self.stack = Stack(*self.blocks)
+                del self.blocks
+
+            def hidden(self, tokens):
+                return self.stack(self.embed(tokens))
+
+
+        plan = Plan((Choice(("stack",)), *(Choice((f"stack.{i}",)) for i in range(3))))
+        report = doctor.examine(Net(), (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        '(Choice(("stack",)), *(Choice((f"stack.{i}",)) for i in range(3)))',
+        'tuple(Choice((f"stack.{i}",)) for i in range(3))',
+        says="a plan without stack",
+        line="a plan without `stack`",
+        also=("replay_share",),
+    ),
+    Fault(
+        "regions in the code around layers that are regions",
+        "double_recompute",
+        "Net.all",
+        """
+        class Net(Model):
+            def all(self, x):
+                for block in self.blocks:
+                    x = recompute(block)(x)
+                return x
+
+            def hidden(self, tokens):
+                return recompute(self.all)(self.embed(tokens))
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "recompute(self.all)(",
+        "self.all(",
+        says="the plain call in the place of the region Net.all",
+        line="the plain call",
+    ),
 ]
 
 

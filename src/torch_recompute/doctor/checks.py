@@ -657,15 +657,48 @@ def _is_for_attention_alone(account: Account) -> bool:
     )
 
 
+def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found]:
+    """By name, regions that compute next to nothing but regions, and lower the peak by little."""
+    found: dict[str, _Found] = {}
+    step = simulated.step
+    for account in simulated.outermost:
+        inner = [one for one in simulated.accounts if one.inside == account.name]
+        own, ops = account.forward_ops, account.forward_ops + sum(one.forward_ops for one in inner)
+        if not inner or account.forward_flops or own > (1 - FUSED) * ops:
+            continue
+        without = simulated.without(account.name)
+        freed, replayed = without.peak_bytes - step.peak_bytes, step.flops["replay"] - without.flops["replay"]
+        over = evidence.budget is not None and without.peak_bytes > evidence.budget
+        if freed >= LOWERED * without.peak_bytes or over or replayed <= 0:
+            continue
+        found[account.name] = _found(
+            account.where,
+            f"{counted(account.calls, 'region')} around {', '.join(one.name for one in inner)}, which are regions as "
+            f"well, and around little else: {_size(max(freed, 0))} less at the peak, for {_gflop(replayed)} more that "
+            f"are replayed ({_gflop(step.flops['replay'])} in all).",
+            f"two simulated steps: the peak is {_size(step.peak_bytes)}, and {_size(without.peak_bytes)} without it.",
+            f"{evidence.without_it(account.name)}; the regions in it stay.",
+            regions=account.calls,
+            freed_bytes=freed,
+            replayed_flops=replayed,
+        )
+    return found
+
+
 def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions whose operations are replayed more than once, and attention that is run again for little.
 
-    An inner region runs in the forward, in the replay of the outer one, and in its own, which may lower the peak. A
-    region around a fused attention alone runs the whole kernel once more and frees little.
+    An inner region runs in the forward, in the replay of the outer one, and in its own, which may lower the peak. An
+    outer one of which each part is a region already frees the inputs of these. A region around a fused attention alone
+    runs the whole kernel once more and frees little.
     """
     step = simulated.step
+    needless = _needless(evidence, simulated)
+    yield from needless.values()
     for account in simulated.accounts:
         around = account.inside or "the model"
+        if account.inside in needless:
+            continue
         if _is_nested(account):
             outer = evidence.without(account.name)
             confirmed = "one simulated step, in which operations were counted by the region they ran in"

@@ -296,6 +296,11 @@ class SimulatedSteps:
         """The step in a loop that holds no output."""
         return self.planned(self._plan, loop=replace(self._loop, hold_output=False))
 
+    def without(self, name: str) -> Simulation:
+        """The step in which the regions of a name, numbers as `*`, are plain calls."""
+        with without_recomputation(regions=name):
+            return self.planned(self._plan)
+
     @cached_property
     def _planner(self) -> Planner:
         how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
@@ -307,7 +312,7 @@ class SimulatedSteps:
 
     def best_without(self, budget: int) -> Plan:
         """The same, for the model without the regions and checkpoints in its code."""
-        with without_recomputation(regions=True):
+        with without_recomputation(regions="*"):
             how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
             return Planner(*self._call, loop=self._loop, **how).plan(budget)
 
@@ -324,8 +329,8 @@ class SimulatedSteps:
 
 
 @contextlib.contextmanager
-def without_recomputation(*, regions: bool) -> Generator[None]:
-    """Torch's checkpoints, and regions if asked for, are plain calls for the time being."""
+def without_recomputation(*, regions: str = "") -> Generator[None]:
+    """Torch's checkpoints, or the regions of a name ("*": both), are plain calls for the time being."""
 
     def plain(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
         if function is None:  # a decorator, which calls this again
@@ -333,13 +338,15 @@ def without_recomputation(*, regions: bool) -> Generator[None]:
         return function(*args, **{name: value for name, value in options.items() if name not in _OPTIONS})
 
     def run(self: RegionCall, fn: Callable[..., Any], args: Any, kwargs: Any, outer: Any) -> Any:
-        return fn(*args, **kwargs)
+        if regions in ("*", starred_path(self.name)):
+            return fn(*args, **kwargs)
+        return before(self, fn, args, kwargs, outer)
 
     before = RegionCall.forward
     try:
         if regions:
             RegionCall.forward = run
-        with _torch.checkpoints_run_by(plain):
+        with _torch.checkpoints_run_by(plain) if regions in ("", "*") else contextlib.nullcontext():
             yield
     finally:
         RegionCall.forward = before
