@@ -379,7 +379,7 @@ FAULTS = [
     Fault(
         "a router that flips",
         "not_deterministic",
-        "blocks.*",
+        "blocks.0",
         """
         import itertools
 
@@ -879,6 +879,21 @@ FAULTS = [
         "self.all(",
         says="the plain call in the place of the region Net.all",
         line="the plain call",
+    ),
+    Fault(
+        "one region of three that saves nothing",
+        "saves_nothing",
+        "blocks.1",
+        """
+        model = Model()
+        model.blocks[1] = nn.Linear(32, 32)
+        plan = Plan(tuple(Choice((f"blocks.{i}",), ("@product",)) for i in (0, 1, 2)))
+        report = doctor.examine(model, (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        "(0, 1, 2)",
+        "(0, 2)",
+        says="a plan without blocks.1",
+        line="a plan without `blocks.1`",
     ),
 ]
 
