@@ -379,7 +379,7 @@ FAULTS = [
     Fault(
         "a router that flips",
         "not_deterministic",
-        "blocks.*",
+        "blocks.0",
         """
         import itertools
 
@@ -807,6 +807,94 @@ FAULTS = [
         "seen.append(loss_of(model(tokens)).item())",
         says=".item()",
     ),
+    Fault(
+        "microbatches summed before one backward",
+        "kept_alive",
+        "the training loop",
+        """
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with doctor.watch(model) as watching:
+            for _ in range(3):
+                total = 0.0
+                for part in tokens.view(4, 1, 16):
+                    out = model(part)
+                    loss = F.cross_entropy(out.flatten(0, 1), part.flatten())
+                    total = total + loss
+                (total / 4).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report = watching.report()
+        """,
+        "total = total + loss\n                (total / 4).backward()",
+        "(loss / 4).backward()",
+        says="(loss / 4).backward()",
+    ),
+    Fault(
+        "a region around layers that are regions",
+        "double_recompute",
+        "stack",
+        """
+        class Stack(nn.Sequential):
+            pass
+
+
+        class Net(Model):
+            def __init__(self):
+                super().__init__()
+                self.stack = Stack(*self.blocks)
+                del self.blocks
+
+            def hidden(self, tokens):
+                return self.stack(self.embed(tokens))
+
+
+        plan = Plan((Choice(("stack",)), *(Choice((f"stack.{i}",)) for i in range(3))))
+        report = doctor.examine(Net(), (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        '(Choice(("stack",)), *(Choice((f"stack.{i}",)) for i in range(3)))',
+        'tuple(Choice((f"stack.{i}",)) for i in range(3))',
+        says="a plan without stack",
+        line="a plan without `stack`",
+        also=("replay_share",),
+    ),
+    Fault(
+        "regions in the code around layers that are regions",
+        "double_recompute",
+        "Net.all",
+        """
+        class Net(Model):
+            def all(self, x):
+                for block in self.blocks:
+                    x = recompute(block)(x)
+                return x
+
+            def hidden(self, tokens):
+                return recompute(self.all)(self.embed(tokens))
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "recompute(self.all)(",
+        "self.all(",
+        says="the plain call in the place of the region Net.all",
+        line="the plain call",
+    ),
+    Fault(
+        "one region of three that saves nothing",
+        "saves_nothing",
+        "blocks.1",
+        """
+        model = Model()
+        model.blocks[1] = nn.Linear(32, 32)
+        plan = Plan(tuple(Choice((f"blocks.{i}",), ("@product",)) for i in (0, 1, 2)))
+        report = doctor.examine(model, (tokens,), plan=plan, loss=loss_of, hold_output=False)
+        """,
+        "(0, 1, 2)",
+        "(0, 2)",
+        says="a plan without blocks.1",
+        line="a plan without `blocks.1`",
+    ),
 ]
 
 
@@ -946,9 +1034,19 @@ LOOPS = {
             optimizer.step()
             optimizer.zero_grad()
         """,
-    "one backward through three forwards": """
+    "one backward through two views": """
         for _ in range(2):
-            sum(loss_of(model(tokens)) for _ in range(3)).backward()
+            one, other = model(tokens), model(tokens.flip(1))
+            scores = one.mean(1) @ other.mean(1).T
+            (F.cross_entropy(scores, torch.arange(2)) + loss_of(one) + loss_of(other)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+    "one backward through two passes of shared states": """
+        table, model.embed = model.embed, nn.Identity()
+        for _ in range(2):
+            x = table(tokens).relu()
+            (loss_of(model(x)) + loss_of(model(x.flip(2)))).backward()
             optimizer.step()
             optimizer.zero_grad()
         """,

@@ -101,7 +101,17 @@ RESULTS: dict[str, Callable[[], Any]] = {
 }
 TABLES = {"Plan", "Prediction", "Profile", "StagePlans", "Simulation", "SavedActivations", "Audit", "figures"}
 # Public classes that are no results: what a person writes, a handle, errors, stores.
-WRITTEN = {"Choice", "RecomputeConfig", "Stages", "Applied", "OutputDiscardCheckpoint", "OnDevice", "OnHost", "Store"}
+WRITTEN = {
+    "Choice",
+    "RecomputeConfig",
+    "Stages",
+    "Applied",
+    "OutputDiscardCheckpoint",
+    "OnDevice",
+    "OnDisk",
+    "OnHost",
+    "Store",
+}
 
 
 class Read(HTMLParser):

@@ -1153,3 +1153,15 @@ def test_who_calls_an_operation() -> None:
         hooked.sum().backward()
         x.sin().sum().backward()  # of which the formula has a cosine
     assert seen == [user.__code__, user.__code__, _torch.ENGINE]
+
+
+def test_what_a_backward_began_with() -> None:
+    """The nodes that running backward calls began with: of tensors and of edges; none outside of one."""
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    hooked = x * 2
+    hooked.register_hook(lambda _: seen.append(_torch.roots_of_backward()))
+    one, other = hooked.sum(), hooked.cos()
+    torch.autograd.backward([one, torch.autograd.graph.get_gradient_edge(other)], [None, torch.ones(2)])
+    assert seen == [[one.grad_fn, other.grad_fn]]
+    assert _torch.roots_of_backward() == []

@@ -26,7 +26,25 @@ FULL = {
 
 
 # Frozen matrices do not save the norm's output, and each adapter saves a copy of its own (dropped out).
-NOTHING_TO_FREE = {"lora_llama": {"layernorm"}}
+# Attention that is fused stores no scores. In models as small as these what a region keeps of generators may be more
+# than the queries, keys and values that it drops.
+NOTHING_TO_FREE = {
+    **{
+        name: {"core_attn"}
+        for name in (
+            *("gpt2", "deepseek_v2", "deepseek_v3", "bert", "whisper", "torch_encoder", "torch_encoder_prenorm"),
+            *("torch_decoder", "torchtitan", "torchtitan_moe"),
+        )
+    },
+    **{
+        name: {"core_attn", "attention_output"}
+        for name in (
+            *("gpt_neox", "llama", "mistral", "qwen2", "phi", "opt", "falcon", "mixtral", "olmo", "t5", "vit"),
+            "handmade_gpt",
+        )
+    },
+    "lora_llama": {"core_attn", "layernorm"},
+}
 
 
 def plans(model: nn.Module) -> dict[str, Plan]:

@@ -93,6 +93,20 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def roots_of_backward() -> list[Any]:
+    """The nodes that the backward calls which run now began with, whichever threads wait for them."""
+    roots: list[Any] = []
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is ENGINE:
+                roots += [
+                    getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in at.f_locals["t_outputs"]
+                ]
+            at = at.f_back
+    return [node for node in roots if node is not None]
+
+
 _AROUND_MODES = tuple(
     os.path.join(os.path.dirname(torch.__file__), *path)
     for path in (("_compile.py",), ("_dynamo", ""), ("utils", "_python_dispatch.py"))

@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import FAILS, Audit
 from .observed import Observations
-from .simulated import Account, SimulatedSteps
+from .simulated import Account, SimulatedSteps, merged
 
 SCHEMA_VERSION = 1
 
@@ -157,13 +157,13 @@ class Evidence:
         """The step without the plan's regions of a name (numbers as `*`); None where they are not the plan's."""
         if self.plan is None or self.simulated is None:
             return None
-        rest = tuple(one for one in self.plan.choices if starred_path(one.paths[0]) != name)
+        rest = tuple(one for one in self.plan.choices if not _is_named(one.paths[0], name))
         return None if len(rest) == len(self.plan.choices) else self.simulated.planned(Plan(rest))
 
     def without_it(self, name: str) -> str:
         """What to write for a step without the regions of a name."""
         choices = () if self.plan is None else self.plan.all_choices
-        planned = any(starred_path(path) == name for choice in choices for path in choice.paths)
+        planned = any(_is_named(path, name) for choice in choices for path in choice.paths)
         return f"a plan without {name}" if planned else f"the plain call in the place of the region {name}"
 
     def compared(self, name: str) -> str:
@@ -173,6 +173,11 @@ class Evidence:
             return ""
         kept = self.simulated.step.saved_bytes
         return f"; a step keeps {_size(kept)} for backward with it and {_size(plain.saved_bytes)} without"
+
+
+def _is_named(path: str, name: str) -> bool:
+    """Whether a name, with `*` for numbers, or one of several, is that of a path."""
+    return not {path, starred_path(path)}.isdisjoint(name.split(", "))
 
 
 _Found = tuple[str, str, str, str, dict[str, Any]]
@@ -248,7 +253,9 @@ def _audited(
                 detail = f"the host waits for the device {figures['waits']} times in the replays of one step"
             place = " at ".join(filter(None, [row.op, row.line.rpartition("/")[2]]))
             seen = ": ".join(filter(None, [place, detail]))
-            yield starred_path(row.module or row.region), f"{seen.rstrip('.')}.", confirmed, row.advice, figures
+            places = list(dict.fromkeys(one.module or one.region for one in group))
+            where = places[0] if len(places) == 1 else starred_path(places[0])
+            yield where, f"{seen.rstrip('.')}.", confirmed, row.advice, figures
 
     return look
 
@@ -377,6 +384,24 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             write,
             nbytes=nbytes,
             steps=steps,
+        )
+    yield from _of_the_loop(observed)
+
+
+def _of_the_loop(observed: Observations) -> Iterator[_Found]:
+    """Memory that another order, or another argument, in the training loop frees."""
+    summed = observed.summed
+    if summed is not None and summed.nbytes > summed.alone:
+        yield _found(
+            "the training loop",
+            f"the losses of {summed.forwards} forwards are added up before one backward: {_size(summed.nbytes)} that "
+            f"their modules returned are alive at once, and {_size(summed.alone)} are of the largest forward.",
+            "real steps: the sum was taken apart when backward began; the graphs of its parts share parameters alone.",
+            f"(loss / {summed.forwards}).backward() after each forward, without the / {summed.forwards} where the sum "
+            "is meant.",
+            forwards=summed.forwards,
+            nbytes=summed.nbytes,
+            alone_nbytes=summed.alone,
         )
     if observed.zeroed_bytes:
         yield _found(
@@ -639,15 +664,48 @@ def _is_for_attention_alone(account: Account) -> bool:
     )
 
 
+def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found]:
+    """By name with `*` for numbers, regions that compute next to nothing but regions, and lower the peak by little."""
+    found: dict[str, _Found] = {}
+    step = simulated.step
+    for account in simulated.outermost:
+        inner = [one for one in simulated.accounts if _is_named(account.paths[0], one.inside)]
+        own, ops = account.forward_ops, account.forward_ops + sum(one.forward_ops for one in inner)
+        if not inner or account.forward_flops or own > (1 - FUSED) * ops:
+            continue
+        without = simulated.without(account.name)
+        freed, replayed = without.peak_bytes - step.peak_bytes, step.flops["replay"] - without.flops["replay"]
+        over = evidence.budget is not None and without.peak_bytes > evidence.budget
+        if freed >= LOWERED * without.peak_bytes or over or replayed <= 0:
+            continue
+        found[starred_path(account.paths[0])] = _found(
+            account.where,
+            f"{counted(account.calls, 'region')} around {', '.join(one.name for one in inner)}, which are regions as "
+            f"well, and around little else: {_size(max(freed, 0))} less at the peak, for {_gflop(replayed)} more that "
+            f"are replayed ({_gflop(step.flops['replay'])} in all).",
+            f"two simulated steps: the peak is {_size(step.peak_bytes)}, and {_size(without.peak_bytes)} without it.",
+            f"{evidence.without_it(account.name)}; the regions in it stay.",
+            regions=account.calls,
+            freed_bytes=freed,
+            replayed_flops=replayed,
+        )
+    return found
+
+
 def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Regions whose operations are replayed more than once, and attention that is run again for little.
 
-    An inner region runs in the forward, in the replay of the outer one, and in its own, which may lower the peak. A
-    region around a fused attention alone runs the whole kernel once more and frees little.
+    An inner region runs in the forward, in the replay of the outer one, and in its own, which may lower the peak. An
+    outer one of which each part is a region already frees the inputs of these. A region around a fused attention alone
+    runs the whole kernel once more and frees little.
     """
     step = simulated.step
+    needless = _needless(evidence, simulated)
+    yield from needless.values()
     for account in simulated.accounts:
         around = account.inside or "the model"
+        if account.inside in needless:
+            continue
         if _is_nested(account):
             outer = evidence.without(account.name)
             confirmed = "one simulated step, in which operations were counted by the region they ran in"
@@ -728,7 +786,8 @@ def _is_near_its_bound(evidence: Evidence) -> bool:
 def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
     """Replays that take much of the step's FLOPs, and the unit that is replayed most."""
     total = sum(simulated.regions.flops.values())
-    accounts = [account for account in simulated.regions.by_name.values() if not account.tiled]
+    by_name = merged(simulated.regions.by_name.values(), lambda one: one.tiled)
+    accounts = [account for account in by_name if not account.tiled]
     replay = sum(account.replay_flops for account in accounts)
     if not total or replay <= REPLAYED * total or _is_near_its_bound(evidence) or simulated.foreign:
         return

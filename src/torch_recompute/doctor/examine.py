@@ -182,7 +182,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         if left is not None and not checkpoints and not observed.untrained:
             return observed
         try:
-            with without_recomputation(regions=left is None):
+            with without_recomputation(regions="*" if left is None else ""):
                 plain = step()
                 noise = Noise(plain, step())
         except torch.OutOfMemoryError:  # for which there is recomputation

@@ -31,7 +31,7 @@ from ..errors import RecomputeError
 from ..memory import allocator
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
-from ..memory.retainers import holders_of
+from ..memory.retainers import holders_of, separate_parts
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
 from ..plan.wrappers import wrappers_on
@@ -44,6 +44,8 @@ CLOSELY = 3
 """How many steps are looked at with all hooks."""
 
 
+FORWARDS = 8
+"""So many times as many calls of the model are looked at where none has had a backward."""
 LITTLE = 0.02
 """Of what the modules of a step return: this much may outlive it."""
 DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout")  # attributes of modules that draw masks
@@ -92,11 +94,21 @@ class Kept(NamedTuple):
     holder: str  # what refers to them, or to the graph, as `global 'loss' of __main__`; "" where it has no name
 
 
+class Summed(NamedTuple):
+    """Forwards whose losses were added up before one backward, though none of them needs another one."""
+
+    forwards: int
+    nbytes: int  # of what their modules returned, alive when that backward began
+    alone: int  # of these, of the largest forward
+
+
 @dataclass
 class _Step:
     """What the modules returned in one call of the model."""
 
     backward: bool = False  # has gone through it
+    task: int = -1  # the last one that has
+    nodes: set[int] = field(default_factory=set[int])  # that the model's outputs come from, by sequence number
     nbytes: int = 0
     results: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = field(default_factory=dict[int, Any])
     returned: set[int] = field(default_factory=set[int])  # of these, what the model itself returned
@@ -114,8 +126,13 @@ class _Step:
         self.add("", output)
         self.returned = {id(storage) for _, storage in storages(_torch.tensors_in(output))}
 
+    @property
+    def alive_bytes(self) -> int:
+        """The bytes of what is still there."""
+        return sum(storage.nbytes() for ref, _ in self.results.values() if (storage := ref()) is not None)
+
     def alive(self, last: bool) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """What is still there, with the paths of the modules; nothing where it is little, or the `last` output."""
+        """What is still there, with the paths of the modules; nothing where it is little, or a `last` output."""
         found = {
             key: (storage, path)
             for key, (ref, path) in self.results.items()
@@ -151,6 +168,7 @@ class Observations:
     differ: tuple[Difference, ...] = ()  # gradients from those of the step without recomputation
     right_with_regions: bool = False  # they do not when torch's checkpoints are regions
     kept: dict[str, Kept] = field(default_factory=dict[str, "Kept"])  # activations that outlive their step, by module
+    summed: Summed | None = None  # the most forwards that one backward went through, and could have gone one by one
     zeroed_bytes: int = 0  # of gradients that were there, all zero, when a step began
     never_again: tuple[str, ...] = ()  # modules in eval mode whose checkpointing is on, and that backward did not call
 
@@ -222,6 +240,7 @@ class StepWatcher:
         self._watching = ExitStack()
         figures = self._watching.enter_context(watching(regions))
         self._figures = list(zip([region.path for region in regions], figures, strict=True))
+        self._sums = 0  # how many backwards were looked at that may go through several forwards
         self._marks: list[weakref.ref[_Step]] = []  # of calls of the model whose graph may be alive
         self._usual, self._until = 0, closely  # so many of them in the first steps; the last call of the close look
         self._look_closely()
@@ -282,7 +301,8 @@ class StepWatcher:
         lasting, steps = self._lasting(), self._found.steps
         if self._close:
             self._usual = max(self._usual, lasting)
-            if steps >= self._until:
+            # Forwards before the first backward are of one step.
+            if steps >= (self._until if self._found.backwards else FORWARDS * self._until):
                 self._end_close_look()
         elif lasting > self._usual:
             # What happens every so many steps is to be seen twice.
@@ -330,12 +350,28 @@ class StepWatcher:
         self._marks.append(weakref.ref(step))
         for leaf in leaves:  # the graph holds the step
             leaf.register_hook(partial(self._in_backward, step))
+            if leaf.grad_fn is not None:
+                step.nodes.add(_torch.sequence_of(leaf.grad_fn))
 
     def _in_backward(self, step: _Step, _gradient: torch.Tensor) -> None:
         step.backward = True
         before, self._task = self._task, _torch.graph_task_id()
+        step.task = self._task
         if before != self._task:  # an output of several tensors has a hook on each
             _torch.after_backward(self._backward_over)
+            self._look_for_sums(step)
+
+    def _look_for_sums(self, step: _Step) -> None:
+        """Looks at what a backward began with, in the first that may go through several forwards."""
+        waiting = [other for mark in self._marks if (other := mark()) is not None and not other.backward]
+        if not waiting or self._sums == self._closely:
+            return
+        self._sums += 1
+        steps = [step, *waiting]
+        parts = separate_parts(_torch.roots_of_backward(), {number for one in steps for number in one.nodes})
+        sizes = [sum(one.alive_bytes for one in steps if one.nodes & part) for part in parts]
+        if len(sizes) > 1 and (self._found.summed is None or len(sizes) > self._found.summed.forwards):
+            self._found.summed = Summed(len(sizes), sum(sizes), max(sizes))
 
     def _backward_over(self) -> None:
         if not self._close:
@@ -375,7 +411,8 @@ class StepWatcher:
         goes through all of them.
         """
         last = self._steps[-1] if self._steps else None
-        alive = [(step.backward, found) for step in self._steps if (found := step.alive(step is last))]
+        held = {id(step) for step in self._steps if step is last or (step.backward and step.task == self._task)}
+        alive = [(step.backward, found) for step in self._steps if (found := step.alive(id(step) in held))]
         if over and sum(not backward for backward, _ in alive) > 1:
             counted = alive
         else:

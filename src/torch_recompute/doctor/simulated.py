@@ -7,7 +7,8 @@ held by something else is *pinned*, memory that a region holds and nothing else 
 - pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside others are counted with
 the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
 
-Names are those of regions with the numbers in them as `*`: the layers of a stack are one account.
+The layers of a stack that are alike are one account, with `*` for the numbers in their names; the few that differ have
+their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._text import starred_path
+from .._text import grouped, starred_path
 from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
@@ -49,7 +51,9 @@ from ..values import thread
 
 @dataclass
 class Account:
-    """The regions of one name, numbers as `*`, with all their calls in one step.
+    """The regions of one name, or of several that are alike, with all their calls in one step.
+
+    The name has `*` for its numbers where most of such a name are alike; fewer are each named.
 
     The bytes are 0 for regions inside others: what those drop is counted with the outermost.
     """
@@ -83,9 +87,33 @@ class Account:
         """What the step keeps less for them; below 0 where it keeps more."""
         return self.dropped_bytes - self.pinned_bytes - self.held_bytes
 
+    @property
+    def look(self) -> tuple[Any, ...]:
+        """What it has to have in common with another one to be told with it."""
+        freed, pinned = self.freed_bytes, 2 * self.pinned_bytes >= self.dropped_bytes
+        bytes_of_it = self.dropped_bytes > 0, freed > 0, freed < 0, pinned, self.stashed_bytes > 0
+        return (*bytes_of_it, self.inside, self.replay_ops > self.forward_ops, self.attention_flops > 0, self.tiled)
+
+
+def merged(accounts: Iterable[Account], look: Callable[[Account], Any]) -> list[Account]:
+    """The accounts whose names are the same but for numbers, and that look alike, as one."""
+    groups = grouped(accounts, lambda one: (starred_path(one.name), look(one)))
+    names = Counter(name for (name, _), of in groups.items() for _ in of)
+    found: list[Account] = []
+    for (name, _), of in groups.items():
+        total = Account(name if 2 * len(of) > names[name] else ", ".join(one.name for one in of))
+        for each in fields(Account):
+            values = [getattr(one, each.name) for one in of]
+            if isinstance(values[0], list):
+                setattr(total, each.name, list(dict.fromkeys(value for one in values for value in one)))
+            elif each.name != "name":
+                setattr(total, each.name, values[0] if isinstance(values[0], (str, bool)) else sum(values))
+        found.append(total)
+    return found
+
 
 class Accounts(Observer):
-    """The accounts of the regions in one simulated step, by name; FLOPs of products and attention by phase."""
+    """The accounts of regions in one simulated step, by the name of each; FLOPs of products and attention by phase."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Account] = {}
@@ -161,8 +189,7 @@ class Accounts(Observer):
         self._inside.clear()
 
     def _account(self, name: str) -> Account:
-        key = starred_path(name)
-        return self.by_name.setdefault(key, Account(key))
+        return self.by_name.setdefault(name, Account(name))
 
     def _top(self, held_by: str) -> str:
         """The outermost region around the one of a name, or around a saved call in it, as `layer 3 / attention`."""
@@ -264,10 +291,10 @@ class SimulatedSteps:
         call.__qualname__ = path
         return call
 
-    @property
+    @cached_property
     def accounts(self) -> list[Account]:
-        """The accounts of the regions that were called."""
-        return [account for account in self.regions.by_name.values() if account.calls]
+        """The accounts of the regions that were called, those that are alike as one."""
+        return merged((account for account in self.regions.by_name.values() if account.calls), lambda one: one.look)
 
     @property
     def outermost(self) -> list[Account]:
@@ -296,6 +323,11 @@ class SimulatedSteps:
         """The step in a loop that holds no output."""
         return self.planned(self._plan, loop=replace(self._loop, hold_output=False))
 
+    def without(self, name: str) -> Simulation:
+        """The step in which the regions of a name, numbers as `*`, are plain calls."""
+        with without_recomputation(regions=name):
+            return self.planned(self._plan)
+
     @cached_property
     def _planner(self) -> Planner:
         how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
@@ -307,7 +339,7 @@ class SimulatedSteps:
 
     def best_without(self, budget: int) -> Plan:
         """The same, for the model without the regions and checkpoints in its code."""
-        with without_recomputation(regions=True):
+        with without_recomputation(regions="*"):
             how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
             return Planner(*self._call, loop=self._loop, **how).plan(budget)
 
@@ -324,8 +356,8 @@ class SimulatedSteps:
 
 
 @contextlib.contextmanager
-def without_recomputation(*, regions: bool) -> Generator[None]:
-    """Torch's checkpoints, and regions if asked for, are plain calls for the time being."""
+def without_recomputation(*, regions: str = "") -> Generator[None]:
+    """Torch's checkpoints, or the regions of a name ("*": both), are plain calls for the time being."""
 
     def plain(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
         if function is None:  # a decorator, which calls this again
@@ -333,13 +365,15 @@ def without_recomputation(*, regions: bool) -> Generator[None]:
         return function(*args, **{name: value for name, value in options.items() if name not in _OPTIONS})
 
     def run(self: RegionCall, fn: Callable[..., Any], args: Any, kwargs: Any, outer: Any) -> Any:
-        return fn(*args, **kwargs)
+        if regions == "*" or not {self.name, starred_path(self.name)}.isdisjoint(regions.split(", ")):
+            return fn(*args, **kwargs)
+        return before(self, fn, args, kwargs, outer)
 
     before = RegionCall.forward
     try:
         if regions:
             RegionCall.forward = run
-        with _torch.checkpoints_run_by(plain):
+        with _torch.checkpoints_run_by(plain) if regions in ("", "*") else contextlib.nullcontext():
             yield
     finally:
         RegionCall.forward = before

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from .._torch import SavedTensor, TorchDispatchMode, packed_of, unpack_hook_of
+from .._torch import SavedTensor, TorchDispatchMode, packed_of, sequence_of, unpack_hook_of
 from ..engine import slots
 from ..engine.region_call import RegionCall
 from ..engine.saved_call import SavedCall
@@ -169,6 +169,65 @@ class Retainers:
             else:
                 inner = gc.get_referents(value)
             queue.extend((item, region) for item in inner if gc.is_tracked(item) or isinstance(item, SavedTensor))
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def separate_parts(roots: Iterable[Node], marked: Collection[int]) -> list[set[int]]:
+    """Finds the summands of some roots that could go backward one by one, because their graphs share no node.
+
+    Returns:
+        For each group of summands that need each other, which of the sequence numbers `marked` are in its graph.
+        Groups without any are left out.
+    """
+    summands: list[Node] = []
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        inputs = _inputs(node)
+        linear = node.name() in _ADDED or (
+            node.name() in _SCALED and len(inputs) == 1 and node.next_functions[0][0] is inputs[0]
+        )
+        if linear and sequence_of(node) not in marked:
+            todo += inputs
+        else:
+            summands.append(node)
+    group_of: dict[Node, int] = {}
+    joined = list(range(len(summands)))
+
+    def group(number: int) -> int:
+        while joined[number] != number:
+            number = joined[number]
+        return number
+
+    for number, summand in enumerate(summands):
+        todo = [summand]
+        while todo:
+            node = todo.pop()
+            if node in group_of:
+                joined[group(group_of[node])] = group(number)
+            elif node.name() not in _OF_PARAMETERS:
+                group_of[node] = number
+                todo += _inputs(node)
+    found: dict[int, set[int]] = {}
+    for node, number in group_of.items():
+        if sequence_of(node) in marked:
+            found.setdefault(group(number), set()).add(sequence_of(node))
+    return list(found.values())
+
+
+def _inputs(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+_ADDED = frozenset(
+    f"{name}Backward{number}"
+    for name in ("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "View", "Unsqueeze", "Squeeze", "ToCopy", "Clone")
+    for number in (0, 1)
+)
+_SCALED = ("MulBackward0", "DivBackward0")  # by a number: the other input has no gradient
+_OF_PARAMETERS = ("torch::autograd::AccumulateGrad", "ToCopyBackward0")  # autocast's casts are of several forwards
 
 
 # --- the other direction: from memory to who refers to it -------------------------------------------------------------

@@ -108,8 +108,8 @@ MEANS: Mapping[str, str] = {
 """What each label asks for."""
 NOTES: Mapping[str, str] = {
     "core_attn": "where attention is fused (scaled_dot_product_attention, flex_attention), core_attn keeps the call "
-    "and does not run it twice: its scores are never stored, so little is freed; attention_output frees q, k and v. "
-    "Scores made by products and softmax are recomputed",
+    "and does not run it twice: its scores are never stored, so it frees nothing and may store more; attention_output "
+    "frees q, k and v. Scores made by products and softmax are recomputed",
     "attention_output": "attention_output keeps the result of fused attention and recomputes q, k and v; scores made "
     "by products and softmax are recomputed, too",
 }

@@ -248,8 +248,8 @@ def _wait(blocks: list[Future[Any]]) -> None:
 class Files(Direct):
     """Copies to the file of a store and back.
 
-    A tensor on the CPU is written from its own memory; one on a device by way of (pinned) host memory, which is free
-    again once it is written, and so holds no more than what has not left the device.
+    A tensor on the CPU is written from a copy, since what changes it meanwhile need not say so (`.data`, statistics of
+    a BatchNorm); one on a device by way of (pinned) host memory. Either is free again once it is written.
     """
 
     direct = False
@@ -260,6 +260,10 @@ class Files(Direct):
         self._disk = disk
         self._pinned = device.type == "cuda"
         self._link = Streams(device) if self._pinned else None if device.type == "cpu" else Direct(device)
+
+    def steady(self, source: torch.Tensor) -> torch.Tensor:
+        """Copies what is in host memory, at once."""
+        return source.clone() if self._link is None else source
 
     def send(self, source: torch.Tensor) -> tuple[Any, Jobs]:
         """Starts to write."""
@@ -326,8 +330,9 @@ class OnDisk(Sending):
     The file has no name: it is gone when the process ends, killed or not, and is cut to nothing when the last tensor
     is dropped. Use a local NVMe disk; a folder in memory (tmpfs) frees nothing.
 
-    A tensor may be changed in place once it is written, which is when `ahead` + 1 more regions have been called; a
-    change before that is an error in backward, for tensors on the CPU, too.
+    A tensor on the CPU is copied at once and may be changed in place; its copy is free when it is written, which is
+    when `ahead` + 1 more regions have been called. A tensor on a device may be changed from then on; a change before
+    that is an error in backward.
 
     Args:
         folder: An existing folder on the disk.

@@ -61,6 +61,10 @@ class Direct:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 
+    def steady(self, source: torch.Tensor) -> torch.Tensor:
+        """Returns what is sent for a tensor: itself, or a copy of it that nobody else writes to."""
+        return source
+
     def send(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Starts a copy to the host; returns it and its mark."""
         return torch.empty_like(source, device="cpu").copy_(source), None
@@ -219,6 +223,7 @@ class Parcel:
             source = unexpanded(tensor).contiguous().view(-1)
         else:
             source = tensor.as_strided((piece.stop - piece.first,), (1,), piece.first)
+        source = depot.lane.steady(source)
         self._expected = source._version
         self.host, self._sent = depot.lane.send(source)
         self.nbytes = self.host.nbytes
