@@ -43,6 +43,6 @@ def test_one_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     start(ROOT / "benchmarks" / "offload.py", monkeypatch, "--rounds", "1", "--save", "figures")
     assert "\nverdict: " in capsys.readouterr().out
     saved = json.loads((tmp_path / "figures.json").read_text("utf-8"))
-    assert len(saved["figures"]) == 3
+    assert len(saved["figures"]) == 4
     assert saved["reached"] in (True, False)
     assert {"torch", "python", "machine"} <= set(saved)

@@ -179,6 +179,24 @@ def test_gradients_with_a_saved_call_in_a_store(store: Callable[[], Store]) -> N
     assert equal(gradients(recompute(region), block), gradients(block, block))
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in a region", "outside"])
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_what_a_kernel_writes_after_it_is_saved_is_stored(store: Callable[[], Store], inside: bool) -> None:
+    """`rrelu` draws its slopes into a tensor that autograd has saved before: the store has the slopes."""
+
+    def slopes(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rrelu(x - 1, training=True)
+
+    def gradient(fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, 64, requires_grad=True)
+        return torch.autograd.grad(fn(x).sin().sum(), x)[0]
+
+    stored = no_recompute(slopes, store=store())
+    ours = recompute(lambda x: stored(x.exp()).square()) if inside else lambda x: stored(x.exp()).square()
+    assert torch.equal(gradient(ours), gradient(lambda x: slopes(x.exp()).square()))
+
+
 def test_every_input_is_put_once() -> None:
     """Positional, keyword and nested tensors and those in closures are put once each; parameters are not."""
     store, weight = Noted(), nn.Parameter(torch.ones(2))

@@ -107,6 +107,7 @@ class SavedCall:
         self.values_unused = values_unused
         self._metas = [*map(arguments.meta, inputs)]
         self._views: list[tuple[weakref.ref[Slot], int, arguments.AnyGeometry]] = []
+        self._leaving: list[Kept] = []
 
     @property
     def finished(self) -> bool:
@@ -253,6 +254,7 @@ class SavedCall:
         """Takes what a replay will need; returns the outputs that are kept on the device."""
         if after:
             self._after = after
+        put_all(self._leaving)
         if not self.pure and [*map(version_of, inputs)] != versions:
             each = enumerate(zip(inputs, versions, strict=True))
             self._mutated = [(i, self._keep(t, store)) for i, (t, version) in each if version_of(t) != version]
@@ -316,7 +318,8 @@ class SavedCall:
             own = frame is not None and not tensor.requires_grad and storage_id(tensor) in frame.restored
             held = tensor.clone() if own else tensor.detach()  # a replay changes the buffer, and puts it back
             return held, version_of(held)
-        return Kept(store, tensor.detach(), self.name)
+        self._leaving.append(Kept(store, tensor.detach(), self.name, later=True))
+        return self._leaving[-1]
 
     def _sources(
         self, tensor: torch.Tensor, base: torch.Tensor, inputs: Sequence[torch.Tensor], frame: Scope
@@ -428,6 +431,15 @@ def record_call(
     return result, kept
 
 
+def put_all(kept: list[Kept]) -> None:
+    """Puts what a call has saved into its store, now that the call is over."""
+    try:
+        for one in kept:
+            one.put()
+    finally:
+        kept.clear()
+
+
 @tracing.as_it_is
 def stored_call(store: Store, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a call outside of every region: what autograd saves in it is put into a store, but for parameters."""
@@ -436,14 +448,21 @@ def stored_call(store: Store, name: str, fn: Callable[..., Any], args: tuple[Any
         base = tensor if tensor._base is None else tensor._base
         if is_parameter(base) or is_parameter(tensor):
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        return Kept(store, tensor.detach(), name)
+        kept.append(Kept(store, tensor.detach(), name, later=True))
+        return kept[-1]
 
+    kept: list[Kept] = []
     thread.calls += 1  # what is put until the next one leaves together
     _torch.push_hooks(_torch.see_through(pack), unpack)
     try:
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+    except BaseException:
+        kept.clear()  # PyTorch keeps a pack hook, and so this closure, as long as what it packed
+        raise
     finally:
         _torch.pop_hooks()
+    put_all(kept)
+    return result
 
 
 def call_again(

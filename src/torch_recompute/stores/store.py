@@ -64,16 +64,31 @@ class Hooks:
 
 
 class Kept:
-    """One tensor in a store, checked when it comes back."""
+    """One tensor in a store, checked when it comes back.
 
-    __slots__ = ("_grad", "_handle", "_meta", "_region", "_store")
+    Args:
+        store: Where to.
+        tensor: The tensor.
+        region: Who puts it there.
+        later: Whether it waits for `put`: some kernels write to what autograd has saved before they run (`rrelu`).
+    """
 
-    def __init__(self, store: Store, tensor: torch.Tensor, region: str) -> None:
+    __slots__ = ("_grad", "_handle", "_meta", "_region", "_store", "_tensor")
+
+    def __init__(self, store: Store, tensor: torch.Tensor, region: str, later: bool = False) -> None:
         self._store = store
         self._region = region
         self._meta = (tensor.shape, tensor.dtype, tensor.device)
         self._grad = wants_grad(tensor)
-        self._handle = store.put(tensor)
+        self._tensor: torch.Tensor | None = tensor
+        self._handle: Any = None
+        if not later:
+            self.put()
+
+    def put(self) -> None:
+        """Puts the tensor into the store."""
+        if self._tensor is not None:
+            self._handle, self._tensor = self._store.put(self._tensor), None
 
     def open(self) -> torch.Tensor:
         """Returns the tensor, as a leaf that requires grad where the one put did.
@@ -81,7 +96,7 @@ class Kept:
         Raises:
             StoreError: The store returned something else than it was given.
         """
-        tensor: Any = self._store.get(self._handle)
+        tensor: Any = self._store.get(self._handle) if self._tensor is None else self._tensor
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != self._meta:
             shape, dtype, device = self._meta
             got = (
