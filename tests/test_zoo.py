@@ -114,7 +114,7 @@ def test_label_that_frees_nothing_is_refused(name: str) -> None:
     for label in matching(find_units(model)):
         config = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label])
         if label in NOTHING_TO_FREE.get(name, set()):
-            with pytest.raises(ArgumentError, match=r"would cost time and free nothing.*\n.*These free something"):
+            with pytest.raises(ArgumentError, match=r"would cost time and free nothing.*\n(.*\n)?  These free some"):
                 config.plan(model, kwargs=inputs)
         else:
             assert config.plan(model, kwargs=inputs) == config.plan(model)
