@@ -357,8 +357,8 @@ class _Trial:
         made = self._built()
         resident = memory_status("VmRSS")
         self._resident = None if resident is None else resident - made.nbytes
-        books = heap()
-        self._heap = None if books is None else books[0] - made.nbytes
+        found = heap()
+        self._heap = None if found is None else found[0] - made.nbytes
         plan = task.setting.on(made.model)
         handle = apply(made.model, plan)
         self.record = replace(self.record, regions=len(plan), predicted_peak_bytes=plan.predicted_peak_bytes)

@@ -105,14 +105,13 @@ def takes_nothing(func: Any, inputs: Any, on_gpu: bool = False) -> bool:
         on_gpu: Whether that is asked for a GPU that is not here. What is known of the CPU then stands in, and that of
             32 bits for 16, which the CPU computes by other means.
     """
-    clear = _clear(func)
-    return clear is None or (bool(clear) and circumstances(inputs, on_gpu) in clear)
+    return _listed(func, inputs, on_gpu) is not None
 
 
-def _makes_as_fakes_say(func: Any, inputs: Any) -> bool:
-    """Whether it is known that an operation's results are laid out, and as large, as those on fake tensors."""
+def _listed(func: Any, inputs: Any, on_gpu: bool = False) -> bool | None:
+    """Whether results are as fake tensors say, for an operation that takes nothing; None for one not known to."""
     clear = _clear(func)
-    return clear is None or (bool(clear) and clear.get(circumstances(inputs), False))
+    return clear is None or (clear.get(circumstances(inputs, on_gpu)) if clear else None)
 
 
 @functools.cache
@@ -219,7 +218,7 @@ def results(func: Any, inputs: Any) -> tuple[tuple[int, ...], ...]:
     Returns:
         One tuple for each result; nothing where they are as fake tensors say, or are not known.
     """
-    if _makes_as_fakes_say(func, inputs):
+    if _listed(func, inputs):
         return ()
     found = _seen(func, inputs)
     return () if isinstance(found, str) else found.results
