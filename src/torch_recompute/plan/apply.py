@@ -141,6 +141,21 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             "  Write torch_recompute.compiling.compile(model, plan), or make the plan without compiled=True."
         )
     modules = dict(model.named_modules(remove_duplicate=False))
+    _check_modules(model, modules, plan)
+    placement = _Placement(model, modules, plan, _stores(plan, stores or {}))
+    for choice in plan.all_choices:
+        placement.add(choice)
+    for choice in plan.all_choices:
+        placement.add_kept(choice)
+    placed = placement.wrappers()
+    for one in placed:
+        one.put()
+    planned_models[model] = plan
+    return Applied(model, plan, placed)
+
+
+def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Refuses a model that has a plan already, or other modules than those that the plan was made for."""
     for path, module in modules.items():
         if wrappers_on(module):
             raise errors.ArgumentError(
@@ -148,82 +163,106 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                 "model would nest their regions.\n"
                 "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
             )
-    for path, said in plan.modules:
+    for path, expected in plan.modules:
         found = described(modules[path]) if path in modules else "nothing"
-        if found != said:
+        if found != expected:
             raise errors.ArgumentError(
-                f"the plan was made for a model with {said} at {path!r}; this model has {found} there.\n"
+                f"the plan was made for a model with {expected} at {path!r}; this model has {found} there.\n"
                 "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, "
                 "budget=...)"
             )
-    by_word = _stores(plan, stores or {})
-    sizes, promised = Sizes(plan), Promised(plan)
-    regions: list[Region] = []
-    wanted: dict[tuple[int, int, str], str] = {}
-    others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
 
-    def find(path: str) -> nn.Module:
-        if path not in modules:
-            near = difflib.get_close_matches(path, modules, n=3)
-            hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
-            if "_orig_mod" in modules:
-                hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
-            raise errors.ArgumentError(
-                f"{type(model).__name__} has no module {path!r}.{hint}\n"
-                "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
-                "plan made for another model, or for the whole of which this is a part, has other paths."
-            )
-        return modules[path]
 
-    def place(one: ForwardWrapper, kind: str, choice: Choice) -> None:
-        others.setdefault((type(one).__name__, id(one.module), kind), (one, []))[1].append(choice)
+class _Placement:
+    """The wrappers that a plan puts around the modules of a model, collected before any of them is put there."""
 
-    for choice in plan.all_choices:
-        chain = Chain([find(path) for path in choice.modules], model)
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, stores: Mapping[str, Store | None]
+    ) -> None:
+        self._model, self._modules, self._plan, self._stores = model, modules, plan, stores
+        self._sizes, self._promised = Sizes(plan), Promised(plan)
+        self._regions: list[Region] = []
+        self._paths: dict[tuple[int, int, str], str] = {}
+        self._others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
+
+    def add(self, choice: Choice) -> None:
+        """Adds the regions of a choice, or the modules that it offloads."""
+        chain = Chain([self._module(path) for path in choice.modules], self._model)
+        store = self._stores[choice.store]
         for path, module in zip(choice.paths, chain.modules, strict=True):
-            for when in sizes.of(choice):
-                key = when, id(module), Target(path).calls
-                if wanted.setdefault(key, path) != path:
-                    raise errors.ArgumentError(
-                        f"{path!r} and {wanted[key]!r} are one and the same module, which can be placed only once.\n"
-                        "  Leave one of the two paths out; the region is there whenever the module is called."
-                    )
-            store = by_word[choice.store]
+            self._check_once(choice, path, module)
             if choice.offload:
-                place(Offloaded(module, path, choice, store), path, choice)
+                self._add_other(Offloaded(module, path, choice, store), path, choice)
                 continue
             if len(choice.paths) > 1:
                 region = ChainedRegion(module, path, choice, store, chain)
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
-            region.when, region.promised = sizes.when([choice]), promised
+            region.when, region.promised = self._sizes.when([choice]), self._promised
             within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
-            region.kept = [(modules[at] if at else None, kind) for at, kind in within if not at or at in modules]
-            regions.append(region)
-    for choice in plan.all_choices:
+            there = self._modules
+            region.kept = [(there[at] if at else None, kind) for at, kind in within if not at or at in there]
+            self._regions.append(region)
+
+    def add_kept(self, choice: Choice) -> None:
+        """Adds what the regions of a choice keep: modules, and kinds of calls in them."""
         for keep in choice.kept:
             kind = keep.calls
+            if kind and not keep.module:
+                continue
             every = [joined(path, keep.module) for path in choice.paths]
-            for path in ([path for path in every if path in modules] or every[:1]) if keep.module or not kind else ():
-                module = find(path)
-                place(KeepCallsWithin(module, path, kind) if kind else SavedModule(module, path), kind, choice)
-    for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
-        if any(inside(path, Target(one.path).module) or inside(Target(one.path).module, path) for one in regions):
-            raise errors.ArgumentError(errors.other_checkpointing_inside(path))
-    tops = list(roots(model))
-    for one in regions:
-        if tops and one.module not in tops:
-            place(CachesFromSnapshot(one.module, one.path), "", one.choice)
-    for one, choices in others.values():
-        one.when = sizes.when(choices)
-    inner = [one for one, _ in others.values() if isinstance(one, CachesFromSnapshot)]
-    kept = [one for one, _ in others.values() if not isinstance(one, CachesFromSnapshot)]
-    outer = [*(NoCacheInTraining(top, "") for top in tops), *([BySize(model, "", sizes)] if plan.sizes else [])]
-    placed = [*inner, *regions, *kept, *outer, CheckpointingSwitch(model, regions)]
-    for one in placed:
-        one.put()
-    planned_models[model] = plan
-    return Applied(model, plan, placed)
+            for path in [path for path in every if path in self._modules] or every[:1]:
+                module = self._module(path)
+                one = KeepCallsWithin(module, path, kind) if kind else SavedModule(module, path)
+                self._add_other(one, kind, choice)
+
+    def wrappers(self) -> list[ForwardWrapper | CheckpointingSwitch]:
+        """Returns all wrappers from the inside out, in the order in which they are put."""
+        self._check_other_checkpoints()
+        tops = list(roots(self._model))
+        for one in self._regions:
+            if tops and one.module not in tops:
+                self._add_other(CachesFromSnapshot(one.module, one.path), "", one.choice)
+        for one, choices in self._others.values():
+            one.when = self._sizes.when(choices)
+        inner = [one for one, _ in self._others.values() if isinstance(one, CachesFromSnapshot)]
+        kept = [one for one, _ in self._others.values() if not isinstance(one, CachesFromSnapshot)]
+        outer: list[ForwardWrapper] = [NoCacheInTraining(top, "") for top in tops]
+        if self._plan.sizes:
+            outer.append(BySize(self._model, "", self._sizes))
+        return [*inner, *self._regions, *kept, *outer, CheckpointingSwitch(self._model, self._regions)]
+
+    def _module(self, path: str) -> nn.Module:
+        if path in self._modules:
+            return self._modules[path]
+        near = difflib.get_close_matches(path, self._modules, n=3)
+        hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+        if "_orig_mod" in self._modules:
+            hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
+        raise errors.ArgumentError(
+            f"{type(self._model).__name__} has no module {path!r}.{hint}\n"
+            "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
+            "plan made for another model, or for the whole of which this is a part, has other paths."
+        )
+
+    def _add_other(self, one: ForwardWrapper, kind: str, choice: Choice) -> None:
+        """Adds a wrapper that is not a region; a second one of its kind on a module adds its choice to the first."""
+        self._others.setdefault((type(one).__name__, id(one.module), kind), (one, []))[1].append(choice)
+
+    def _check_once(self, choice: Choice, path: str, module: nn.Module) -> None:
+        for when in self._sizes.of(choice):
+            first = self._paths.setdefault((when, id(module), Target(path).calls), path)
+            if first != path:
+                raise errors.ArgumentError(
+                    f"{path!r} and {first!r} are one and the same module, which can be placed only once.\n"
+                    "  Leave one of the two paths out; the region is there whenever the module is called."
+                )
+
+    def _check_other_checkpoints(self) -> None:
+        for path in (path for path, module in self._modules.items() if type(module).__name__ == "CheckpointWrapper"):
+            targets = (Target(one.path).module for one in self._regions)
+            if any(inside(path, target) or inside(target, path) for target in targets):
+                raise errors.ArgumentError(errors.other_checkpointing_inside(path))
 
 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
