@@ -320,6 +320,33 @@ def command(args: argparse.Namespace) -> int:
     return OK if result.identical else FAILED
 
 
+def _in_mib(count: int | None) -> str:
+    return "-" if count is None else f"{count / MIB:.1f}"
+
+
+# The rows of the table, in its three parts: a label, and the cell of a setting as rich's markup.
+ROWS: tuple[dict[str, Callable[[Outcome], str]], ...] = (
+    {
+        "peak MiB": lambda outcome: f"[bold]{_in_mib(outcome.peak_bytes)}[/]",
+        "  predicted": lambda outcome: _in_mib(outcome.predicted_peak_bytes),
+        "  activations": lambda outcome: _in_mib(outcome.by_category["activations"]),
+        "  parameters": lambda outcome: _in_mib(outcome.by_category["parameters"]),
+        "  gradients": lambda outcome: _in_mib(outcome.by_category["gradients"]),
+        "  optimizer": lambda outcome: _in_mib(outcome.by_category["optimizer"]),
+    },
+    {
+        "seconds per step": lambda outcome: f"{outcome.step_seconds:.3f}",
+        "recomputed GFLOP": lambda outcome: f"{outcome.recomputed_flops / 1e9:.2f}",
+        "  of a plain step": lambda outcome: f"{outcome.recomputed_percent:.1f}%",
+    },
+    {
+        "first loss": lambda outcome: f"{outcome.losses[0]:.4f}",
+        "last loss": lambda outcome: f"{outcome.losses[-1]:.4f}",
+        "same bits": lambda outcome: "[green]yes[/]" if outcome.identical else "[bold red]NO[/]",
+    },
+)
+
+
 def _print(console: Console, result: DemoResult) -> None:
     """The table, and loudly any loss that differs."""
     from rich import box
@@ -331,25 +358,10 @@ def _print(console: Console, result: DemoResult) -> None:
     table.add_column("", no_wrap=True)
     for outcome in outcomes:
         table.add_column("\n".join(wrap(outcome.title, len("recomputed"))), justify="right")
-
-    def row(label: str, cell: Callable[[Outcome], str | Text], *, last: bool = False) -> None:
-        table.add_row(label, *map(cell, outcomes), end_section=last)
-
-    def in_mib(count: int | None) -> str:
-        return "-" if count is None else f"{count / MIB:.1f}"
-
-    row("peak MiB", lambda outcome: Text(in_mib(outcome.peak_bytes), style="bold"))
-    row("  predicted", lambda outcome: in_mib(outcome.predicted_peak_bytes))
-    row("  activations", lambda outcome: in_mib(outcome.by_category["activations"]))
-    row("  parameters", lambda outcome: in_mib(outcome.by_category["parameters"]))
-    row("  gradients", lambda outcome: in_mib(outcome.by_category["gradients"]))
-    row("  optimizer", lambda outcome: in_mib(outcome.by_category["optimizer"]), last=True)
-    row("seconds per step", lambda outcome: f"{outcome.step_seconds:.3f}")
-    row("recomputed GFLOP", lambda outcome: f"{outcome.recomputed_flops / 1e9:.2f}")
-    row("  of a plain step", lambda outcome: f"{outcome.recomputed_percent:.1f}%", last=True)
-    row("first loss", lambda outcome: f"{outcome.losses[0]:.4f}")
-    row("last loss", lambda outcome: f"{outcome.losses[-1]:.4f}")
-    row("same bits", lambda outcome: Text("yes", style="green") if outcome.identical else Text("NO", style="bold red"))
+    for group in ROWS:
+        for label, cell in group.items():
+            cells = (Text.from_markup(cell(outcome)) for outcome in outcomes)
+            table.add_row(label, *cells, end_section=label == list(group)[-1])
     console.print(
         f"GPT of {config.layers} layers, d_model {config.d_model}, {result.parameters:,} parameters; "
         f"{config.steps} steps of {config.batch} x {config.seq} bytes of {result.text}",

@@ -60,6 +60,30 @@ class Partitioned(NamedTuple):
     counted: str
 
 
+class _Graph(NamedTuple):
+    """A joint graph that is to be split, with the arguments of inductor's call."""
+
+    gm: Any
+    joint: Joint
+    inputs: Sequence[object]
+    more: dict[str, Any]
+
+    def split(self, chosen: Chosen) -> Any:
+        """Returns its forward and backward with what a choice saves."""
+        return split(self._tagged(chosen), self.inputs, **self.more)
+
+    def peak(self, chosen: Chosen) -> int:
+        """Returns the peak bytes with a choice, counted in the code that inductor writes; leaves the graph as it is."""
+        halves = split(copy.deepcopy(self._tagged(chosen)), self.inputs, **self.more)
+        return peak_of(*halves, self.more["num_fwd_outputs"]) + chosen.peak - chosen.lives.peak
+
+    def _tagged(self, chosen: Chosen) -> Any:
+        kept = {key for key, number in self.joint.index.items() if number in chosen.saved}
+        again = {self.joint.operations[number].node for number in chosen.lives.again}
+        tag(self.gm.graph, self.joint.backward, kept, again)
+        return self.gm
+
+
 class Partition(CustomPartitionerFn):
     """Keeps what `torch.compile` compiles within a budget, with the least FLOPs run again.
 
@@ -153,18 +177,30 @@ class Partition(CustomPartitionerFn):
                 "  Compile without options=partition.options, or leave what is unusual out of what is compiled."
             ) from error
         plain = max(chooser.plain.peak, least)
-        beside = "" if self._layers == 1 else f", {self._layers} times,"
         allowed = bytes_meant(self._budget, lambda: least, plain, None)
+        graph = _Graph(gm, joint, joint_inputs, more)
+        found = self._with_peaks(graph, chooser, allowed) if self._exact else []
+        counted_in = "the code" if found else "the graph"
+        if not found:
+            chosen = chooser.choose(max(allowed, least))
+            found = [(chosen.peak, chosen)]
+        fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
+        if not fitting:
+            least = min(peak for peak, _ in found)
+            beside = "" if self._layers == 1 else f", {self._layers} times,"
+            raise errors.BudgetError(
+                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but budget={allowed.said} "
+                f"allows less. Without a budget it takes {errors.size(plain)}.\n"
+                f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
+                least,
+                None,
+            )
+        peak, chosen = min(fitting, key=lambda one: (one[1].flops, one[0]))
+        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, counted_in))
+        return graph.split(chosen)
 
-        def marked(chosen: Chosen) -> Any:
-            kept = {key for key, number in joint.index.items() if number in chosen.saved}
-            tag(gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
-            return gm
-
-        def peak_with(chosen: Chosen) -> int:
-            here = peak_of(*split(copy.deepcopy(marked(chosen)), joint_inputs, **more), more["num_fwd_outputs"])
-            return here + chosen.peak - chosen.lives.peak
-
+    def _with_peaks(self, graph: _Graph, chooser: Chooser, allowed: int) -> list[tuple[int, Chosen]]:
+        """Returns choices near the budget, each with its peak in the code that inductor writes for it."""
         found: list[tuple[int, Chosen]] = []
 
         def attempt(room: int) -> Attempt | None:
@@ -172,7 +208,7 @@ class Partition(CustomPartitionerFn):
             if any(chosen.saved == before.saved for _, before in found):
                 return None
             try:
-                found.append((peak_with(chosen), chosen))
+                found.append((graph.peak(chosen), chosen))
             except Exception as error:
                 warnings.warn(
                     "the peak of a Partition is counted in the graph, since what inductor writes for it cannot be: "
@@ -182,25 +218,8 @@ class Partition(CustomPartitionerFn):
                 return None
             return Attempt(found[-1][0] - allowed, chosen.peak, not chosen.flops)
 
-        if self._exact:
-            approach(attempt, allowed, least, TRIES if self._budget.bytes is not None else 1)
-        words = "the code" if found else "the graph"
-        if not found:
-            chosen = chooser.choose(max(allowed, least))
-            found.append((chosen.peak, chosen))
-        fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
-        if not fitting:
-            least = min(peak for peak, _ in found)
-            raise errors.BudgetError(
-                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but budget={allowed.said} "
-                f"allows less. Without a budget it takes {errors.size(plain)}.\n"
-                f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
-                least,
-                None,
-            )
-        peak, chosen = min(fitting, key=lambda one: (one[1].flops, one[0]))
-        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, words))
-        return split(marked(chosen), joint_inputs, **more)
+        approach(attempt, allowed, chooser.least, TRIES if self._budget.bytes is not None else 1)
+        return found
 
     def __repr__(self) -> str:
         if not self.graphs:

@@ -67,6 +67,25 @@ def fused_allreduce_gradients(
 
     The call is PaddlePaddle's `paddle.distributed.fleet.utils.hybrid_parallel_util.fused_allreduce_gradients`.
     """
+    _check_group(bucket_bytes, group)
+    parameters = _parameters(params)
+    ranks = dist.get_process_group_ranks(group)
+    _check_not_sharded_over(parameters, ranks)
+    _agree(parameters, group)
+    grads = [_local(grad) for grad in map(_gradient, parameters) if grad is not None]
+    count = 0
+    pending: _Message | None = None
+    for bucket in _buckets(grads, bucket_bytes):
+        message = _Message(bucket, len(ranks), group)
+        if pending is not None:
+            pending.finish()
+        pending, count = message, count + 1
+    if pending is not None:
+        pending.finish()
+    return count
+
+
+def _check_group(bucket_bytes: Any, group: dist.ProcessGroup | None) -> None:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise errors.ArgumentError(
             f"bucket_bytes={bucket_bytes!r}, where a number of bytes is expected, 1 or more.\n"
@@ -84,30 +103,6 @@ def fused_allreduce_gradients(
             "  Call it with the group that this rank has made of itself and those with other data; new_group and "
             "init_device_mesh are called by all ranks, and give each its own."
         )
-    parameters = _parameters(params)
-    ranks = dist.get_process_group_ranks(group)
-    for index, parameter in enumerate(parameters):
-        over = _sharded_over(parameter)
-        if len(over.intersection(ranks)) > 1:
-            raise errors.ArgumentError(
-                f"fused_allreduce_gradients: parameter {index}, a DTensor of shape {tuple(parameter.shape)}, is "
-                f"sharded over ranks {', '.join(map(str, sorted(over)))}, and the group holds more than one of them: "
-                "their shards are different parts of the parameter, and have no mean.\n"
-                "  Pass the group of ranks that hold the same shard (for tensor parallel the data parallel one: "
-                'mesh["dp"].get_group()). What fully_shard has sharded it reduces itself.'
-            )
-    _agree(parameters, group)
-    grads = [_local(grad) for grad in map(_gradient, parameters) if grad is not None]
-    count = 0
-    pending: _Message | None = None
-    for bucket in _buckets(grads, bucket_bytes):
-        message = _Message(bucket, len(ranks), group)
-        if pending is not None:
-            pending.finish()
-        pending, count = message, count + 1
-    if pending is not None:
-        pending.finish()
-    return count
 
 
 def _parameters(params: Any) -> list[torch.Tensor]:
@@ -141,6 +136,19 @@ def _sharded_over(parameter: torch.Tensor) -> set[int]:
     mesh = parameter.device_mesh
     over = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     return {rank for i in over for rank in dist.get_process_group_ranks(mesh.get_group(i))}
+
+
+def _check_not_sharded_over(parameters: list[torch.Tensor], ranks: list[int]) -> None:
+    for index, parameter in enumerate(parameters):
+        over = _sharded_over(parameter)
+        if len(over.intersection(ranks)) > 1:
+            raise errors.ArgumentError(
+                f"fused_allreduce_gradients: parameter {index}, a DTensor of shape {tuple(parameter.shape)}, is "
+                f"sharded over ranks {', '.join(map(str, sorted(over)))}, and the group holds more than one of them: "
+                "their shards are different parts of the parameter, and have no mean.\n"
+                "  Pass the group of ranks that hold the same shard (for tensor parallel the data parallel one: "
+                'mesh["dp"].get_group()). What fully_shard has sharded it reduces itself.'
+            )
 
 
 def _agree(parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
