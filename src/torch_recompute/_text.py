@@ -52,7 +52,7 @@ _ROW, _CELL, _BREAK = "\x1d", "\x1f", "\x1e"  # of a row in a text that becomes 
 
 
 def in_html(result: object) -> str:
-    """What a result prints, as HTML: its tables as tables, all else as lines."""
+    """A printed result as HTML: its tables as tables, all else as lines."""
     token = _for_notebook.set(True)
     try:
         lines = str(result).split("\n")

@@ -194,7 +194,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one setting showed; `identical` compares all its losses with the plain setting's, as bits."""
+    """The measurements of one setting; `identical` compares all its losses with the plain setting's, as bits."""
 
     name: str
     title: str
@@ -212,7 +212,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demonstration showed."""
+    """The result of the demonstration."""
 
     config: DemoConfig
     text: str
@@ -242,7 +242,7 @@ class DemoResult:
 
 
 def ticks(config: DemoConfig, settings: Sequence[DemoSetting] = SETTINGS) -> int:
-    """How often `run` reports progress."""
+    """The number of times that `run` reports progress."""
     return len(settings) * (config.steps + 3)
 
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: output options, exit codes, progress, tables, files, and the JSON document.
+"""The common part of all commands: output options, exit codes, progress, tables, files, the JSON document.
 
 `add_options` gives a command `--json`, `--quiet` and, where there is something to draw, `--plot`; `Output.of` refuses,
 before anything is computed, what could not be printed or drawn afterwards; then the command works within `at_work` or
@@ -201,7 +201,7 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def reason(error: OSError) -> str:
-    """What the system says, in lower case."""
+    """The system's reason for an error, in lower case."""
     return (error.strerror or str(error)).lower()
 
 

@@ -154,7 +154,7 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
 
 
 def _others(planner: Planner, least: Plan) -> str:
-    """What the plan with the least peak reaches with the optimizers that take less than the one that was asked for."""
+    """The least peak with each optimizer that takes less than the one asked for."""
     peaks = {name: planner.peak_with(least, OPTIMIZERS[name]) for name in LEAN_OPTIMIZERS}
     lower = {name: peak for name, peak in peaks.items() if peak < (least.predicted_peak_bytes or 0)}
     said = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
@@ -270,7 +270,7 @@ def _goes_without(option: str, other: str, why: str) -> str:
 
 
 def _layout_of(args: argparse.Namespace) -> Layout | None:
-    """How a command line spreads the step; None where it does not."""
+    """The spread of the step over ranks that a command line asks for; None for one rank."""
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if not given and not args.sequence_parallel:
         return None

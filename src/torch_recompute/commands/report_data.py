@@ -184,7 +184,7 @@ def collect(
 
 
 def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
-    """What a reader should know besides."""
+    """Notes for the reader below the table."""
     notes = [f"Assumed: {words}" for words in simulation.assumed]
     times = simulation.loop.accumulate
     if times > 1:

@@ -41,7 +41,7 @@ Way = tuple[int, ...]
 
 
 class Attempt(NamedTuple):
-    """What came of choosing within a room, where the peak was then counted exactly.
+    """A choice within a number of bytes, and its peak, counted exactly.
 
     Attributes:
         over: Bytes by which the peak is above the budget; below it, negative.
@@ -84,7 +84,7 @@ def approach(attempt: Callable[[int], Attempt | None], room: int, least: int, tr
 
 
 class Chosen(NamedTuple):
-    """What to save.
+    """A choice of values to save.
 
     Attributes:
         saved: Values of the graph, by number.
@@ -167,7 +167,7 @@ class Chooser:
         return self._chosen([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
 
     def _chosen(self, ways: Sequence[Way]) -> Chosen:
-        """What these ways save and run again, and what lives with them."""
+        """The choice that these ways make: what is saved and run again, and what is alive with it."""
         saved = self._values(ways)
         lives = self._joint.simulate(saved)
         again = (self._joint.operations[number] for number in lives.again)

@@ -38,7 +38,7 @@ TRIES = 3  # choices whose code is generated
 
 
 class Partitioned(NamedTuple):
-    """What was chosen for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
+    """The choice made for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
 
     Attributes:
         budget_bytes: The most bytes that were allowed.

@@ -52,7 +52,7 @@ def peak_of(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> 
 
 
 def _like(node: fx.Node, fakes: FakeTensorMode) -> Any:
-    """What a graph is given, on tensors without data."""
+    """The arguments of a graph, as tensors without data."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return hint(value) if isinstance(value, torch.SymInt) else value

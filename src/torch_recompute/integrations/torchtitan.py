@@ -18,7 +18,7 @@ from .policies import Applied, apply
 
 
 class _Base:
-    """What of torchtitan's base class is used here."""
+    """The part of torchtitan's base class that is used here."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -55,7 +55,7 @@ class RecomputeAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """What `Trainer.Config.activation_checkpoint` is set to."""
+        """The setting for `Trainer.Config.activation_checkpoint`."""
 
         policy: str = "full"
 

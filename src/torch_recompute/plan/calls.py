@@ -225,7 +225,7 @@ def _decides(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def decided(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """What `Carry` keeps of the result of a call; None where that is nothing."""
+    """The part of a call's result that `Carry` keeps; None where it keeps nothing."""
     if func in ORDERED and "out" not in kwargs:
         return result[1]
     return result if _decides(func, args, kwargs) else None

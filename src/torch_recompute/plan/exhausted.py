@@ -94,7 +94,7 @@ def fragmented(allocated: int, reserved: int, requested: int = 0) -> bool:
 
 
 def against_fragmentation(cuda: bool = True) -> str:
-    """What to set for an allocator whose free memory lies in pieces."""
+    """The setting for an allocator whose free memory is in pieces."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not cuda:
         return "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, so that the system gets every large block back."
@@ -132,7 +132,7 @@ class Shortage:
 
     @property
     def write(self) -> str:
-        """What to set, or to take less of."""
+        """The advice: a setting, or memory to take less of."""
         if self.verdict == FRAGMENTATION:
             return against_fragmentation(self.cuda)
         return "a smaller batch, more recomputation, or a device with more memory." if self.verdict else ""

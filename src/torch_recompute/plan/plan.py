@@ -322,7 +322,7 @@ class Plan:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What was not known of the step and has been assumed, in words: such as what an operation takes elsewhere."""
+        """The assumptions about the step, in words: such as the memory that an operation takes on another device."""
         return () if self.prediction is None else self.prediction.assumed
 
     @property

@@ -163,5 +163,5 @@ class Report:
 
 
 def _look(row: Row) -> tuple[object, ...]:
-    """What rows of one line have in common."""
+    """The key by which rows become one line."""
     return starred(str(row.choice)), row.modules, row.saved_bytes, row.flops, row.replays, row.flips

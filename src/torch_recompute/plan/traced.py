@@ -1,4 +1,4 @@
-"""What a planned region keeps where `torch.compile` traces it.
+"""Planned regions that `torch.compile` traces: the calls that they keep.
 
 In a region that runs, wrappers on the modules and a mode around the calls see what a plan keeps. In one that is traced,
 each operation of the graph is asked where it stands: in which modules, in which function, with which operands. So one
