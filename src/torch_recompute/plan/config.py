@@ -318,9 +318,24 @@ def _check_types(config: RecomputeConfig) -> None:
 
 def _check(config: RecomputeConfig) -> None:
     """Raises for values that do not go together, and for fields that nothing would look at."""
+    _check_granularity(config)
+    _check_distributed(config)
+    for switch, fields in BELONGING.items():
+        for field in () if getattr(config, switch) else fields:
+            if not _is_default(config, field):
+                _no_effect(config, field, f"{switch} is False", f"Write {switch}=True with it")
+    if config.cpu_offloading:
+        _check_offloaded_layers(config)
+    if config.fine_grained_activation_offloading:
+        _check_offloaded_parts(config)
+
+
+NOTHING = "recompute_granularity is None, which recomputes nothing"
+
+
+def _check_granularity(config: RecomputeConfig) -> None:
+    """Raises for fields that say which layers or parts are recomputed, of another granularity than theirs."""
     granularity = config.recompute_granularity
-    nothing = "recompute_granularity is None, which recomputes nothing"
-    write_full = 'Write recompute_granularity="full" with it'
     for field in ("recompute_method", "recompute_num_layers"):
         value = getattr(config, field)
         if value is not None and granularity == SELECTIVE:
@@ -333,7 +348,7 @@ def _check(config: RecomputeConfig) -> None:
                 'layers (what Megatron-Bridge means by --recompute_num_layers alone), or recompute_method="uniform" '
                 "for all, N at a time"
             )
-            _no_effect(config, field, nothing, write)
+            _no_effect(config, field, NOTHING, write)
     missing = [name for name in ("recompute_method", "recompute_num_layers") if getattr(config, name) is None]
     if granularity == FULL and missing:
         raise errors.ArgumentError(
@@ -341,9 +356,14 @@ def _check(config: RecomputeConfig) -> None:
             '  For every layer by itself, write recompute_method="uniform", recompute_num_layers=1.'
         )
     if granularity != SELECTIVE and config.recompute_modules:
-        why = 'recompute_granularity="full" recomputes whole layers' if granularity == FULL else nothing
+        why = 'recompute_granularity="full" recomputes whole layers' if granularity == FULL else NOTHING
         write = 'Write recompute_granularity="selective" for these parts'
         _no_effect(config, "recompute_modules", why, write)
+
+
+def _check_distributed(config: RecomputeConfig) -> None:
+    """Raises for inputs that cannot be kept in parts, and for collectives that are not repeated."""
+    write_full = 'Write recompute_granularity="full" with it'
     if config.distribute_saved_activations:
         if config.sequence_parallel:
             raise errors.ArgumentError(
@@ -352,8 +372,8 @@ def _check(config: RecomputeConfig) -> None:
                 "there is nothing to distribute.\n"
                 "  Leave distribute_saved_activations out."
             )
-        if granularity is None:
-            why = f"{nothing}, so there are no inputs to distribute"
+        if config.recompute_granularity is None:
+            why = f"{NOTHING}, so there are no inputs to distribute"
             _no_effect(config, "distribute_saved_activations", why, write_full)
         offloading = "fine_grained_activation_offloading" if config.fine_grained_activation_offloading else ""
         offloading = "cpu_offloading" if config.cpu_offloading else offloading
@@ -364,19 +384,11 @@ def _check(config: RecomputeConfig) -> None:
                 '  Leave one of the two out, or make the choices by hand:  Choice((path,), store="sharded")  for some '
                 'layers, store="host"  for others.'
             )
-    if config.repeat_collectives and granularity is None:
-        _no_effect(config, "repeat_collectives", f"{nothing}, so nothing is repeated", write_full)
+    if config.repeat_collectives and config.recompute_granularity is None:
+        _no_effect(config, "repeat_collectives", f"{NOTHING}, so nothing is repeated", write_full)
     if config.repeat_collectives and config.distribute_saved_activations:
         why = "with distribute_saved_activations=True nothing is kept whole, so collectives are repeated anyway"
         _no_effect(config, "repeat_collectives", why, "Write one of the two")
-    for switch, fields in BELONGING.items():
-        for field in () if getattr(config, switch) else fields:
-            if not _is_default(config, field):
-                _no_effect(config, field, f"{switch} is False", f"Write {switch}=True with it")
-    if config.cpu_offloading:
-        _check_offloaded_layers(config)
-    if config.fine_grained_activation_offloading:
-        _check_offloaded_parts(config)
 
 
 # --- offloading ---
