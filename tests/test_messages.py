@@ -1150,7 +1150,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: read_budget("plenty"),
     lambda: read_budget("24G"),
     lambda: read_budget("3 pages"),
-    lambda: choose(COSTS, 20 * GIB, "gurobi"),
     lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),
     lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
     # steps over ranks

@@ -120,14 +120,6 @@ def test_groups_of_layers_are_chosen_where_only_they_fit() -> None:
         assert solution.seconds == 100 + groups / 2
 
 
-@pytest.mark.parametrize("name", ["labels", "blocks", "highs"])
-def test_former_names_of_the_solver_warn(name: str) -> None:
-    """Names of earlier versions give the same answer, and say what to write."""
-    costs = stack(4)
-    with pytest.warns(DeprecationWarning, match='"auto" now'):
-        assert choose(costs, 2**40, name) == choose(costs, 2**40)
-
-
 def test_ties_go_to_fewer_flops_then_a_smaller_peak_then_the_simpler_option() -> None:
     """Among choices of equal cost the order is FLOPs, peak, no region, fewer kept calls."""
 

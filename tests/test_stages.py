@@ -127,10 +127,10 @@ def test_a_schedule_of_torch_says_the_same_as_its_name(plans: StagePlans) -> Non
 
     stage = SimpleNamespace(num_stages=4, group_size=4, group_rank=0, stage_index=0)
     schedule = Schedule1F1B(stage, 4)  # type: ignore[arg-type]
-    again = plan_stages(planner(), schedule, "0.7 MiB", "auto", torch.optim.AdamW)
+    again = plan_stages(planner(), schedule, "0.7 MiB", torch.optim.AdamW)
     assert again.digest() == plans.digest()
     split = Stages(schedule, split=(1, 1, 1, 5))
-    other = plan_stages(planner(), split, "10 MiB", "auto", torch.optim.AdamW)
+    other = plan_stages(planner(), split, "10 MiB", torch.optim.AdamW)
     assert [len(stage.layers) for stage in other.stages] == [1, 1, 1, 5]
 
 

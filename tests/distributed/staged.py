@@ -57,7 +57,7 @@ def planner(of: int = LAYERS) -> Planner:
 def plans_for(schedule: str, budget: Any, ranks: int = 2, chunks: int = 2, of: int = LAYERS) -> StagePlans:
     """The plans for a schedule."""
     stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else chunks)
-    return plan_stages(planner(of), stages, budget, "auto", torch.optim.AdamW)
+    return plan_stages(planner(of), stages, budget, torch.optim.AdamW)
 
 
 def in_one_process(whole: Net, ids: torch.Tensor, order: Iterable[int]) -> dict[str, torch.Tensor]:

@@ -269,7 +269,6 @@ if TYPE_CHECKING:
         loss: Loss
         optimizer: MakeOptimizer
         device: torch.device | str | Roofline | None
-        solver: str
         sizes: Sequence[Batch | int] | str
         offload: bool | int | str
         hold_output: bool
@@ -314,7 +313,6 @@ def make_plan(
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
-    solver: str = "auto",
     sizes: Sequence[Batch | int] | str = (),
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
@@ -347,7 +345,6 @@ def make_plan(
         optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
             optimizer of the model's parameters.
         device: Where the step is to run.
-        solver: "auto".
         sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
             Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
@@ -420,7 +417,7 @@ def make_plan(
                 "  Leave them out with stages=; microbatches are those of the schedule."
             )
         with at_work(f"planning {type(model).__name__}"):
-            return plan_stages(planner(*call), stages, budget, solver, optimizer)
+            return plan_stages(planner(*call), stages, budget, optimizer)
     if not isinstance(budget, (int, float, str)):
         raise errors.ArgumentError(errors.bad_budget(budget))
 
@@ -436,7 +433,7 @@ def make_plan(
         )
     with at_work(f"planning {type(model).__name__}"):
         if isinstance(sizes, str):
-            return plan_all_sizes(model, call, planner, peak, budget, solver)
+            return plan_all_sizes(model, call, planner, peak, budget)
         if not sizes:
-            return planner(*call).plan(budget, solver)
-        return plan_sizes(model, calls_of(sizes, call[0], call[1], model), planner, budget, solver)
+            return planner(*call).plan(budget)
+        return plan_sizes(model, calls_of(sizes, call[0], call[1], model), planner, budget)

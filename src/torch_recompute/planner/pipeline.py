@@ -78,11 +78,10 @@ class PipelinePlanner:
         planner: Planner,
         pipeline: Pipeline,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None,
-        solver: str = "auto",
         megatron: bool = False,
     ) -> None:
         self.planner, self.pipeline, self.optimizer = planner, pipeline, optimizer
-        self.solver, self.megatron = solver, megatron
+        self.megatron = megatron
         self.profile = planner.profile
         self._runs: dict[Any, StageRun] = planner.known.stages.setdefault((pipeline.bounds, megatron), {})
         described = [self._described(stage) for stage in range(len(pipeline.bounds))]
@@ -215,7 +214,7 @@ class RankPlanner:
         for _ in range(BISECTIONS):
             target = low if fits is None else (low + too_much) // 2
             try:
-                chosen = self._chosen(costs, step, choose(costs, target, self._of.solver))
+                chosen = self._chosen(costs, step, choose(costs, target))
             except errors.BudgetError:
                 break
             excess = self._estimated(tried, chosen, single) - room
@@ -348,7 +347,7 @@ class RankPlanner:
             modules = tuple(row for row in of.profile.modules if row[0] in paths)
             profile = replace(of.profile, costs=costs, plain_peak_bytes=self.plain.peak.bytes, modules=modules)
             options = tuple(for_all(option, times) for stage in stages for option in tried.chosen[stage])
-            plan = planned(profile, costs, Solution(options, 0, 0.0, of.solver), wanted, tried.peak.bytes)
+            plan = planned(profile, costs, Solution(options, 0, 0.0, "auto"), wanted, tried.peak.bytes)
             found.append(replace(plan, source=f"a budget of {wanted.said} on rank {self.number}"))
         promises = [plan.prediction for plan in found if plan.prediction is not None]
         whole: dict[str, Any] = {
@@ -396,7 +395,7 @@ def graph_held(graph: Graph, times: int) -> Graph:
 
 
 def plan_stages(
-    planner: Planner, stages: Stages | Schedule, budget: Budget | Sequence[Budget], solver: str, optimizer: Any
+    planner: Planner, stages: Stages | Schedule, budget: Budget | Sequence[Budget], optimizer: Any
 ) -> StagePlans:
     """The plans of all stages of a model; see `make_plan`. The budget is that of each rank, or one per rank."""
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -411,7 +410,7 @@ def plan_stages(
     budgets = _budgets(budget, len(pipeline.orders))
     held = in_flight(pipeline.orders)
     found: dict[int, StagePlan] = {}
-    for rank, one in zip(PipelinePlanner(planner, pipeline, optimizer, solver).ranks, budgets, strict=True):
+    for rank, one in zip(PipelinePlanner(planner, pipeline, optimizer).ranks, budgets, strict=True):
         tried, wanted = rank.fitted(one)
         alone = [[stage] for stage in rank.stages]
         plans = dict(zip(rank.stages, rank.planned(alone, tried, wanted, pipeline.microbatches), strict=True))

@@ -162,16 +162,16 @@ class Planner:
             self.plain.uncounted,
         )
 
-    def plan(self, budget: object, solver: str = "auto") -> Plan:
+    def plan(self, budget: object) -> Plan:
         """The plan for a budget, checked by its own simulation."""
         exact = read_budget(budget).share == 0  # of which costs may know a little more or less than a simulation
         wanted = self._meant(budget, lambda: self.least[1].peak_bytes if exact else self.floor)
         if (wanted, wanted.said) in self.known.plans:
             return self.known.plans[wanted, wanted.said]
-        best = self._within(wanted, solver)
+        best = self._within(wanted)
         if best is None and read_budget(budget).share is not None:  # the floor was too low
             wanted = self._meant(budget, lambda: self.least[1].peak_bytes)
-            best = self._within(wanted, solver)
+            best = self._within(wanted)
         solution, simulation, costs = best or self.least
         fits = simulation.peak_bytes <= wanted
         profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
@@ -189,10 +189,10 @@ class Planner:
         free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
         return bytes_meant(budget, floor, self.plain.peak_bytes, free)
 
-    def _within(self, wanted: Limit, solver: str) -> Checked | None:
+    def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
-        for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
+        for found in self._checked(lambda costs: choose(costs, wanted)) if best is None else ():
             if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
                 best = found
         return best

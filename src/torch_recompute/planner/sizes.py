@@ -67,7 +67,6 @@ def plan_sizes(
     calls: Sequence[Call],
     planner: Callable[[tuple[Any, ...], dict[str, Any]], Planner],
     budget: int | float | str,
-    solver: str,
 ) -> Plan:
     """The plan for some calls, from small to large; `planner` makes what plans a call."""
     names = parameters(model)
@@ -77,7 +76,7 @@ def plan_sizes(
     sizes: list[SizeClass] = []
     for shape, call in zip(reversed(shapes), reversed(calls), strict=True):
         try:
-            plan = planner(*call).plan(budget, solver)
+            plan = planner(*call).plan(budget)
         except errors.BudgetError as error:
             text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
@@ -95,13 +94,12 @@ def plan_all_sizes(
     planner: Callable[[tuple[Any, ...], dict[str, Any]], Planner],
     peak: Callable[[Plan, Call], int],
     budget: int | float | str,
-    solver: str,
 ) -> Plan:
     """The plan for every length up to that of a call; `peak` gives the bytes of a call's step with a plan."""
     names = parameters(model)
     lengths = Lengths(names, *call)
     top = planner(*call)
-    largest = top.plan(budget, solver)
+    largest = top.plan(budget)
     assert largest.prediction is not None
     allowed = Limit(largest.prediction.budget_bytes, largest.prediction.budget)
     curve = top.curve(allowed, MOST) if largest.choices else []
@@ -109,7 +107,7 @@ def plan_all_sizes(
         longest(lambda length, plan=plan: peak(plan, lengths(length)) <= allowed, lengths.length) for plan in curve
     }
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = plan_sizes(model, calls, planner, allowed, solver) if calls else Plan()
+    smaller = plan_sizes(model, calls, planner, allowed) if calls else Plan()
     last = SizeClass(size_of(names, *call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 
