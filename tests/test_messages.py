@@ -83,6 +83,7 @@ from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.compiling import Partition
+from torch_recompute.devices import Roofline
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
@@ -103,7 +104,6 @@ from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
 from torch_recompute.planner.hosts import link_of
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
-from torch_recompute.planner.prices import Roofline
 from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
 from torch_recompute.planner.tensor_parallel import divided
 from torch_recompute.simulation.fake_mode import Faker

@@ -19,6 +19,7 @@ from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.stores import Bandwidth
 from torch_recompute.stores.transfers import Depot, Direct
+from torch_recompute.training_step import TrainingStep
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
@@ -69,14 +70,10 @@ class Away(OnHost):
 @functools.cache
 def planner(**options: Any) -> Planner:
     model, _ = deep_is_made()
-    return Planner(
-        model,
-        (X,),
-        None,
-        loss=lambda y: y.square().mean(),
-        loop=Loop(hold_output=False),
-        **{"device": "h100", **options},
-    )
+    loss, loop = (lambda y: y.square().mean()), Loop(hold_output=False)
+    offload = options.pop("offload", False)
+    step = TrainingStep(model, (X,), loss=loss, loop=loop, **{"device": "h100", **options})
+    return Planner(step, offload=offload)
 
 
 def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan) -> None:

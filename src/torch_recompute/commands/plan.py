@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from ..planner.planner import Planner
-from ..simulation.step import OPTIMIZERS, optimizer_of
+from ..training_step import OPTIMIZERS, optimizer_of
 from .models import (
     DTYPES,
     Step,

@@ -36,6 +36,7 @@ from ..plan.plan import Plan
 from ..plan.roles import inside, relative
 from ..plan.solve import bytes_meant, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
+from ..training_step import TrainingStep
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
@@ -104,7 +105,7 @@ class PipelinePlanner:
 
     def _described(self, stage: int) -> tuple[object, ...]:
         """What decides on what a stage takes: its layers, and what the first one and the last one do besides."""
-        layers = [self.planner.model.get_submodule(segment.path) for segment in self.segments(stage)]
+        layers = [self.planner.step.model.get_submodule(segment.path) for segment in self.segments(stage)]
         held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
         end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None
         return [segment.kind for segment in self.segments(stage)], len(held), end
@@ -394,10 +395,9 @@ def graph_held(graph: Graph, times: int) -> Graph:
     return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times, backward_bytes=0)
 
 
-def plan_stages(
-    planner: Planner, stages: Stages | Schedule, budget: Budget | Sequence[Budget], optimizer: Any
-) -> StagePlans:
+def plan_stages(step: TrainingStep, stages: Stages | Schedule, budget: Budget | Sequence[Budget]) -> StagePlans:
     """The plans of all stages of a model; see `make_plan`. The budget is that of each rank, or one per rank."""
+    optimizer = step.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         raise errors.ArgumentError(
             f"optimizer is a {type(optimizer).__name__} of the whole model, but each rank of a pipeline has one of its "
@@ -405,6 +405,7 @@ def plan_stages(
             "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an "
             "optimizer."
         )
+    planner = Planner(step)
     paths = paths_of_layers(planner)
     pipeline = Pipeline.of(stages, paths)
     budgets = _budgets(budget, len(pipeline.orders))

@@ -132,7 +132,7 @@ class FakeMode(TorchDispatchMode):
     Args:
         fakes: The mode that simulates; it is not active itself, which saves a turn of each operation.
         where: Says which module is running.
-        composed: "cuda", or "cuda 9.0" with a capability, where functions are to be composed as there, although the
+        target: "cuda", or "cuda 9.0" with a capability, where functions are to be composed as there, although the
             fakes are on the CPU.
 
     Attributes:
@@ -143,7 +143,7 @@ class FakeMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fakes: FakeTensorMode, where: Callable[[], str], composed: str = "") -> None:
+    def __init__(self, fakes: FakeTensorMode, where: Callable[[], str], target: str = "") -> None:
         super().__init__()
         self._fakes, self._where, self._make = fakes, where, FakeMaker(fakes)
         answer_for(fakes, self)
@@ -152,8 +152,8 @@ class FakeMode(TorchDispatchMode):
         self._seen: Seen | None = None
         self._known: dict[Any, Any] | None = None  # of the present operation, as the next
         self._taken: int | None = None
-        self._composed, self._recipes = composed, _recipes[bool(composed)]
-        self.capability = capability_of(composed)
+        self._target, self._recipes = target, _recipes[bool(target)]
+        self.capability = capability_of(target)
         self._around: list[ExitStack] = []
         self._formulas = PlainFormulas()
 
@@ -186,13 +186,13 @@ class FakeMode(TorchDispatchMode):
         if ran.taken is not None:
             return ran.taken
         inputs = ran.args, ran.kwargs
-        if not self._composed:
+        if not self._target:
             return workspace(ran.func, inputs)
         known = attention_on_cuda(ran.func, ran.args) if self.capability else None
         if known is not None:
             return known
         nothing = not ran.given or takes_nothing(ran.func, inputs, on_gpu=True)
-        return 0 if nothing else f"there is no {self._composed} device here to ask"
+        return 0 if nothing else f"there is no {self._target} device here to ask"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -270,7 +270,7 @@ class FakeMode(TorchDispatchMode):
         """Runs an operation on real tensors, and sees what it takes."""
         with without_modes():
             out, taken = watched(func, args, kwargs)
-        self._taken = None if self._composed else taken
+        self._taken = None if self._target else taken
         return out
 
     def _simulated(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
@@ -289,7 +289,7 @@ class FakeMode(TorchDispatchMode):
             if isinstance(taken, str):
                 self.assumed[f"what {name} keeps for its backward is not known and counted as none: {taken}"] = None
                 taken = 0
-            elif self._composed:
+            elif self._target:
                 self.assumed[f"{name} keeps as much for its backward on a GPU as on the CPU"] = None
             with self._fakes:
                 made = torch.empty(taken, dtype=torch.uint8, device=device_of(out[0]))
@@ -322,7 +322,7 @@ class FakeMode(TorchDispatchMode):
                 masked.append(index)
                 indices.append(index)
         if len(indices) > len(masked) or any(a is not b for a, b in zip(masked, indices, strict=True)):
-            taken = self._composed or workspace(func, ((args[0], masked, *args[2:]), kwargs))
+            taken = self._target or workspace(func, ((args[0], masked, *args[2:]), kwargs))
             self._taken = taken if isinstance(taken, int) else None
         return (args[0], indices, *args[2:])
 
@@ -437,7 +437,7 @@ class FakeMode(TorchDispatchMode):
             whole = (args[_UNREDUCED[func] :] or (kwargs.get("reduction", 1),))[0]
             seen: Sequence[tuple[int, ...]] = ((args[0].nbytes, *made[0].stride()),) if whole else ()
         else:
-            seen = () if self._composed else results(func, (args, kwargs))
+            seen = () if self._target else results(func, (args, kwargs))
         given = {_torch.storage_id(tensor) for tensor in tensors}
         new = {id(x): each for x, each in zip(made, seen, strict=False) if _torch.storage_id(x) not in given}
         if len(seen) != len(made) or not new:
