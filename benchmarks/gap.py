@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from _measure import arguments, finish
 
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Option
-from torch_recompute.plan.solve import choose, smallest
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Option
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.solve import choose, smallest
 from torch_recompute.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

@@ -17,9 +17,9 @@ from torch import nn
 from test_sizes import at, gpt
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
 from torch_recompute.observer import Running, running
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured
 from torch_recompute.training_step import TrainingStep, loss_of

@@ -17,10 +17,10 @@ from compiler import COMPILES, as_they_are
 from torch_recompute import Choice, Plan, apply, make_plan
 from torch_recompute._torch.partitioning import split, tag
 from torch_recompute.compiling import Partition, compile
+from torch_recompute.compiling import step as compiled
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
 from torch_recompute.errors import ArgumentError, BudgetError, RecomputeError
-from torch_recompute.planner import compiled
 from torch_recompute.planner.prices import runs_alone
 
 pytestmark = COMPILES

@@ -228,7 +228,7 @@ def test_a_plan_in_a_file_is_used_again(
     plan = auto(**call).plan
     assert capsys.readouterr().out == f"{plan.summary}; plan written to {file}\n"
     with monkeypatch.context() as without:
-        without.setattr("torch_recompute.planner.making.Planner", None)
+        without.setattr("torch_recompute.planning.Planner", None)
         again = auto(**{**call, "model": Net(), "batch": 2 * X, "budget": "0.1"})
     assert again.plan == plan == Plan.from_json(file.read_text())
     assert capsys.readouterr().out == f"{plan.summary}; plan read from {file}\n"
@@ -260,8 +260,8 @@ def test_less_room_plans_again(
     auto(net, X, device="h100", cache=file).remove()
     assert "plan read from" in capsys.readouterr().out
     peak = simulate(net, X).peak_bytes
-    for where in ("making", "planner"):
-        monkeypatch.setattr(f"torch_recompute.planner.{where}.free_bytes", lambda *_: peak - 1)
+    for where in ("planning", "planner.planner"):
+        monkeypatch.setattr(f"torch_recompute.{where}.free_bytes", lambda *_: peak - 1)
     assert auto(net, X, device="h100", cache=file).plan.predicted_peak_bytes < peak  # type: ignore[operator]
     assert "planned again: less memory is free" in capsys.readouterr().out
 

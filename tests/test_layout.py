@@ -12,8 +12,8 @@ from torch import nn
 from torch_recompute import Plan, apply, measure, simulate
 from torch_recompute.devices import DEVICES
 from torch_recompute.errors import ArgumentError, BudgetError
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan, Sharded, step_seconds
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.pipeline import graph_held

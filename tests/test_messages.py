@@ -98,13 +98,13 @@ from torch_recompute.engine import mismatch
 from torch_recompute.integrations import huggingface, policies
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
-from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.plan import Prediction
-from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planner.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.planner.hosts import link_of
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
+from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided
 from torch_recompute.simulation.fake_mode import Faker
 from torch_recompute.stores import bandwidth, host

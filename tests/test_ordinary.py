@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from models import Made
 from torch_recompute import Profile, apply, make_plan, measure, profile, simulate, solve
 from torch_recompute.memory import workspaces
-from torch_recompute.plan.cost import peak
 from torch_recompute.plan.plan import Choice, Plan
-from torch_recompute.plan.solve import choose
+from torch_recompute.planner.cost import peak
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.solve import choose
 from torch_recompute.training_step import TrainingStep
 
 WIDTH = 16

@@ -33,11 +33,11 @@ from torch_recompute import (
 from torch_recompute.devices import Roofline
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
-from torch_recompute.plan.solve import smallest
 from torch_recompute.planner.candidates import all_guesses, trace
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from torch_recompute.planner.segments import group, regions
+from torch_recompute.planner.solve import smallest
 from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 

@@ -14,7 +14,7 @@ from torch import nn
 from test_planning import DEEP, deep_is_made, step
 from torch_recompute import OnHost, Plan, Profile, apply, measure, solve
 from torch_recompute.memory.loop import Loop
-from torch_recompute.plan.cost import Host
+from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.stores import Bandwidth

@@ -13,7 +13,7 @@ from torch import nn
 
 from distributed.staged import Net, planner, plans_for
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
-from torch_recompute.plan.cost import Costs, Kind, Option, Segment
+from torch_recompute.planner.cost import Costs, Kind, Option, Segment
 from torch_recompute.planner.known import Known
 from torch_recompute.planner.layout import Layout
 from torch_recompute.planner.pipeline import PipelinePlanner, plan_stages

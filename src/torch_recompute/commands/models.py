@@ -34,9 +34,9 @@ from ..arguments import ExampleCall, call_of
 from ..devices import DEVICES
 from ..memory.loop import COMMON, Loop
 from ..plan.plan import Plan
-from ..plan.profile import Profile
-from ..plan.solve import frontier, planned
 from ..planner.planner import Planner
+from ..planner.profile import Profile
+from ..planner.solve import frontier, planned
 from ..training_step import OPTIMIZERS, USUAL, Loss, TrainingStep, optimizer_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

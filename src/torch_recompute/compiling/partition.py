@@ -26,9 +26,8 @@ from .._text import counted, table
 from .._torch.inductor import in_order
 from .._torch.partitioning import CustomPartitionerFn, split, tag
 from ..plan.apply import apply
-from ..plan.budget import Budget, read_budget
+from ..plan.budget import Budget, bytes_meant, read_budget
 from ..plan.plan import Plan
-from ..plan.solve import bytes_meant
 from .choosing import Attempt, Chooser, Chosen, approach
 from .joint import Joint
 from .schedule import peak_of

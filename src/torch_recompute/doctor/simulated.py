@@ -37,9 +37,8 @@ from ..memory.operations import Operation
 from ..memory.retainers import Retainers
 from ..observer import Observer, observing, running
 from ..plan.apply import apply
-from ..plan.budget import Limit
+from ..plan.budget import Limit, bytes_meant
 from ..plan.plan import Plan
-from ..plan.solve import bytes_meant
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Planner

@@ -45,9 +45,9 @@ from ..stores.measured import full_name
 from ..training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from ..plan.cost import Kind
     from ..simulation import Simulation
     from .clock import Clocked
+    from .cost import Kind
     from .ops import Op
 
 MOST = 8

@@ -28,19 +28,19 @@ from typing import Any, cast
 import torch
 
 from .. import errors
-from ..plan.bound import bound
-from ..plan.budget import Limit, read_budget
+from ..plan.budget import Limit, bytes_meant, read_budget
 from ..plan.choice import joined
-from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative
-from ..plan.solve import bytes_meant, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
 from ..training_step import TrainingStep
+from .bound import bound
+from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
+from .solve import choices_of, choose, planned, smallest
 from .stage_runs import StageRun, StageRunner
 
 ROUNDS, BISECTIONS = 8, 10

@@ -3,7 +3,7 @@
     profile    the step is simulated once without recomputation; each kind of segment is looked at alone
                (`candidates.py`) and tried under the choices worth it (`trials.py`); what else lives is taken from the
                simulation (`calibrate`)
-    solve      `plan/solve.py` chooses one option per segment, on plain data
+    solve      `planner/solve.py` chooses one option per segment, on plain data
     check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
                taken again from that simulation, which makes them exact where it matters now, and solved again
 
@@ -29,9 +29,16 @@ from .._text import counted, doing
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.budget import Limit, read_budget
+from ..plan.budget import Limit, bytes_meant, read_budget
 from ..plan.choice import Choice, joined
-from ..plan.cost import (
+from ..plan.plan import Plan
+from ..plan.roles import inside
+from ..plan.wrappers import described
+from ..simulation import Moment, Simulation, simulate_step
+from ..training_step import MakeOptimizer, TrainingStep, loss_of
+from .candidates import Guess, SegmentTrace, guesses, trace
+from .clock import Clocked, Scale, clock, obstacle
+from .cost import (
     Costs,
     Host,
     Kind,
@@ -44,20 +51,13 @@ from ..plan.cost import (
     kinds_for_all,
     simplicity,
 )
-from ..plan.plan import Plan
-from ..plan.profile import Profile
-from ..plan.roles import inside
-from ..plan.solve import bytes_meant, choices_of, choose, decides, frontier, planned, smallest, untied
-from ..plan.wrappers import described
-from ..simulation import Moment, Simulation, simulate_step
-from ..training_step import MakeOptimizer, TrainingStep, loss_of
-from .candidates import Guess, SegmentTrace, guesses, trace
-from .clock import Clocked, Scale, clock, obstacle
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
 from .prices import Measured, Overhead, prices_for
+from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
+from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8

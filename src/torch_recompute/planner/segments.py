@@ -5,7 +5,7 @@ that run in it. Two segments are of one kind if they ran the same operations on 
 class names do not (a layer with a sliding window from one without), and ignores what makes no difference (the number of
 the layer). Segments are the layers that `find_units` sees; where it sees none (a U-Net), the largest modules with at
 most `PRODUCTS` products each. A module that is called more than once in a forward is a segment for each of its calls,
-of kinds of its own, since their bytes are at different places of the step; one choice is for all (`plan/solve.py`).
+of kinds of its own, since their bytes are at different places of the step; one choice is for all (`planner/solve.py`).
 
 `groups` are layers in a row recomputed together: of `g` layers one input is kept. With `Choice.nested` each is a region
 of its own in the replay of them all, which holds `g` inputs and one layer instead of `g` layers, for one more forward

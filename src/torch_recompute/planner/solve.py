@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import starred
+from ..plan.budget import bytes_meant, said_of
+from ..plan.choice import Choice, joined, stored_in
+from ..plan.plan import NOT_RECOMPUTED, Line, Plan, Prediction
+from ..plan.roles import inside
 from .bound import bound
-from .budget import Limit, read_budget, said_of
-from .choice import Choice, joined, stored_in
 from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
-from .plan import NOT_RECOMPUTED, Line, Plan, Prediction
 from .profile import Profile
-from .roles import inside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,36 +72,6 @@ def solve(profile: Profile, *, budget: int | float | str) -> Plan:
     except errors.BudgetError as error:
         raise errors.BudgetError(str(error), error.smallest, planned(profile, profile.costs, least, wanted)) from None
     return planned(profile, profile.costs, solution, wanted)
-
-
-def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> Limit:
-    """The bytes that a budget means for one model, and the words for it.
-
-    Args:
-        budget: See `read_budget`.
-        least: Returns the smallest peak of any plan; called only for a share.
-        most: The peak without recomputation.
-        free: Returns what the device has for this step; None if there is no device.
-
-    Raises:
-        ArgumentError: The budget is invalid, or "fit" without a device.
-    """
-    meant = read_budget(budget)
-    if meant.bytes is not None:
-        return Limit(meant.bytes, meant.said)
-    if meant.share is not None:
-        bottom = least()
-        count = bottom + math.floor(meant.share * (most - bottom))
-        said = f"{meant.said} of {errors.brief(most - bottom)} of activations: {errors.brief(count)}"
-        return Limit(count, said)
-    if free is None:
-        raise errors.ArgumentError(
-            'budget="fit" means what the device has free, and a profile knows no device.\n'
-            '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as '
-            'budget="24GiB".'
-        )
-    count = free()
-    return Limit(count, f"{meant.said} ({errors.brief(count)} are free)")
 
 
 def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:

@@ -1,7 +1,8 @@
-"""`profile`, `make_plan` and `auto`: what a person asks a `Planner` for; and `simulate`, for the same devices.
+"""`make_plan`, `profile`, `auto` and `simulate`: each reads its arguments into a `TrainingStep` and asks one function.
 
-One planner knows one call of a model. Several sizes of calls are several planners under one plan (`sizes.py`); a
-pipeline is one planner of the whole model, cut into stages (`stages.py`).
+There are four kinds of plans, each a function of a step: one size of calls (`Planner.plan`), several sizes
+(`planner/sizes.py`), the stages of a pipeline (`planner/pipeline.py`), and a step that `torch.compile` compiles
+(`compiling/step.py`). `make_plan` chooses among them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import errors
-from .._text import at_work
-from ..arguments import Batch, call_of
-from ..devices import Roofline
-from ..memory.free import free_bytes
-from ..memory.loop import COMMON, Loop
-from ..plan.apply import Applied, apply
-from ..plan.plan import Plan
-from ..plan.profile import Profile
-from ..plan.stages import StagePlans, Stages
-from ..simulation import Simulation, simulate_step
-from ..training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
-from .known import PlanFile, made_for
-from .pipeline import plan_stages
-from .planner import Planner
-from .schedules import Schedule
-from .sizes import plan_sizes
+from . import errors
+from ._text import at_work
+from .arguments import Batch, call_of
+from .devices import Roofline
+from .memory.free import free_bytes
+from .memory.loop import COMMON, Loop
+from .plan.apply import Applied, apply
+from .plan.plan import Plan
+from .plan.stages import StagePlans, Stages
+from .planner.known import PlanFile, made_for
+from .planner.pipeline import plan_stages
+from .planner.planner import Planner
+from .planner.profile import Profile
+from .planner.schedules import Schedule
+from .planner.sizes import plan_sizes
+from .simulation import Simulation, simulate_step
+from .training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
 
 
 def profile(
@@ -389,7 +390,7 @@ def make_plan(
         if not isinstance(budget, (int, float, str)):
             raise errors.ArgumentError(errors.bad_budget(budget))
         if compiled:
-            from .compiled import plan_compiled  # imports the compiler, which takes a second
+            from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
             return plan_compiled(step, budget)
         if sizes:

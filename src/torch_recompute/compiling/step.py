@@ -23,17 +23,16 @@ from .._text import doing
 from .._torch.fakes import FakeTensor, FakeTensorMode, is_operator
 from .._torch.inductor import BackendError, on_fakes
 from ..arguments import mapped
-from ..compiling.choosing import Attempt, Chooser, approach
-from ..compiling.partition import Partition, Partitioned
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
-from ..plan.budget import Limit
+from ..plan.budget import Limit, bytes_meant
 from ..plan.plan import Plan, Prediction
-from ..plan.solve import bytes_meant
+from ..planner.ops import Meta, Op, op_of
+from ..planner.prices import Measured, prices_for
 from ..simulation import Simulation, simulate_step
 from ..training_step import TrainingStep
-from .ops import Meta, Op, op_of
-from .prices import Measured, prices_for
+from .choosing import Attempt, Chooser, approach
+from .partition import Partition, Partitioned
 
 TRIES = 3  # steps that are simulated, besides that without recomputation
 PLENTY = 2**60
@@ -133,7 +132,7 @@ def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wante
         replay_flops=best.graph.replay_flops * times,
         bound_seconds=min(without, seconds),
         device=price.name,
-        solver="minimum cuts of the compiled graph, chosen by plan/solve.py",
+        solver="minimum cuts of the compiled graph, chosen by the solver of plans",
         lines=(),
         timing="products and other calls one by one, fused kernels by the bytes that they read and write",
         loop=simulation.loop,
