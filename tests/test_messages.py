@@ -106,7 +106,7 @@ from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
 from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
 from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided
-from torch_recompute.simulation.fake_mode import Faker
+from torch_recompute.simulation.copies import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Depot, Direct
 

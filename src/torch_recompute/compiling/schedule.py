@@ -16,7 +16,7 @@ from .._torch.fakes import FakeTensorMode
 from .._torch.inductor import generated, no_modes
 from .._torch.partitioning import hint, outputs_of
 from ..simulation.fake_mode import FakeMode
-from ..simulation.step import SimulatedMeasurement
+from ..simulation.recording import SimulatedMeasurement
 
 
 def peak_of(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> int:

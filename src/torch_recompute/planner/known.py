@@ -40,7 +40,7 @@ from .._torch.modes import settings, split_settings
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
-from ..simulation.fake_mode import keeps_values
+from ..simulation.made_up import keeps_values
 from ..stores.measured import full_name
 from ..training_step import TrainingStep
 

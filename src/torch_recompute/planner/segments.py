@@ -35,7 +35,8 @@ from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
-from ..simulation.fake_mode import FakeMode, Faker
+from ..simulation.copies import Faker
+from ..simulation.fake_mode import FakeMode
 from ..training_step import TrainingStep
 from .ops import Op, logging
 from .trials import SegmentCall

@@ -31,8 +31,10 @@ from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
-from ..simulation.fake_mode import FakeMode, Faker
-from ..simulation.step import Recording, step_as_there
+from ..simulation.copies import Faker
+from ..simulation.fake_mode import FakeMode
+from ..simulation.recording import Recording
+from ..simulation.step import step_as_there
 from ..training_step import loss_of
 from .ops import Op, op_of
 from .planner import Planner

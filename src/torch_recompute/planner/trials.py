@@ -28,7 +28,7 @@ from ..plan.apply import apply
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.fake_mode import FakeMode
-from ..simulation.step import SimulatedMeasurement
+from ..simulation.recording import SimulatedMeasurement
 from .cost import Option
 from .hosts import HostApart
 from .ops import Op, op_of
