@@ -276,7 +276,7 @@ def test_counted_in_the_code_of_the_compiler(monkeypatch):
     def fail(*args, **how):
         raise NotImplementedError("no device")
 
-    monkeypatch.setattr("torch_recompute.compiling.schedule.generated", fail)
+    monkeypatch.setattr("torch_recompute.compiling.partition.generated", fail)
     with pytest.warns(UserWarning, match="counted in the graph, since .* NotImplementedError: no device"):
         assert partitioned(0.5).counted == "the graph"
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .plan.config import RecomputeConfig
     from .plan.plan import Prediction
     from .plan.stages import StagePlan, StagePlans, Stages
+    from .plan.units import register
     from .planner.profile import Profile
     from .planner.solve import solve
     from .planning import auto, make_plan, profile, simulate
@@ -55,6 +56,7 @@ else:  # imported when they are first asked for
         "planner.profile": ("Profile",),
         "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
+        "plan.units": ("register",),
         "planning": ("auto", "make_plan", "profile", "simulate"),
         "simulation": ("Simulation",),
         "doctor.verify": ("Verification", "verify"),
@@ -122,6 +124,7 @@ __all__ = [
     "measure",
     "no_recompute",
     "recompute",
+    "register",
     "replay",
     "save_for_recompute",
     "saved_activations",

@@ -126,7 +126,7 @@ def capture(step: TrainingStep, device: torch.device) -> CapturedCall:
         raise errors.ArgumentError(
             f"{type(step.model).__name__} has no module that a plan could recompute: none that is called in a forward "
             "holds a product.\n"
-            '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)'
+            '  Name one by hand: torch_recompute.register("layer", MyBlock)'
         )
     return captured
 
