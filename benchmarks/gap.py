@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from _measure import arguments, finish
 
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Option
-from torch_recompute.plan.solve import choose, smallest
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Option
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.solve import choose, smallest
+from torch_recompute.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
@@ -68,7 +69,7 @@ def small(name: str) -> list[dict[str, Any]]:
     config = AutoConfig.for_model(name, **SIZES, **(EXPERTS if "moe" in name else {}))
     batch = torch.randint(0, 1000, (4, 128), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_config(config)
-    known = Planner(model, (), {"input_ids": batch, "labels": batch}, optimizer=torch.optim.AdamW)
+    known = Planner(TrainingStep(model, (), {"input_ids": batch, "labels": batch}, optimizer=torch.optim.AdamW))
     rows: list[dict[str, Any]] = []
     for tenth in (2, 4, 6, 8):
         promised = known.plan(tenth / 10).prediction
@@ -92,7 +93,7 @@ def planner(name: str) -> Planner:
         model = MODELS[name].model(layers, width, tokens).to(torch.bfloat16)
         batch = MODELS[name].batch(tokens, number)
     batch = batch.to(torch.bfloat16) if batch.is_floating_point() else batch
-    return Planner(model, (batch,), None, optimizer=torch.optim.AdamW, device="h100")
+    return Planner(TrainingStep(model, (batch,), optimizer=torch.optim.AdamW, device="h100"))
 
 
 def only(costs: Costs, wanted: Callable[[Option], bool]) -> Costs:

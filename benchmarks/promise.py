@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch_recompute import Plan, apply
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
+from torch_recompute.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -146,7 +147,9 @@ def rows(name: str, loop: str) -> Iterator[dict[str, Any]]:
     model, batch = made(name)
     words = Loop(hold_output=loop == "held")
     # `make_plan` is this for one budget. With a device by name no time is taken; the bytes are those of the CPU.
-    planner = Planner(model, (), batch, loss=scalar_loss, optimizer=torch.optim.AdamW, device="h100", loop=words)
+    planner = Planner(
+        TrainingStep(model, (), batch, loss=scalar_loss, optimizer=torch.optim.AdamW, device="h100", loop=words)
+    )
     known: dict[str, int] = {}
     for budget in BUDGETS:
         plan = planner.plan(budget)

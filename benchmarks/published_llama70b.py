@@ -20,10 +20,10 @@ from _measure import arguments, finish
 
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.models import load
+from torch_recompute.devices import DEVICES
 from torch_recompute.planner.layout import Layout, LayoutPlanner
 from torch_recompute.planner.ops import Op, metas
 from torch_recompute.planner.pipeline import RankPlanner
-from torch_recompute.planner.prices import DEVICES
 from torch_recompute.planner.rank_memory import RankPeak
 from torch_recompute.planner.stage_runs import StageRun
 

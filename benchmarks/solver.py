@@ -20,9 +20,9 @@ import torch
 from _measure import RESULTS, arguments, finish
 
 from torch_recompute import Choice
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment
-from torch_recompute.plan.solve import choose, frontier, smallest
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Point, Segment
+from torch_recompute.planner.solve import choose, frontier, smallest
 
 WIDTH, TOKENS, RANKS = 8192, 4096, 64
 UNIT = WIDTH * TOKENS

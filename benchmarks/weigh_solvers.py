@@ -21,8 +21,8 @@ import numpy as np
 import solver
 from _measure import arguments, finish
 
-from torch_recompute.plan.cost import Costs, Option
-from torch_recompute.plan.solve import choose, smallest
+from torch_recompute.planner.cost import Costs, Option
+from torch_recompute.planner.solve import choose, smallest
 
 Way = Callable[[Costs, int], Sequence[Option] | None]
 STEPS = 40

@@ -22,6 +22,7 @@ from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
+from torch_recompute.training_step import TrainingStep
 
 DEVICE = "h100"
 # Model -> rows of its batch, tokens in each (None: it has pictures).
@@ -37,7 +38,7 @@ def figures_of(name: str) -> dict[str, Any]:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     inputs = batch_for(model, name, *MODELS[name])
-    planner = Planner(model, (), inputs, optimizer=torch.optim.AdamW, device=DEVICE, loop=LOOP)
+    planner = Planner(TrainingStep(model, (), inputs, optimizer=torch.optim.AdamW, device=DEVICE, loop=LOOP))
 
     def step(plan: Plan) -> dict[str, Any]:
         ran: Counter[Op] = Counter()
@@ -48,11 +49,9 @@ def figures_of(name: str) -> dict[str, Any]:
                 ran[op] += 1
 
         result = simulate_step(
-            *(model, (), inputs),
+            TrainingStep(model, (), inputs, optimizer=torch.optim.AdamW, loop=LOOP),
             prepare=lambda copy: apply(copy, plan),
-            optimizer=torch.optim.AdamW,
             watch=count,
-            loop=LOOP,
         )
         replay = result.flops.get("replay", 0)
         return {

@@ -1,12 +1,14 @@
 """The command `torch-recompute`: its list of commands, without importing torch.
 
-Beside the package, because importing the package imports torch, which takes seconds; help takes none.
+Beside the package, because importing the package imports torch, which takes seconds; help takes none. Any other command
+line is one of `python -m torch_recompute`.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif words[0] not in COMMANDS and not words[0].startswith("-"):
         near = "".join(f"; close to it: {name}" for name in difflib.get_close_matches(words[0], COMMANDS, n=1))
         new_parser()[0].error(f"{words[0]!r} is no command{near}. Commands are {', '.join(COMMANDS)}.")
-    from torch_recompute.commands.cli import main as run
-
-    return run(words)
+    sys.argv = ["torch-recompute", *words]
+    runpy.run_module("torch_recompute", run_name="__main__")  # which ends the process
+    return 0

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from torch_recompute import Choice
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Point, Segment, Solution
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Point, Segment, Solution
 
 
 def choices(costs: Costs) -> Iterator[tuple[Option, ...]]:

@@ -9,6 +9,7 @@ from torch import nn
 from models import Residual
 from torch_recompute import Choice, Plan
 from torch_recompute.commands.report_data import Clock, Reported, collect
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 
@@ -31,7 +32,9 @@ INPUT = 512 * 32 * 4  # bytes of what each block of the pair is given
 
 def clock(**changes: Any) -> Clock:
     model, args = pair()
-    return Clock(model, args, None, **{"optimizer": torch.optim.AdamW, "device": "h100", **changes}, loss=mean_loss)
+    return Clock(
+        TrainingStep(model, args, **{"optimizer": torch.optim.AdamW, "device": "h100", **changes}, loss=mean_loss)
+    )
 
 
 def seen(plan: Plan = BY_HAND, points: int = 4, title: str = "") -> Reported:

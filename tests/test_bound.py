@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from costs import costs_of_graphs, executed, schedules
 from torch_recompute.errors import BudgetError
 from torch_recompute.plan import bound as module
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
-from torch_recompute.plan.solve import choose
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
+from torch_recompute.planner.solve import choose
 
 
 def mixture(points: list[tuple[int, float]], room: int) -> float:

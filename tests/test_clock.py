@@ -17,12 +17,12 @@ from torch import nn
 from test_sizes import at, gpt
 from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
 from torch_recompute.observer import Running, running
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner import planner
 from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured
-from torch_recompute.simulation.step import loss_of
+from torch_recompute.training_step import TrainingStep, loss_of
 from zoo import mean_loss
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     monkeypatch.setattr(planner, "clock", watched)
-    made = Planner(model, (ids,), None, loss=mean_loss)
+    made = Planner(TrainingStep(model, (ids,), loss=mean_loss))
     plan = made.plan(0.2)
     assert plan.prediction is not None
     assert len(peaks) == 1
@@ -168,7 +168,7 @@ def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(planner, "free_bytes", lambda *_: 1)
     assert (
         "not scaled to a whole step: there is no memory for one"
-        in Planner(model, (ids,), None, loss=mean_loss).profile.timing
+        in Planner(TrainingStep(model, (ids,), loss=mean_loss)).profile.timing
     )
     assert len(peaks) == 3
 

@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_recompute import Choice, Plan, simulate
+from torch_recompute.devices import Roofline
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Roofline
 from torch_recompute.planner.tensor_parallel import add_collectives, divided
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 S, B, H, A, LAYERS = 96, 2, 64, 4, 4
@@ -170,7 +171,7 @@ def test_what_a_placement_keeps(name: str) -> None:
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     model, args = stack(LAYERS)
-    return Planner(model, args, None, device=Roofline("counting FLOPs", {1: 1e12}, 1e18, 1e-12), loss=mean_loss)
+    return Planner(TrainingStep(model, args, device=Roofline("counting FLOPs", {1: 1e12}, 1e18, 1e-12), loss=mean_loss))
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

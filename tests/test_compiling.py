@@ -17,11 +17,11 @@ from compiler import COMPILES, as_they_are
 from torch_recompute import Choice, Plan, apply, make_plan
 from torch_recompute._torch.partitioning import split, tag
 from torch_recompute.compiling import Partition, compile
+from torch_recompute.compiling import step as compiled
 from torch_recompute.compiling.choosing import Chooser
 from torch_recompute.compiling.joint import Joint
 from torch_recompute.errors import ArgumentError, BudgetError, RecomputeError
-from torch_recompute.planner import compiled
-from torch_recompute.planner.prices import flops_of, runs_alone
+from torch_recompute.planner.prices import runs_alone
 
 pytestmark = COMPILES
 
@@ -198,22 +198,22 @@ def test_a_plan_of_a_compiled_step(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = Model(layers=1, dropout=0.5)
     drawn = torch.get_rng_state()
-    steps, real = [], compiled._step
+    steps, real = [], compiled._simulated
 
     def simulated(*args):
         steps.append(real(*args))
         return steps[-1]
 
-    monkeypatch.setattr(compiled, "_step", simulated)
+    monkeypatch.setattr(compiled, "_simulated", simulated)
     plan = make_plan(model, (ids(),), budget=0.3, optimizer=torch.optim.AdamW, compiled=True)
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
     choices = [(one.graph.peak_bytes, one.graph.replay_flops) for one in steps]
     assert len(choices) == len({*choices}) > 1
-    products = [[op for op, _ in one.ran if flops_of(op)] for one in steps]
+    products = [[op for op, _ in one.ran if op.all_flops] for one in steps]
     assert all(runs_alone(op) for op in itertools.chain(*products))
     for (_, again), ran in zip(choices, products, strict=True):
-        assert sum(map(flops_of, ran)) - sum(map(flops_of, products[0])) == again
+        assert sum(op.all_flops for op in ran) - sum(op.all_flops for op in products[0]) == again
     prediction = plan.prediction
     assert prediction.peak_bytes <= prediction.budget_bytes < prediction.plain_peak_bytes
     assert prediction.replay_flops > 0
@@ -276,7 +276,7 @@ def test_counted_in_the_code_of_the_compiler(monkeypatch):
     def fail(*args, **how):
         raise NotImplementedError("no device")
 
-    monkeypatch.setattr("torch_recompute.compiling.schedule.generated", fail)
+    monkeypatch.setattr("torch_recompute.compiling.partition.generated", fail)
     with pytest.warns(UserWarning, match="counted in the graph, since .* NotImplementedError: no device"):
         assert partitioned(0.5).counted == "the graph"
 

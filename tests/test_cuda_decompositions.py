@@ -12,12 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laws.watch import Operations
 from models import Made
 from torch_recompute import Choice, Plan, apply, doctor
+from torch_recompute.devices import DEVICES, Roofline, Where, where
 from torch_recompute.memory.loop import Loop
 from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import DEVICES, Roofline, where
 from torch_recompute.simulation import Simulation, simulate_step
 from torch_recompute.simulation.cuda_decompositions import AsOnCuda
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 WIDTH, ROWS = 64, 32
@@ -56,7 +57,10 @@ def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
 
     model = fn if isinstance(fn, nn.Module) else Net()
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    return simulate_step(model, (x,), watch=watch, composed=composed, loss=mean_loss, loop=Loop(hold_output=False)), ran
+    return simulate_step(
+        TrainingStep(model, (x,), loss=mean_loss, loop=Loop(hold_output=False), device=Where(target=composed)),
+        watch=watch,
+    ), ran
 
 
 def test_a_norm_is_one_operation_that_keeps_its_input_and_a_number_per_row() -> None:
@@ -299,12 +303,12 @@ def under(kind: str, model: nn.Module, plan: Plan = NONE, around: bool = True) -
     x = torch.randn(ROWS, WIDTH)
     step: dict[str, Any] = {"prepare": lambda copy: apply(copy, plan), "composed": "cuda 9.0", **RELEASED}
     if not around:
-        return simulate_step(Inside(model, kind), (x,), **step)
+        return simulate_step(TrainingStep(Inside(model, kind), (x,), **step))
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, True)  # as `torch.autocast` does where there is such a device
     torch.set_autocast_dtype(kind, torch.bfloat16)
     try:
-        return simulate_step(model, (x,), **step)
+        return simulate_step(TrainingStep(model, (x,), **step))
     finally:
         torch.set_autocast_enabled(kind, before[0])
         torch.set_autocast_dtype(kind, before[1])
@@ -334,7 +338,7 @@ def test_layers_are_tried_under_the_autocast_of_their_call(kind: str) -> None:
     """Finding 12: what a layer keeps and costs is that of its call, also where the model itself turns autocast on."""
     x = torch.empty(ROWS, WIDTH, device="meta")
     planners = [
-        Planner(model.to("meta"), (x,), None, loss=torch.sum, device="h100")
+        Planner(TrainingStep(model.to("meta"), (x,), loss=torch.sum, device="h100"))
         for model in (Inside(nn.Sequential(Layer(), Layer()), kind), nn.Sequential(Layer(), Layer()))
     ]
     under, plain = ([kind.options[0].saved_bytes for kind in planner.costs.kinds.values()] for planner in planners)
@@ -371,26 +375,32 @@ def test_a_plan_for_a_gpu_is_for_its_operations_where_the_model_has_no_weights()
     """A model on meta is planned as on CUDA; one with weights as it runs here, of which its peak is promised."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     real = norms().to(torch.bfloat16)
-    here = Planner(real, (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
-    there = Planner(real.to("meta"), (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
-    assert here == simulate_step(norms().to(torch.bfloat16), (x,), loss=mean_loss).peak_bytes
-    assert there == simulate_step(norms().to(torch.bfloat16), (x,), composed="cuda", loss=mean_loss).peak_bytes < here
+    here = Planner(TrainingStep(real, (x,), device="h100", loss=mean_loss)).plain.peak_bytes
+    there = Planner(TrainingStep(real.to("meta"), (x,), device="h100", loss=mean_loss)).plain.peak_bytes
+    assert here == simulate_step(TrainingStep(norms().to(torch.bfloat16), (x,), loss=mean_loss)).peak_bytes
+    assert (
+        there
+        == simulate_step(
+            TrainingStep(norms().to(torch.bfloat16), (x,), loss=mean_loss, device=Where(target="cuda"))
+        ).peak_bytes
+        < here
+    )
 
 
 def test_a_device_of_which_nothing_is_said_changes_nothing() -> None:
     """Every data sheet is of a CUDA device; a roofline of the user's own is of none unless it says so."""
     meta = norms().to("meta")
-    assert {where(name, meta).composed.partition(" ")[0] for name in DEVICES} == {"cuda"}
-    assert where("h100", meta).composed == "cuda 9.0"
+    assert {where(name, meta).target.partition(" ")[0] for name in DEVICES} == {"cuda"}
+    assert where("h100", meta).target == "cuda 9.0"
     mine = Roofline("mine", {1: 1e12}, 1e12, 1e-6)
-    assert where(mine, meta).composed == where(None, meta).composed == where("h100", norms()).composed == ""
+    assert where(mine, meta).target == where(None, meta).target == where("h100", norms()).target == ""
 
 
 def test_the_doctor_examines_the_step_that_a_plan_is_for() -> None:
     """What fits a GPU by its own operations fits in the doctor's simulation, too, and does not as the CPU's."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     meta = norms().to(torch.bfloat16).to("meta")
-    budget = Planner(meta, (x,), None, device="h100", loss=mean_loss).plain.peak_bytes
+    budget = Planner(TrainingStep(meta, (x,), device="h100", loss=mean_loss)).plain.peak_bytes
     found = [
         {finding.kind for finding in doctor.examine(meta, (x,), budget=budget, device=device, loss=mean_loss).findings}
         for device in ("h100", "cpu")
@@ -415,15 +425,19 @@ def test_a_layer_of_latent_attention_keeps_what_it_keeps_on_hopper() -> None:
             return self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
 
     x = torch.empty(1, 4096, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    there = simulate_step(Layer(), (x,), device="cpu", composed=DEVICES["h100"].composed, **RELEASED)
+    there = simulate_step(
+        TrainingStep(Layer(), (x,), **RELEASED, device=Where(device=torch.device("cpu"), target=DEVICES["h100"].target))
+    )
     assert 2.85 < there.saved_bytes / 2**30 < 2.95
 
 
 def test_an_optimizer_goes_over_lists_as_on_cuda() -> None:
     """What its step takes besides is then a list of tensors, not one tensor after the other."""
     model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), torch.ones(1, 64)
-    there = simulate_step(model, (x,), optimizer=torch.optim.AdamW, composed="cuda", **RELEASED)
-    here = simulate_step(model, (x,), optimizer=torch.optim.AdamW, **RELEASED)
+    there = simulate_step(
+        TrainingStep(model, (x,), optimizer=torch.optim.AdamW, **RELEASED, device=Where(target="cuda"))
+    )
+    here = simulate_step(TrainingStep(model, (x,), optimizer=torch.optim.AdamW, **RELEASED))
     assert there.peak.phase == "optimizer"
     assert "_foreach" in there.peak.op
     assert there.peak_bytes > here.peak_bytes + 4 * 64 * 64

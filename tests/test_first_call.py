@@ -30,7 +30,7 @@ from torch_recompute import (
 )
 from torch_recompute.arguments import call_of
 from torch_recompute.report import report
-from torch_recompute.simulation.step import OPTIMIZERS
+from torch_recompute.training_step import OPTIMIZERS
 
 
 class Net(nn.Module):
@@ -228,7 +228,7 @@ def test_a_plan_in_a_file_is_used_again(
     plan = auto(**call).plan
     assert capsys.readouterr().out == f"{plan.summary}; plan written to {file}\n"
     with monkeypatch.context() as without:
-        without.setattr("torch_recompute.planner.making.make_plan", None)
+        without.setattr("torch_recompute.planning.Planner", None)
         again = auto(**{**call, "model": Net(), "batch": 2 * X, "budget": "0.1"})
     assert again.plan == plan == Plan.from_json(file.read_text())
     assert capsys.readouterr().out == f"{plan.summary}; plan read from {file}\n"
@@ -260,8 +260,8 @@ def test_less_room_plans_again(
     auto(net, X, device="h100", cache=file).remove()
     assert "plan read from" in capsys.readouterr().out
     peak = simulate(net, X).peak_bytes
-    for where in ("making", "planner"):
-        monkeypatch.setattr(f"torch_recompute.planner.{where}.free_bytes", lambda *_: peak - 1)
+    for where in ("planning", "planner.planner"):
+        monkeypatch.setattr(f"torch_recompute.{where}.free_bytes", lambda *_: peak - 1)
     assert auto(net, X, device="h100", cache=file).plan.predicted_peak_bytes < peak  # type: ignore[operator]
     assert "planned again: less memory is free" in capsys.readouterr().out
 
@@ -270,9 +270,9 @@ def test_what_a_plan_is_for_is_the_same_in_every_process(tmp_path: Path) -> None
     """Nothing of it depends on the order of sets or on addresses."""
     script = (
         "import json, torch; from torch_recompute.planner.known import made_for;"
-        "net = torch.nn.Transformer(8, 2, 1, 1);"
-        "step = dict(loss=torch.sum, optimizer=torch.optim.SGD, budget='fit', loop={}, device=None, offload=False);"
-        "print(json.dumps(made_for(net, ((torch.ones(2, 8),), {'mask': None}), step)))"
+        "from torch_recompute.training_step import TrainingStep; net = torch.nn.Transformer(8, 2, 1, 1);"
+        "step = TrainingStep(net, (torch.ones(2, 8),), {'mask': None}, torch.sum, torch.optim.SGD);"
+        "print(json.dumps(made_for(step, 'fit', False)))"
     )
     found = {
         subprocess.run(

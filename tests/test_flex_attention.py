@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_recompute import Choice, Plan, apply, audit, checkpoint, make_plan, measure, saved_activations, simulate
 from torch_recompute._torch.flops import flops
+from torch_recompute.devices import DEVICES
 from torch_recompute.planner.ops import logging
-from torch_recompute.planner.prices import DEVICES, flops_of
 
 TOKENS, HEADS, HEAD = 128, 2, 16
 WIDTH = HEADS * HEAD
@@ -126,7 +126,7 @@ def test_its_price_is_that_of_its_products() -> None:
     with logging(lambda op, _: seen.append(op)), torch.no_grad():
         Block(False)(x())
     (op,) = [op for op in seen if op.func is OPERATOR]
-    assert flops_of(op) == 4 * HEADS * TOKENS * TOKENS * HEAD
+    assert op.all_flops == 4 * HEADS * TOKENS * TOKENS * HEAD
     assert op.bytes > 4 * 4 * TOKENS * WIDTH
     assert DEVICES["h100"](op) > 0
 

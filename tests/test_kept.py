@@ -18,6 +18,7 @@ from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Measured, Overhead, key_of, processor
 from torch_recompute.stores import measured
 from torch_recompute.stores.measured import PriceFile, folder, full_name
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 CPU = torch.device("cpu")
@@ -224,7 +225,7 @@ def test_a_region_costs_more_than_its_operations(monkeypatch: pytest.MonkeyPatch
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 4, 8)
     monkeypatch.setattr(prices, "_overhead", lambda _: Overhead(20.0, 5.0, 1e5))
-    planner = Planner(model, (x,), None, loss=mean_loss)
+    planner = Planner(TrainingStep(model, (x,), loss=mean_loss))
     options = [option for kind in planner.costs.kinds.values() for option in kind.options]
     assert any(option.regions for option in options)
     for option in options:

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torch_recompute import Choice, Plan, apply, make_plan, profile
 from torch_recompute.planner import planner
 from torch_recompute.planner.known import MOST, digest, known
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 SCALE = 2
@@ -176,9 +177,9 @@ def test_a_plan_that_was_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPa
     step = (built(), (torch.randn(64, 8),), None)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(planner, "simulate_step", lambda *a, _f=planner.simulate_step, **k: _f(*a, **k) and 1 / 0)
-        planner.Planner(*step, loss=mean_loss, device="h100")
-    again = planner.Planner(*step, loss=mean_loss, device="h100").costs.step_seconds
-    assert again == planner.Planner(*step, loss=torch.mean, device="h100").costs.step_seconds
+        planner.Planner(TrainingStep(*step, loss=mean_loss, device="h100"))
+    again = planner.Planner(TrainingStep(*step, loss=mean_loss, device="h100")).costs.step_seconds
+    assert again == planner.Planner(TrainingStep(*step, loss=torch.mean, device="h100")).costs.step_seconds
 
 
 def test_no_model_is_kept_alive() -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from torch_recompute import Plan, apply, measure, simulate
+from torch_recompute.devices import DEVICES
 from torch_recompute.errors import ArgumentError, BudgetError
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Kind, Node, Option, Segment
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan, Sharded, step_seconds
 from torch_recompute.planner.ops import Meta, Op
 from torch_recompute.planner.pipeline import graph_held
-from torch_recompute.planner.prices import DEVICES, sent_bytes
 from torch_recompute.planner.schedules import FORWARD, Action
 from torch_recompute.planner.tensor_parallel import rank_model
 from zoo import mean_loss
@@ -262,7 +262,7 @@ def test_what_a_collective_sends(op: str, sent: int | None) -> None:
     func = getattr(functional(), op).default
     share, whole = Meta((8, 4), (4, 1), torch.bfloat16), Meta((32, 4), (4, 1), torch.bfloat16)
     found = Op(func, (share, "sum", "tensor-4"), (), (whole if "gather" in op else share,), 0)
-    assert sent_bytes(found) == sent
+    assert found.sent_bytes == sent
     if sent is not None:
         h100 = DEVICES["h100"]
         assert h100(found) == pytest.approx(sent / (0.8 * 450e9) + h100.launch)

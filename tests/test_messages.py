@@ -83,6 +83,7 @@ from torch_recompute.commands import verify as verify_command
 from torch_recompute.commands.trials import DONE, Record, Setting, Workload
 from torch_recompute.compat import deepspeed, megatron, paddle
 from torch_recompute.compiling import Partition
+from torch_recompute.devices import Roofline
 from torch_recompute.distributed import (
     RngStreams,
     ShardedOver,
@@ -97,16 +98,15 @@ from torch_recompute.engine import mismatch
 from torch_recompute.integrations import huggingface, policies
 from torch_recompute.memory.free import free_bytes
 from torch_recompute.plan.budget import read_budget
-from torch_recompute.plan.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.plan.plan import Prediction
-from torch_recompute.plan.solve import choose
 from torch_recompute.plan.units import find_units, register
+from torch_recompute.planner.cost import Costs, Kind, Option, Point, Segment
 from torch_recompute.planner.hosts import link_of
 from torch_recompute.planner.layout import Layout, LayoutPlanner, RankPlan
-from torch_recompute.planner.prices import Roofline
 from torch_recompute.planner.schedules import Action, orders_named, orders_of, schedule_steps
+from torch_recompute.planner.solve import choose
 from torch_recompute.planner.tensor_parallel import divided
-from torch_recompute.simulation.fake_mode import Faker
+from torch_recompute.simulation.copies import Faker
 from torch_recompute.stores import bandwidth, host
 from torch_recompute.stores.transfers import Depot, Direct
 
@@ -1150,7 +1150,6 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: read_budget("plenty"),
     lambda: read_budget("24G"),
     lambda: read_budget("3 pages"),
-    lambda: choose(COSTS, 20 * GIB, "gurobi"),
     lambda: without("numpy", lambda: choose(COSTS, 20 * GIB)),
     lambda: choose(Costs({"a": COSTS.kinds["layer"]}, (Segment("net", "b", 0, 0),)), 1),
     # steps over ranks

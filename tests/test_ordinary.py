@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from models import Made
 from torch_recompute import Profile, apply, make_plan, measure, profile, simulate, solve
 from torch_recompute.memory import workspaces
-from torch_recompute.plan.cost import peak
 from torch_recompute.plan.plan import Choice, Plan
-from torch_recompute.plan.solve import choose
+from torch_recompute.planner.cost import peak
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.solve import choose
+from torch_recompute.training_step import TrainingStep
 
 WIDTH = 16
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -155,7 +156,7 @@ def test_an_lstm_for_a_gpu_by_name_says_what_it_stands_on() -> None:
     """What cuDNN keeps for backward cannot be asked without one: the CPU's is counted, and the simulation says so."""
     model, x = Around(nn.LSTM(WIDTH, WIDTH)), torch.ones(8, 4, WIDTH)
     here = simulate(model, (x,), loss=loss)
-    there = Planner(model.to("meta"), (x.to("meta"),), None, loss=loss, device="h100").plain
+    there = Planner(TrainingStep(model.to("meta"), (x.to("meta"),), loss=loss, device="h100")).plain
     assert there.saved_bytes == here.saved_bytes > 50_000
     assert "aten.mkldnn_rnn_layer keeps as much for its backward on a GPU as on the CPU" in there.assumed
 

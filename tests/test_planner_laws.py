@@ -26,6 +26,7 @@ from torch_recompute.planner import planner as planning
 from torch_recompute.planner.candidates import Guess, all_guesses, trace
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
+from torch_recompute.training_step import TrainingStep
 from zoo import ZOO, build, scalar_loss
 
 SHARES = (0.2, 0.7)  # of the activation memory
@@ -73,12 +74,12 @@ def row(request: pytest.FixtureRequest) -> Iterator[Row]:
         patch.setattr(planning, "TRIED", 6)
         model, inputs = build(request.param)
         loop = Loop(hold_output=False)
-        yield Row(request.param, Planner(model, (), inputs, loss=scalar_loss, device="h100", loop=loop))
+        yield Row(request.param, Planner(TrainingStep(model, (), inputs, loss=scalar_loss, device="h100", loop=loop)))
 
 
 def small_buffers(planner: Planner, path: str, parts: tuple[str, ...]) -> int:
     """The bytes of the few numbers in buffers that a region has a copy of."""
-    modules = [planner.model.get_submodule(joined(path, part)) for part in parts]
+    modules = [planner.step.model.get_submodule(joined(path, part)) for part in parts]
     return sum(buffer.nbytes for module in modules for buffer in module.buffers() if buffer.numel() <= 16)
 
 

@@ -30,13 +30,15 @@ from torch_recompute import (
     solve,
     verify,
 )
+from torch_recompute.devices import Roofline
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
-from torch_recompute.plan.solve import smallest
 from torch_recompute.planner.candidates import all_guesses, trace
 from torch_recompute.planner.planner import Planner
-from torch_recompute.planner.prices import Overhead, Roofline
+from torch_recompute.planner.prices import Overhead
 from torch_recompute.planner.segments import group, regions
+from torch_recompute.planner.solve import smallest
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
@@ -125,7 +127,7 @@ def promise_is_kept(
 def gpt() -> Planner:
     """What several tests ask of: the planner of a small GPT for a data sheet, which has measured its options once."""
     model, args = made("gpt")
-    return Planner(model, args, None, device="h100", loss=mean_loss)
+    return Planner(TrainingStep(model, args, device="h100", loss=mean_loss))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_the_promise_is_kept(name: str, optimizer: Any) -> None:
         model, args = made(name)
         return model, lambda: model(*args)
 
-    planner = Planner(model, args, None, optimizer=optimizer, device="h100", loop=Loop(hold_output=False))
+    planner = Planner(TrainingStep(model, args, optimizer=optimizer, device="h100", loop=Loop(hold_output=False)))
     for share in (0.7, 0.3, 0.02):
         promise_is_kept(fresh, planner.plan(share), args, optimizer)
 
@@ -148,7 +150,7 @@ def test_the_promise_is_kept(name: str, optimizer: Any) -> None:
 def test_prices_may_be_given_as_a_roofline(gpt: Planner) -> None:
     """A planner that is given a device by its speeds spares by them: one that counts FLOPs replays no more of them."""
     model, args = made("gpt")
-    counting = Planner(model, args, None, device=Roofline("counting", {1: 1e12}, 1e18, 1e-12), loss=mean_loss)
+    counting = Planner(TrainingStep(model, args, device=Roofline("counting", {1: 1e12}, 1e18, 1e-12), loss=mean_loss))
     for share in (0.2, 0.5, 0.8):
         plan, peer = counting.plan(share), gpt.plan(share)
         assert plan.prediction is not None
@@ -343,7 +345,7 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
     model, _ = deep_is_made()
     x = torch.randn(512, 16)
     loop = Loop(hold_output=False)
-    planner = Planner(model, (x,), None, loss=lambda y: y.square().mean(), device="h100", loop=loop)
+    planner = Planner(TrainingStep(model, (x,), loss=lambda y: y.square().mean(), device="h100", loop=loop))
     single = {
         name: replace(kind, options=tuple(option for option in kind.options if option.span == 1))
         for name, kind in planner.costs.kinds.items()
@@ -360,7 +362,7 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
 
 def test_a_share_that_nothing_fits_begins_at_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs may say a floor that no plan reaches: then a share begins at the least peak that was simulated."""
-    planner = Planner(*made("gpt"), None, device="h100", loss=mean_loss)
+    planner = Planner(TrainingStep(*made("gpt"), None, device="h100", loss=mean_loss))
     monkeypatch.setattr(planner, "floor", planner.least[1].peak_bytes // 2)
     plan, least = planner.plan(0.01), planner.least[1].peak_bytes
     assert plan.prediction is not None
@@ -375,7 +377,7 @@ def test_trials_of_three_and_four_tell_of_larger_groups(kind: str) -> None:
         model, batch = Gpt(layers=8), torch.zeros(2, 16, dtype=torch.long)
     else:  # inputs of layers
         model, batch = deep_is_made()[0], DEEP
-    planner = Planner(model, (batch,), None, device="h100", loss=mean_loss if kind == "deep" else None)
+    planner = Planner(TrainingStep(model, (batch,), device="h100", loss=mean_loss if kind == "deep" else None))
     captured = planner._captured
     with captured.running():
         for region in regions(("attention", "down") if kind == "gpt" else ()):
@@ -390,7 +392,7 @@ def test_trials_of_three_and_four_tell_of_larger_groups(kind: str) -> None:
 def test_layers_that_do_not_hand_on_are_not_grouped() -> None:
     """Where something lies between layers, a group would not free the inputs inside it, so none is offered."""
     model = InTurn((Residual(16, dropout=0.1) for _ in range(6)), residual=True)
-    planner = Planner(model, (torch.randn(64, 16),), None, device="h100", loss=mean_loss)
+    planner = Planner(TrainingStep(model, (torch.randn(64, 16),), device="h100", loss=mean_loss))
     assert {option.span for kind in planner.costs.kinds.values() for option in kind.options} == {1}
 
 
@@ -406,7 +408,7 @@ def test_a_part_is_recomputed_with_its_norm(gpt: Planner) -> None:
 def test_the_turn_is_what_lives_before_backward(gpt: Planner) -> None:
     """An optimizer, whose step is simulated after backward, does not change what is said of the turn but its state."""
     model, args = made("gpt")
-    with_adam = Planner(model, args, None, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss).costs
+    with_adam = Planner(TrainingStep(model, args, optimizer=torch.optim.AdamW, device="h100", loss=mean_loss)).costs
     elements = sum(p.numel() for p in model.parameters())
     steps = len(list(model.parameters()))
     assert with_adam.turn_bytes - gpt.costs.turn_bytes == 4 * (2 * elements + steps)

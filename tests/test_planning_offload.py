@@ -14,11 +14,12 @@ from torch import nn
 from test_planning import DEEP, deep_is_made, step
 from torch_recompute import OnHost, Plan, Profile, apply, measure, solve
 from torch_recompute.memory.loop import Loop
-from torch_recompute.plan.cost import Host
+from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
 from torch_recompute.stores import Bandwidth
 from torch_recompute.stores.transfers import Depot, Direct
+from torch_recompute.training_step import TrainingStep
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
@@ -69,14 +70,10 @@ class Away(OnHost):
 @functools.cache
 def planner(**options: Any) -> Planner:
     model, _ = deep_is_made()
-    return Planner(
-        model,
-        (X,),
-        None,
-        loss=lambda y: y.square().mean(),
-        loop=Loop(hold_output=False),
-        **{"device": "h100", **options},
-    )
+    loss, loop = (lambda y: y.square().mean()), Loop(hold_output=False)
+    offload = options.pop("offload", False)
+    step = TrainingStep(model, (X,), loss=loss, loop=loop, **{"device": "h100", **options})
+    return Planner(step, offload=offload)
 
 
 def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan) -> None:

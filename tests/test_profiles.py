@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torch_recompute import ArgumentError, Choice, Plan, Profile, solve
-from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, peak
+from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment, peak
 
 MIB = 2**20
 

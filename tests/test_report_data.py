@@ -12,6 +12,7 @@ from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, SizeClass, make_plan, simulate
 from torch_recompute.commands.report_data import LAYERS, Clock, Reported, collect, in_force, sampled
 from torch_recompute.simulation import Moment
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 PHASES = {"forward", "loss", "backward", "replay", "optimizer"}
@@ -112,7 +113,7 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     """Where a budget's plan sends inputs to host memory, its step has the promised peak and the planner's own rows."""
     model, args = deep_is_made()[0], (torch.ones(512, 16),)
     plan = make_plan(model, args, budget=0.02, offload=True, device="h100", loss=mean_loss)
-    found = collect(plan, [], Clock(model, args, None, device="h100", loss=mean_loss))
+    found = collect(plan, [], Clock(TrainingStep(model, args, device="h100", loss=mean_loss)))
     step = named(found, "the plan")
     assert plan.prediction is not None
     assert step["peak_bytes"] == plan.prediction.peak_bytes
@@ -120,7 +121,7 @@ def test_a_plan_with_host_memory_is_the_one_that_was_promised() -> None:
     assert sum(row["count"] * row["host_bytes"] for row in step["placements"]) == step["host_bytes"]
     assert not found.data["notes"]
     slow = replace(plan, prediction=replace(plan.prediction, step_seconds=0.25))
-    (note,) = collect(slow, [], Clock(model, args, None, device="h100", loss=mean_loss)).data["notes"]
+    (note,) = collect(slow, [], Clock(TrainingStep(model, args, device="h100", loss=mean_loss))).data["notes"]
     assert "250.00 ms, in which copies to and from host memory are waited for" in note
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch_recompute import Plan, doctor, make_plan, simulate
 from torch_recompute.commands import cli
 from torch_recompute.commands.report_data import Clock, collect
+from torch_recompute.training_step import TrainingStep
 
 
 class Step(NamedTuple):
@@ -51,7 +52,7 @@ def test_plan_simulation_report_and_doctor_agree(name: str, budget: float) -> No
     promise = plan.prediction
     assert promise is not None
     plain, planned = (simulate(model, batch, plan=one, **how) for one in (Plan(), plan))
-    clock = Clock(model, (batch,), {}, loss=loss, optimizer=torch.optim.AdamW, device="h100")
+    clock = Clock(TrainingStep(model, (batch,), {}, loss=loss, optimizer=torch.optim.AdamW, device="h100"))
     data = collect(plan, clock.frontier(plan, 3), clock).data
     chosen, without = (data["steps"][data[which]] for which in ("chosen", "plain"))
     found = doctor.examine(model, batch, plan=plan, budget=1, device="h100", run=False, **how)

@@ -13,7 +13,7 @@ from models import Made
 from test_zoo import plans
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
 from torch_recompute.memory import CATEGORIES
-from torch_recompute.simulation.step import _Step
+from torch_recompute.simulation.step import _with_index
 from zoo import ZOO, build, mean_loss, scalar_loss
 
 # Which tokens go to which expert depends on the values of weights; a simulation sends them evenly.
@@ -283,7 +283,7 @@ def test_a_second_plan_is_refused() -> None:
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 18: ranks that simulate for "cuda" do not all open a context on the first device."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    assert _Step(torch.device("cuda"), None, None, "")._device == torch.device("cuda", 3)
+    assert _with_index(torch.device("cuda")) == torch.device("cuda", 3)
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks:UserWarning")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from costs import choices, figures, some_costs, stack, taken
 from torch_recompute import Choice, errors
 from torch_recompute.plan import solve
-from torch_recompute.plan.bound import bound
-from torch_recompute.plan.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
-from torch_recompute.plan.solve import choose, frontier, smallest
+from torch_recompute.planner.bound import bound
+from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
+from torch_recompute.planner.solve import choose, frontier, smallest
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,14 +118,6 @@ def test_groups_of_layers_are_chosen_where_only_they_fit() -> None:
         solution = choose(costs, budget)
         assert sum(option == two for option in solution.options) == 2 * groups
         assert solution.seconds == 100 + groups / 2
-
-
-@pytest.mark.parametrize("name", ["labels", "blocks", "highs"])
-def test_former_names_of_the_solver_warn(name: str) -> None:
-    """Names of earlier versions give the same answer, and say what to write."""
-    costs = stack(4)
-    with pytest.warns(DeprecationWarning, match='"auto" now'):
-        assert choose(costs, 2**40, name) == choose(costs, 2**40)
 
 
 def test_ties_go_to_fewer_flops_then_a_smaller_peak_then_the_simpler_option() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from distributed.staged import Net, planner, plans_for
 from torch_recompute import ArgumentError, BudgetError, StagePlans, Stages, apply, make_plan
-from torch_recompute.plan.cost import Costs, Kind, Option, Segment
+from torch_recompute.planner.cost import Costs, Kind, Option, Segment
 from torch_recompute.planner.known import Known
 from torch_recompute.planner.layout import Layout
 from torch_recompute.planner.pipeline import PipelinePlanner, plan_stages
@@ -22,6 +22,7 @@ from torch_recompute.planner.rank_memory import RankMemory, StageBytes
 from torch_recompute.planner.schedules import one_f_one_b, schedule_steps
 from torch_recompute.planner.stage_runs import StageRun, StageRunner
 from torch_recompute.simulation import Moment
+from torch_recompute.training_step import TrainingStep
 from zoo import mean_loss
 
 PATHS = [f"layers.{i}" for i in range(8)]
@@ -127,10 +128,10 @@ def test_a_schedule_of_torch_says_the_same_as_its_name(plans: StagePlans) -> Non
 
     stage = SimpleNamespace(num_stages=4, group_size=4, group_rank=0, stage_index=0)
     schedule = Schedule1F1B(stage, 4)  # type: ignore[arg-type]
-    again = plan_stages(planner(), schedule, "0.7 MiB", "auto", torch.optim.AdamW)
+    again = plan_stages(planner().step, schedule, "0.7 MiB")
     assert again.digest() == plans.digest()
     split = Stages(schedule, split=(1, 1, 1, 5))
-    other = plan_stages(planner(), split, "10 MiB", "auto", torch.optim.AdamW)
+    other = plan_stages(planner().step, split, "10 MiB")
     assert [len(stage.layers) for stage in other.stages] == [1, 1, 1, 5]
 
 
@@ -150,7 +151,7 @@ def test_an_optimizer_of_a_stage_takes_what_one_of_a_model_takes() -> None:
     """For a CUDA device it goes over lists of parameters, which keeps something for all of them at once."""
     with torch.device("meta"):
         model, batch = Net(), torch.empty(1, 64, dtype=torch.long)
-    whole = Planner(model, (batch,), None, loss=mean_loss, optimizer=torch.optim.AdamW, device="h100")
+    whole = Planner(TrainingStep(model, (batch,), loss=mean_loss, optimizer=torch.optim.AdamW, device="h100"))
     moments = [moment.live_bytes for moment in whole.plain.timeline if moment.phase == "optimizer"]
     names = [name for name, _ in model.named_parameters()]
     (_, more), _ = StageRunner(whole, [(0, len(whole.paths))], release=False).optimizer(torch.optim.AdamW, names)

@@ -326,11 +326,3 @@ def test_planned_where_something_looks() -> None:
         warnings.simplefilter("error")
         found, _ = step(net, plan)
     assert same(plain, found)
-
-
-def test_the_former_name_warns() -> None:
-    """`unread` is understood as an argument and in a plan, and says what to write now."""
-    with pytest.warns(DeprecationWarning, match="values_unused"):
-        no_recompute(torch.sin, unread=True)
-    with pytest.warns(DeprecationWarning, match="@values_unused"):
-        assert Choice(("0",), keep=("mlp.2@unread",)) == Choice(("0",), keep=("mlp.2@values_unused",))

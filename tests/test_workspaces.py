@@ -21,6 +21,7 @@ from test_blocks import alive
 from test_zoo import plans
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
 from torch_recompute._torch.devices import cpu_bytes_between
+from torch_recompute.devices import Where
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.loop import Loop
 from torch_recompute.memory.workspaces import (
@@ -33,6 +34,7 @@ from torch_recompute.memory.workspaces import (
 )
 from torch_recompute.planner.planner import Planner
 from torch_recompute.simulation import simulate_step
+from torch_recompute.training_step import TrainingStep
 from zoo import build, mean_loss, scalar_loss
 
 aten: Any = torch.ops.aten
@@ -263,7 +265,7 @@ def test_a_planned_convolutional_network_is_within_its_budget() -> None:
     model, batch = build_big("convnext", 6, 32, 256, 2)
     plain = peak_of_step(model, batch, lambda: model(batch).backward())
     model.zero_grad()
-    planner = Planner(model, (batch,), None, device="h100", loss=mean_loss, loop=Loop(hold_output=False))
+    planner = Planner(TrainingStep(model, (batch,), device="h100", loss=mean_loss, loop=Loop(hold_output=False)))
     with pytest.raises(BudgetError) as caught:
         planner.plan(plain // 2)
     least = caught.value.smallest
@@ -325,7 +327,7 @@ def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch, asked: list[
     model, x = convolutions(), torch.randn(2, 3, 16, 16)
     with torch.device("meta"):
         empty = convolutions()
-    named = simulate_step(empty, (x,), composed="cuda", loss=mean_loss)
+    named = simulate_step(TrainingStep(empty, (x,), loss=mean_loss, device=Where(target="cuda")))
     assert not asked
     monkeypatch.setattr(workspaces, "host_memory", lambda: (1, 2000))
     crowded = simulate(model, (x,), loss=mean_loss)
@@ -482,14 +484,14 @@ class Attending(nn.Module):
 def test_a_step_for_a_gpu_counts_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 13: the promised peak has attention's, in its backward, and cuBLAS's, which no forward keeps."""
     x = torch.randn(2, 128, 64, dtype=torch.bfloat16)
-    counted = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 8.0")
+    counted = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
     monkeypatch.setattr("torch_recompute.simulation.fake_mode.attention_on_cuda", lambda *_: 0)
-    without = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 8.0")
+    without = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 8.0")))
     assert counted.peak_bytes - without.peak_bytes == 4 * 2 * 2 * 128 * (32 + 1)
     assert counted.saved_bytes < kept_by_cublas((8, 0)) < without.peak_bytes
     assert sum(counted.by_category.values()) == counted.peak_bytes
     assert sum(counted.activations_by_use.values()) == counted.by_category["activations"]
-    on_hopper = simulate_step(Attending(), (x,), loss=mean_loss, composed="cuda 9.0")
+    on_hopper = simulate_step(TrainingStep(Attending(), (x,), loss=mean_loss, device=Where(target="cuda 9.0")))
     assert on_hopper.live_bytes - counted.live_bytes == kept_by_cublas((9, 0)) - kept_by_cublas((8, 0))
 
 

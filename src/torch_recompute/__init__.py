@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from .plan import Applied, Choice, Plan, SizeClass, apply
     from .plan.config import RecomputeConfig
     from .plan.plan import Prediction
-    from .plan.profile import Profile
-    from .plan.solve import solve
     from .plan.stages import StagePlan, StagePlans, Stages
-    from .planner import auto, make_plan, profile, simulate
+    from .plan.units import register
+    from .planner.profile import Profile
+    from .planner.solve import solve
+    from .planning import auto, make_plan, profile, simulate
     from .simulation import Simulation
 else:  # imported when they are first asked for
     from importlib import import_module
@@ -52,10 +53,11 @@ else:  # imported when they are first asked for
         "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply"),
         "plan.config": ("RecomputeConfig",),
         "plan.plan": ("Prediction",),
-        "plan.profile": ("Profile",),
-        "plan.solve": ("solve",),
+        "planner.profile": ("Profile",),
+        "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
-        "planner": ("auto", "make_plan", "profile", "simulate"),
+        "plan.units": ("register",),
+        "planning": ("auto", "make_plan", "profile", "simulate"),
         "simulation": ("Simulation",),
         "doctor.verify": ("Verification", "verify"),
         "doctor": (),
@@ -122,6 +124,7 @@ __all__ = [
     "measure",
     "no_recompute",
     "recompute",
+    "register",
     "replay",
     "save_for_recompute",
     "saved_activations",

@@ -317,7 +317,6 @@ def no_recompute(
     name: str | None = None,
     store: Store | None = None,
     values_unused: bool = False,
-    unread: bool | None = None,
 ) -> Callable[P, R]:
     """Wraps a call whose work is not repeated when the region around it is recomputed.
 
@@ -338,7 +337,6 @@ def no_recompute(
             with a product whose output goes through dropout and out of the region. Then the output is not kept, and
             the replay goes on with a shape-only tensor. Where it does meet something that needs values, the call is
             repeated after all, in a second replay, with a warning.
-        unread: The former name of `values_unused`; it warns.
 
     Returns:
         A callable with `fn`'s signature.
@@ -352,9 +350,6 @@ def no_recompute(
     """
     if not callable(fn):
         raise errors.ArgumentError(errors.not_callable("no_recompute", fn))
-    if unread is not None:
-        warnings.warn("no_recompute(unread=...) is values_unused=... now.", DeprecationWarning, stacklevel=2)
-        values_unused = unread
     store = _checked_store("store", store)
     label = name or name_of(fn)
 

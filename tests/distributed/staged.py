@@ -17,6 +17,7 @@ from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
 from torch_recompute.planner.pipeline import plan_stages
 from torch_recompute.planner.planner import Planner
+from torch_recompute.training_step import TrainingStep
 
 WIDTH, LAYERS, ROWS, MICROBATCHES, CLASSES = 32, 8, 64, 4, 16
 
@@ -51,13 +52,13 @@ def planner(of: int = LAYERS) -> Planner:
     """What is known of the whole model, which has weights: on meta it would be planned as it runs on a GPU."""
     whole, batch = Net(range(of), of=of), torch.zeros(1, ROWS, dtype=torch.long)
     loss = partial(loss_of, target=TARGET)
-    return Planner(whole, (batch,), None, loss=loss, optimizer=torch.optim.AdamW, device="h100")
+    return Planner(TrainingStep(whole, (batch,), loss=loss, optimizer=torch.optim.AdamW, device="h100"))
 
 
 def plans_for(schedule: str, budget: Any, ranks: int = 2, chunks: int = 2, of: int = LAYERS) -> StagePlans:
     """The plans for a schedule."""
     stages = Stages(schedule, ranks, MICROBATCHES, 1 if schedule in ONE else chunks)
-    return plan_stages(planner(of), stages, budget, "auto", torch.optim.AdamW)
+    return plan_stages(planner(of).step, stages, budget)
 
 
 def in_one_process(whole: Net, ids: torch.Tensor, order: Iterable[int]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch_recompute import Plan
 from torch_recompute.errors import BudgetError
 from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.planner import Planner
+from torch_recompute.training_step import TrainingStep
 
 from .config import PRICES, Config
 from .measuring import Seen, Step, clock, difference, ratio
@@ -110,7 +111,9 @@ def run(config: Config, progress: Callable[[str], None] | None = None) -> Result
                 raise
             failures.append(Failure(way.title, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         tick(way.title)
-    planner = Planner(work.model, (work.batch,), None, device=PRICES[config.price], loop=Loop(hold_output=False))
+    planner = Planner(
+        TrainingStep(work.model, (work.batch,), device=PRICES[config.price], loop=Loop(hold_output=False))
+    )
     ours: list[int] = []
     for share in SHARES:
         ours.append(work.add_plan(OURS, f"{share:.0%}", planner.plan(share)))

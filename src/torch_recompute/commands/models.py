@@ -31,13 +31,13 @@ from torch import nn
 
 from .. import _torch, errors
 from ..arguments import ExampleCall, call_of
+from ..devices import DEVICES
 from ..memory.loop import COMMON, Loop
 from ..plan.plan import Plan
-from ..plan.profile import Profile
-from ..plan.solve import frontier, planned
-from ..planner.planner import Loss, Planner
-from ..planner.prices import DEVICES
-from ..simulation.step import OPTIMIZERS, USUAL, optimizer_of
+from ..planner.planner import Planner
+from ..planner.profile import Profile
+from ..planner.solve import frontier, planned
+from ..training_step import OPTIMIZERS, USUAL, Loss, TrainingStep, optimizer_of
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PRESETS: Mapping[str, dict[str, Any]] = json.loads((files(__package__ or "") / "presets.json").read_text("utf-8"))
@@ -399,9 +399,14 @@ class Step:
         """The arguments that say more of the step than its call to `make_plan` and its like."""
         return {"optimizer": OPTIMIZERS[self.optimizer], "device": self.device, "loss": self.loss}
 
+    @property
+    def training_step(self) -> TrainingStep:
+        """The step as the library is asked about it."""
+        return TrainingStep(self.model, *self.call, self.loss, OPTIMIZERS[self.optimizer], self.device, self.loop)
+
     def planner(self) -> Planner:
-        """Knows what the step costs."""
-        return Planner(self.model, *self.call, loop=self.loop, offload=self.offload, **self.how)
+        """Returns the planner of the step."""
+        return Planner(self.training_step, offload=self.offload)
 
     def __str__(self) -> str:
         data = self.as_data()

@@ -21,10 +21,10 @@ from .. import errors
 from .._text import explained, table
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
-from ..plan.profile import Profile
 from ..planner.layout import Layout, LayoutPlanner, RankPlan, step_seconds
 from ..planner.planner import Planner
-from ..simulation.step import OPTIMIZERS, optimizer_of
+from ..planner.profile import Profile
+from ..training_step import OPTIMIZERS, optimizer_of
 from .models import (
     DTYPES,
     Step,

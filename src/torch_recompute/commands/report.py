@@ -16,6 +16,7 @@ import argparse
 import html
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -25,11 +26,10 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..arguments import Batch, call_of
+from ..arguments import Batch
+from ..devices import DEVICES
 from ..plan.plan import Plan
-from ..planner.planner import Loss, MakeOptimizer
-from ..planner.prices import DEVICES
-from ..simulation.step import OPTIMIZERS, optimizer_of
+from ..training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
 from . import models
 from . import output as out
 from .models import DTYPES, POINTS, STEP_WORDS, Step
@@ -104,10 +104,7 @@ def report(
         ArgumentError: The plan does not fit the model, or see `simulate` and `make_plan`.
     """
     _check_points(points)
-    call = call_of("report", model, args, kwargs, a_module=True)
-    make = optimizer_of("report", optimizer, model)
-    step: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "loop": plan.loop}
-    clock = Clock(model, *call, **step)
+    clock = Clock(TrainingStep.of("report", model, args, kwargs, loss, optimizer, device, plan.loop))
     return render(_document(collect(plan, clock.frontier(plan, points), clock, title=title)))
 
 
@@ -160,7 +157,7 @@ def command(args: argparse.Namespace) -> int:
     described = _step(args)
     with output.at_work(f"building {described.model}"):
         step = Step.of(described)
-    clock = Clock(step.model, *step.call, **step.how, loop=plan.loop)
+    clock = Clock(replace(step.training_step, loop=plan.loop))
     with models.autocasting(
         step.model, plan.prediction.loop.autocast if plan.prediction and plan.prediction.loop else None
     ):

@@ -17,12 +17,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from .._text import grouped, starred
+from ..devices import Roofline
 from ..memory import Block
-from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
 from ..plan.apply import apply
 from ..plan.choice import Choice, stored_in
@@ -31,9 +30,10 @@ from ..plan.roles import inside
 from ..plan.sizes import Sizes, parameters, size_of
 from ..planner.hosts import stores_for
 from ..planner.ops import Op, op_of
-from ..planner.planner import Loss, MakeOptimizer, Planner
-from ..planner.prices import Measured, Roofline, prices_for, where
+from ..planner.planner import Planner
+from ..planner.prices import Measured, prices_for
 from ..simulation import Moment, Simulation, simulate_step
+from ..training_step import TrainingStep
 from .models import POINTS, curve
 
 SAMPLES = 600
@@ -82,55 +82,36 @@ class Timed:
 
 
 class Clock:
-    """Simulates steps of one model with different plans, and times them; the arguments are those of `report`.
+    """Simulates a step with different plans, and times it.
 
-    `device` is what the device is called; it is known after the first step.
+    `device` is what the device is called; it is known after the first simulation.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        *,
-        loss: Loss = None,
-        optimizer: MakeOptimizer = None,
-        device: torch.device | str | None = None,
-        loop: Loop = COMMON,
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs or {}
-        self._asked = device
-        self._how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop}
-        place = where(device, model)
-        self._price: Roofline | Measured | None = place.roofline
+    def __init__(self, step: TrainingStep) -> None:
+        self.step = step
+        self._price: Roofline | Measured | None = step.where.roofline
         self.device = ""
-        self._step: dict[str, Any] = {**self._how, **place.step}
 
     def frontier(self, plan: Plan, points: int = POINTS) -> list[Plan]:
         """The plans along the curve of budget against seconds that one is compared with."""
         if not points:
             return []
-        profile = Planner(self.model, self.args, self.kwargs, device=self._asked, **self._how).profile
+        profile = Planner(self.step).profile
         return [one for one in curve(profile, points) if one.choices and one.choices != plan.choices]
 
     def timed(self, plan: Plan) -> Timed:
         """The step with a plan."""
         ran: list[Op | None] = []
         held: list[int] = []
-        stores = stores_for(plan, self.model, self._asked)
+        stores = stores_for(plan, self.step)
 
         def watch(_: str, operation: Operation) -> None:
             ran.append(op_of(operation))
             held.append(sum(store.host_bytes for store in stores.values()))
 
-        simulation = simulate_step(
-            *(self.model, self.args, self.kwargs),
-            prepare=lambda copy: apply(copy, plan, stores=stores),
-            watch=watch,
-            **self._step,
-        )
+        simulation = simulate_step(self.step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch)
         if self._price is None:
-            self._price = prices_for(self.model, simulation.device)
+            self._price = prices_for(self.step.model, simulation.device)
         self.device = self._price.name
         return Timed(simulation, ran, held if stores else [], self._price)
 
@@ -168,7 +149,7 @@ def collect(
     simulation = steps[chosen][2].simulation
     return Reported(
         {
-            "title": title or type(clock.model).__name__,
+            "title": title or type(clock.step.model).__name__,
             "source": plan.source,
             "device": clock.device,
             "layers": list(LAYERS),
@@ -210,7 +191,7 @@ def _notes(simulation: Simulation, step: dict[str, Any]) -> list[str]:
 
 def _promise(plan: Plan, step: Timed, plain: Timed, clock: Clock) -> dict[str, Any]:
     """The placements of a plan, and its promise."""
-    choices, prediction = in_force(plan, clock.model, clock.args, clock.kwargs)
+    choices, prediction = in_force(plan, clock.step.model, *clock.step.call)
     lines = placements(choices, prediction, step, plain)
     said = ("budget", "budget_bytes", "peak_bytes", "step_seconds", "device")
     return {

@@ -20,8 +20,8 @@ from .. import errors
 from ..doctor.verify import Verification
 from ..doctor.verify import verify as compare
 from ..memory.free import free_bytes
-from ..planner import simulate
-from ..simulation.step import any_loss
+from ..planning import simulate
+from ..training_step import any_loss
 from .models import DTYPES, add_model_options, load, load_with_batch, random_batch
 from .output import FAILED, OK, Output, add_options, document, new_command, read_plan
 

@@ -2,10 +2,10 @@
 
 The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
 saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
-with a price for a saved byte, the cheapest set of operations to run again is a minimum cut (`plan/bound.py`), and each
-price gives one; between the cheapest and the smallest are those that save some of what the smallest runs again. What a
-way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`). From there on it is the
-problem of any other plan, and `plan/solve.py` chooses a way for each segment.
+with a price for a saved byte, the cheapest set of operations to run again is a minimum cut (`planner/bound.py`), and
+each price gives one; between the cheapest and the smallest are those that save some of what the smallest runs again.
+What a way saves, and what lives in its backward, is counted in the whole graph (`Joint.simulate`). From there on it is
+the problem of any other plan, and `planner/solve.py` chooses a way for each segment.
 
 Segments that are the same except for their weights share their ways, so many layers take little longer than one. Where
 none are, the graph is one layer: nothing of others can live at once with what it runs again, and the values between its
@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..plan.bound import selection
 from ..plan.choice import Choice
-from ..plan.cost import Costs, Graph, Kind, Node, Option, Segment
-from ..plan.solve import choose, smallest
+from ..planner.bound import selection
+from ..planner.cost import Costs, Graph, Kind, Node, Option, Segment
+from ..planner.solve import choose, smallest
 from .joint import Joint, Lives
 
 SMALL = 0.002  # of the largest value: what may cross a cut besides the one

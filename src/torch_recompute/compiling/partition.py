@@ -4,8 +4,10 @@ Inductor hands the joint graph of forward and backward to `options={"custom_part
 what to save; the answer is written onto the nodes as tags, and torch's own partitioner splits the graph by them. What
 that finds besides (something smaller to save, a saved value that nothing reads) only makes less of it.
 
-`Chooser` counts in the graph. What the compiled graph allocates is counted again in the code that inductor writes for
-the two halves (`schedule.py`), and where that is more than the budget, or much less, another choice is made.
+`Chooser` counts in the graph, which says what is computed. Inductor decides in which order, which operations share a
+kernel and a buffer, and when a buffer is freed. So its code for the two halves is run on tensors without data, with
+allocation tracking on (`peak_of`), and where that is more than the budget, or much less, another choice is made. No
+kernel is compiled for it: that is most of a compiler's time.
 
 A graph that comes from AOTAutograd's cache is not partitioned again: the key has the budget, so it is the same answer,
 but there are no figures of it here.
@@ -19,19 +21,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .. import errors
 from .._text import counted, table
-from .._torch.inductor import in_order
-from .._torch.partitioning import CustomPartitionerFn, split, tag
+from .._torch.fakes import FakeTensorMode
+from .._torch.inductor import generated, in_order, no_modes
+from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, split, tag
 from ..plan.apply import apply
-from ..plan.budget import Budget, read_budget
+from ..plan.budget import Budget, bytes_meant, read_budget
 from ..plan.plan import Plan
-from ..plan.solve import bytes_meant
+from ..simulation.fake_mode import FakeMode
+from ..simulation.recording import SimulatedMeasurement
 from .choosing import Attempt, Chooser, Chosen, approach
 from .joint import Joint
-from .schedule import peak_of
 
 VERSION = 4  # of the choice, in the key of the cache
 TRIES = 3  # choices whose code is generated
@@ -232,6 +235,48 @@ class Partition(CustomPartitionerFn):
             ends = map(errors.size, (one.plain_peak_bytes, one.least_bytes))
             rows.append([str(number), *peaks, f"{one.replay_flops / 1e9:.3f} GFLOP", *ends, one.counted])
         return "\n".join(table(rows))
+
+
+def peak_of(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> int:
+    """The most bytes alive at any time of a forward and its backward, besides what they are given.
+
+    Args:
+        forward: The graph of the forward.
+        backward: That of the backward.
+        outputs: How many of the forward's outputs its caller sees, and holds until backward has ended.
+
+    Raises:
+        Exception: Inductor cannot generate code for this device on this machine, or code of another kind.
+    """
+    compiled = generated(forward, backward=False), generated(backward, backward=True)
+    fakes = FakeTensorMode()
+    with no_modes():
+        given = {node.name: _like(node, fakes) for node in forward.graph.find_nodes(op="placeholder")}
+        device = next(
+            (x.device for x in given.values() if isinstance(x, torch.Tensor) and x.device.type != "cpu"), None
+        )
+        pretend = FakeMode(fakes, str)
+        memory = SimulatedMeasurement(device or torch.device("cpu"), pretend)
+        with pretend, memory:
+            made = [*compiled[0]([*given.values()])]
+            names = [node.name if isinstance(node, fx.Node) else "" for node in outputs_of(forward.graph)]
+            given.update(zip(names[outputs:], made[outputs:], strict=True))
+            del made[outputs:]
+            wanted = backward.graph.find_nodes(op="placeholder")
+            there = [given[node.name] if node.name in given else _like(node, fakes) for node in wanted]
+            given.clear()
+            compiled[1](there)
+        return memory.peak_bytes
+
+
+def _like(node: fx.Node, fakes: FakeTensorMode) -> Any:
+    """What a graph is given, on tensors without data."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return hint(value) if isinstance(value, torch.SymInt) else value
+    with fakes:
+        size, stride = (tuple(map(hint, counts)) for counts in (value.shape, value.stride()))
+        return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 
 
 def compile(model: nn.Module, plan: Plan, *, options: dict[str, Any] | None = None, **how: Any) -> Any:

@@ -27,8 +27,7 @@ from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
-from ..planner.planner import Loss, MakeOptimizer
-from ..simulation.step import loss_of, optimizer_of
+from ..training_step import Loss, MakeOptimizer, loss_of, optimizer_of
 from ..values import name_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for

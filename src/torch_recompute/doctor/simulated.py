@@ -37,15 +37,13 @@ from ..memory.operations import Operation
 from ..memory.retainers import Retainers
 from ..observer import Observer, observing, running
 from ..plan.apply import apply
-from ..plan.budget import Limit
+from ..plan.budget import Limit, bytes_meant
 from ..plan.plan import Plan
-from ..plan.solve import bytes_meant
 from ..planner.hosts import stores_for
 from ..planner.ops import op_of
-from ..planner.planner import Loss, MakeOptimizer, Planner
-from ..planner.prices import flops_of, where
+from ..planner.planner import Planner
 from ..simulation import Simulation, simulate_step
-from ..simulation.step import loss_of
+from ..training_step import Loss, MakeOptimizer, TrainingStep, loss_of, optimizer_of
 from ..values import thread
 
 
@@ -127,7 +125,7 @@ class Accounts(Observer):
     def operation(self, _: str, ran: Operation) -> None:
         """Called with each operation of the step."""
         run, op, func = thread.run, op_of(ran), ran.func
-        flops = 0 if op is None else flops_of(op)
+        flops = 0 if op is None else op.all_flops
         new = {id(storage): weakref.ref(storage) for _, storage in ran.made}
         self._made.update(new)
         for key in new:
@@ -249,18 +247,20 @@ class SimulatedSteps:
         optimizer: MakeOptimizer = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._call, self._plan, self._loop = (model, args, kwargs), plan or Plan(), loop
-        self._loss: Callable[[Any], torch.Tensor] = loss or loss_of
-        self._optimizer, self._device = optimizer, device
+        self._asked = TrainingStep(
+            model, args, kwargs, loss or loss_of, optimizer_of("doctor.examine", optimizer), device, loop
+        )
+        self._plan = plan or Plan()
         self.regions = Accounts()
         self.foreign = 0
         self._paths: dict[int, str] = {}
 
     def run(self) -> None:
         """Simulates the step with the plan and the one without."""
+        loss = self._asked.loss or loss_of
 
         def closing(output: Any) -> torch.Tensor:
-            value = self._loss(output)
+            value = loss(output)
             self.regions.close(value)
             return value
 
@@ -268,15 +268,16 @@ class SimulatedSteps:
             self.foreign += 1
             return as_region(original, self._called_by_path(function), *args, **options)
 
-        closing.__name__ = getattr(self._loss, "__name__", type(self._loss).__name__)
+        closing.__name__ = getattr(loss, "__name__", type(loss).__name__)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real step says the same, and means it
             self.plain = self.planned(Plan())
-            alone = replace(self._loop, accumulate=1, set_to_none=True)  # regions are counted in a step of one forward
+            # regions are counted in a step of one forward
+            alone = replace(self._asked.loop, accumulate=1, set_to_none=True)
             with observing(self.regions), _torch.checkpoints_run_by(counting):
                 self.step = self.planned(self._plan, loop=alone, loss=closing, watch=self.regions.operation)
-            if self._loop.keeps_gradients or self.foreign:
+            if self._asked.loop.keeps_gradients or self.foreign:
                 self.step = self.planned(self._plan)
 
     def _called_by_path(self, function: Any) -> Any:
@@ -304,24 +305,23 @@ class SimulatedSteps:
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients of all trainable parameters."""
-        return sum(p.numel() * p.element_size() for p in self._call[0].parameters() if p.requires_grad)
+        return sum(p.numel() * p.element_size() for p in self._asked.model.parameters() if p.requires_grad)
 
     def planned(self, plan: Plan, *, loop: Loop | None = None, loss: Any = None, watch: Any = None) -> Simulation:
         """The step with another plan."""
-        stores = stores_for(plan, self._call[0], self._device)
+        stores = stores_for(plan, self._asked)
 
         def prepare(copy: nn.Module) -> None:
             self._paths = {id(module): path for path, module in copy.named_modules()}
             if plan.all_choices:
                 apply(copy, plan, stores=stores)
 
-        how: dict[str, Any] = {"optimizer": self._optimizer, "loop": loop or self._loop}
-        how.update(where(self._device, self._call[0]).step)
-        return simulate_step(*self._call, prepare=prepare, watch=watch, loss=loss or self._loss, **how)
+        step = replace(self._asked, loop=loop or self._asked.loop, loss=loss or self._asked.loss)
+        return simulate_step(step, prepare=prepare, watch=watch)
 
     def released(self) -> Simulation:
         """The step in a loop that holds no output."""
-        return self.planned(self._plan, loop=replace(self._loop, hold_output=False))
+        return self.planned(self._plan, loop=replace(self._asked.loop, hold_output=False))
 
     def without(self, name: str) -> Simulation:
         """The step in which the regions of a name, numbers as `*`, are plain calls."""
@@ -330,8 +330,7 @@ class SimulatedSteps:
 
     @cached_property
     def _planner(self) -> Planner:
-        how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
-        return Planner(*self._call, loop=self._loop, **how)
+        return Planner(self._asked)
 
     def best(self, budget: int) -> Plan:
         """The plan that the planner makes for a number of bytes."""
@@ -340,15 +339,14 @@ class SimulatedSteps:
     def best_without(self, budget: int) -> Plan:
         """The same, for the model without the regions and checkpoints in its code."""
         with without_recomputation(regions="*"):
-            how: dict[str, Any] = {"loss": self._loss, "optimizer": self._optimizer, "device": self._device}
-            return Planner(*self._call, loop=self._loop, **how).plan(budget)
+            return Planner(self._asked).plan(budget)
 
     def bytes_meant(self, budget: int | float | str, *, simulated: bool) -> Limit:
         """What a budget comes to."""
-        plain, free, model = 0, None, self._call[0]
+        plain, free, model = 0, None, self._asked.model
         if simulated:
             plain = self.plain.peak_bytes
-            free = partial(free_bytes, model, self.step.device, self._optimizer, self._call[1:])
+            free = partial(free_bytes, model, self.step.device, self._asked.optimizer, self._asked.call)
         return bytes_meant(budget, lambda: self._planner.floor, plain, free)
 
 

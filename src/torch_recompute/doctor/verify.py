@@ -25,7 +25,7 @@ from .. import errors
 from .._text import at_work, counted, paragraph, shown
 from ..arguments import Batch, call_of
 from ..plan import Choice, Plan, apply
-from ..simulation.step import any_loss
+from ..training_step import any_loss
 from .evidence import KINDS, Difference, ModelCall, Noise, differences
 
 TRIALS = 8

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .. import errors
@@ -117,3 +118,33 @@ def _share(share: float, budget: object) -> Budget:
     if not 0 <= share < 1:
         raise errors.ArgumentError(errors.bad_budget(budget))
     return Budget(share=share, said=str(budget).strip())
+
+
+def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> Limit:
+    """The bytes that a budget means for one model, and the words for it.
+
+    Args:
+        budget: See `read_budget`.
+        least: Returns the smallest peak of any plan; called only for a share.
+        most: The peak without recomputation.
+        free: Returns what the device has for this step; None if there is no device.
+
+    Raises:
+        ArgumentError: The budget is invalid, or "fit" without a device.
+    """
+    meant = read_budget(budget)
+    if meant.bytes is not None:
+        return Limit(meant.bytes, meant.said)
+    if meant.share is not None:
+        bottom = least()
+        count = bottom + math.floor(meant.share * (most - bottom))
+        said = f"{meant.said} of {errors.brief(most - bottom)} of activations: {errors.brief(count)}"
+        return Limit(count, said)
+    if free is None:
+        raise errors.ArgumentError(
+            'budget="fit" means what the device has free, and a profile knows no device.\n'
+            '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as '
+            'budget="24GiB".'
+        )
+    count = free()
+    return Limit(count, f"{meant.said} ({errors.brief(count)} are free)")

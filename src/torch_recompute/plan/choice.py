@@ -12,7 +12,6 @@ nothing else in the package takes it apart.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,15 +59,6 @@ class Target(str):
         return self.partition("@")[2]
 
 
-def _present(word: str) -> Target:
-    """A word of `keep`, by its present name."""
-    target = Target(word)
-    if target.calls != "unread":
-        return target
-    warnings.warn(f"keep={word!r}: @unread is @{VALUES_UNUSED} now.", DeprecationWarning, stacklevel=4)
-    return Target.of(target.module, VALUES_UNUSED)
-
-
 def joined(path: str, below: str) -> str:
     """The path of a module below another."""
     return f"{path}.{below}".strip(".")
@@ -101,7 +91,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Target, self.paths)))
-        object.__setattr__(self, "keep", tuple(map(_present, self.keep)))
+        object.__setattr__(self, "keep", tuple(map(Target, self.keep)))
         if self.offload and not self.store:
             object.__setattr__(self, "store", "host")
 

@@ -457,8 +457,7 @@ def _whole_layers(config: RecomputeConfig, model: nn.Module) -> tuple[Choice, ..
             f"no layers were found in {type(model).__name__}. Looked for: a ModuleList, Sequential or ModuleDict of "
             "alike modules, each with at least two products (linear layers, convolutions, stacked experts) inside.\n"
             "  Say which class is a layer, before the plan is made:\n"
-            "      from torch_recompute.plan.units import register\n"
-            '      register("layer", MyLayer)\n'
+            '      torch_recompute.register("layer", MyLayer)\n'
             "  or name modules by their paths, as named_modules() gives them:\n"
             '      RecomputeConfig(recompute_granularity="selective", recompute_modules=["blocks.*"])'
         )

@@ -24,7 +24,6 @@ from ..memory import measurement
 from ..memory.ledger import CountedOnce
 from ..observer import Observer, always
 from .plan import Plan
-from .solve import solve
 
 _MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"
 
@@ -212,7 +211,7 @@ def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     if plan.profile is None:
         return [*lines, _make_one(target)]
     try:
-        leaner = solve(plan.profile, budget=max(1, target)).prediction
+        leaner = plan.profile.solve(budget=max(1, target)).prediction
     except errors.BudgetError as error:
         return [
             *lines,

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from .. import errors
 from .._text import counted, explained, listed, shown, table
 from ..memory.loop import COMMON, NOT_COUNTED, Loop
 from .choice import KINDS, Choice, Target
 from .labels import notes
-from .profile import MIB, VERSION, Profile, made, read
 
+VERSION = 1
+MIB = 2**20
+T = TypeVar("T")
 NOT_RECOMPUTED = "not recomputed"
 WORDS: Mapping[str, str] = {
     "at the peak": "the most bytes alive at one moment of the step, with the plan and without recomputation: "
@@ -244,6 +247,14 @@ class SizeClass:
         return "\n".join([head + self.prediction.summary(self.choices), *(f"  {line}" for line in lines)])
 
 
+class Costed(Protocol):
+    """Costs of a step that a plan was chosen from: a `Profile`."""
+
+    def solve(self, *, budget: int | float | str) -> Plan:
+        """Makes the plan for another budget."""
+        ...
+
+
 @shown
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -266,7 +277,7 @@ class Plan:
     prediction: Prediction | None = None
     modules: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     sizes: tuple[SizeClass, ...] = ()
-    profile: Profile | None = field(default=None, compare=False, repr=False)
+    profile: Costed | None = field(default=None, compare=False, repr=False)
     graph_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -442,3 +453,50 @@ def _plan(data: dict[str, Any]) -> Plan:
     """The plan in a JSON object, whose other keys are of the command that wrote it."""
     optional = {name: data[name] for name in _OPTIONAL if name in data}
     return made(Plan, {"choices": data["choices"], "source": data["source"], **optional})
+
+
+# --- from JSON ---
+
+
+def read(text: str, build: Callable[[dict[str, Any]], T], refuse: Callable[[str], str]) -> T:
+    """Reads a versioned JSON object.
+
+    Args:
+        text: The JSON.
+        build: Makes the result from the object, without its version.
+        refuse: Makes the text of an error from the reason.
+
+    Raises:
+        ArgumentError: The text is no JSON, of another version, or holds something else.
+    """
+    try:
+        data: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise errors.ArgumentError(refuse(f"no JSON: {error}")) from None
+    if not isinstance(data, dict) or data.pop("version", None) != VERSION:  # pyright: ignore[reportUnknownMemberType]
+        raise errors.ArgumentError(refuse(f"this version of the library reads version {VERSION}"))
+    try:
+        return build(data)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise errors.ArgumentError(refuse(f"a field is missing or unknown: {error}")) from None
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def made(kind: Any, value: Any) -> Any:
+    """Makes a value of an annotated type from what JSON holds: dataclasses from objects, tuples from lists."""
+    inner = get_args(kind)
+    if type(value) is kind:
+        return value
+    if dataclasses.is_dataclass(kind):
+        fields = _hints(kind)
+        return kind(**{name: made(fields[name], part) for name, part in value.items()})  # pyright: ignore[reportCallIssue]
+    if get_origin(kind) is tuple:
+        several = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(made(one, part) for one, part in zip(several, value, strict=True))
+    if get_origin(kind) is Mapping:
+        return {name: made(inner[1], part) for name, part in value.items()}
+    if type(None) in inner:
+        return None if value is None else made(inner[0], value)
+    return value

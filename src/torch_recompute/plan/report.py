@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from .._text import grouped, shown, starred, table
 from .choice import Choice, Target
 from .observe import Figures
-from .profile import MIB
+from .plan import MIB
 
 WORTH = 0.01
 

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from .. import errors
 from .._text import shown, table
-from .plan import Plan
-from .profile import VERSION, made, read
+from .plan import VERSION, Plan, made, read
 from .roles import inside
 
 

@@ -15,9 +15,8 @@ only these facts and finds roles (`roles.py`) by how they are nested, each step 
 Names are looked at only where shape does not tell (queries from keys): words of the field, never the name of a model.
 What structure cannot show, a user registers, and it comes before everything else:
 
-    from torch_recompute.plan.units import register
-    register("attention", MyAttention)
-    register("norm", "MyScale*")
+    torch_recompute.register("attention", MyAttention)
+    torch_recompute.register("norm", "MyScale*")
 
 Invariants: nothing runs, nothing is changed, no value of a parameter is read, and a weight that is computed when it is
 asked for (a parametrization, a property) is not asked for. What is not understood is left out, never guessed.

@@ -42,8 +42,8 @@ from ..memory.ledger import storages
 from ..memory.operations import Operation
 from ..plan.calls import ALL_PRODUCTS, decided, kind_of
 from ..plan.choice import DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
-from ..plan.cost import Graph, Node
 from ..plan.roles import inside, relative
+from .cost import Graph, Node
 from .ops import Op, logging
 from .prices import Overhead
 

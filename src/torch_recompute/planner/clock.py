@@ -35,9 +35,9 @@ from .. import _torch
 from ..memory.saved import generators_as_before
 from ..observer import Observer, Running, observing
 from ..plan.apply import apply
-from ..plan.cost import Costs, Kind, Option, Solution
 from ..plan.observe import Stamp, between, stamp
 from ..plan.plan import Plan
+from .cost import Costs, Kind, Option, Solution
 from .prices import now, on
 
 TIMES, MOST_TIMES = 3, 20

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from .. import _torch, errors
+from .. import errors
+from ..devices import DEVICES, Roofline
 from ..plan.budget import read_budget
 from ..plan.plan import Plan
 from ..stores import Bandwidth, OnHost, bandwidth
 from ..stores.transfers import Depot, Direct
-from .prices import DEVICES, Roofline, where
+from ..training_step import TrainingStep
 
 LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.items() if sheet.host is not None}
 
@@ -69,19 +69,14 @@ def limit_of(offload: object) -> int | None:
     return found
 
 
-def stores_for(plan: Plan, model: nn.Module, device: torch.device | str | Roofline | None) -> dict[str, HostApart]:
-    """The stores for a simulated step of a plan on a device, as for `make_plan`.
+def stores_for(plan: Plan, step: TrainingStep) -> dict[str, HostApart]:
+    """The stores for a step that is simulated under a plan.
 
     Where choices name host memory and the step runs on a device that is no part of it, that is a store apart from it.
     """
     if all(choice.store != "host" for choice in plan.all_choices):
         return {}
-    roofline, place, _ = where(device, model)
-    if roofline is None and place is None:
-        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        if place.type == "meta":
-            place = torch.device(_torch.accelerator() or "cpu")
-    return {} if place is not None and place.type in ("cpu", "meta") else {"host": HostApart()}
+    return {} if step.where.roofline is None and step.runs_on.type == "cpu" else {"host": HostApart()}
 
 
 def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float:

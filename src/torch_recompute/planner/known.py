@@ -40,13 +40,14 @@ from .._torch.modes import settings, split_settings
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..plan.plan import Plan
-from ..simulation.fake_mode import keeps_values
+from ..simulation.made_up import keeps_values
 from ..stores.measured import full_name
+from ..training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from ..plan.cost import Kind
     from ..simulation import Simulation
     from .clock import Clocked
+    from .cost import Kind
     from .ops import Op
 
 MOST = 8
@@ -228,32 +229,29 @@ CHANGED = {
 """What a plan in a file was made for, in words."""
 
 
-def made_for(model: nn.Module, call: Any, step: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides on a plan, in words that JSON holds and that are the same in another process.
+def made_for(step: TrainingStep, budget: object, offload: object) -> dict[str, Any]:
+    """Returns what decides on a plan, as text that JSON holds and that is the same in another process.
 
-    Args:
-        model: The model.
-        call: Its arguments.
-        step: The other arguments of `auto`, by name; those that are functions go by their code.
+    Functions go by their code.
     """
+    model, optimizer = step.model, step.optimizer
     tensors = [*model.named_parameters(), *model.named_buffers()]
     layout = [(name, str(t.dtype), list(t.shape), t.requires_grad) for name, t in tensors]
     modules = [(path, _name(type(module)), module.training) for path, module in model.named_modules()]
     kinds = {type(module) for module in model.modules()}
-    optimizer = step["optimizer"]
-    device = step["device"] or next((t.device for _, t in tensors), torch.device("cpu"))
+    device = step.device or next((t.device for _, t in tensors), torch.device("cpu"))
     given = _source(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):  # learning rates change, and nothing in memory with them
         given = {name: bool(value) for name, value in optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
     return {
         "model": _hash(modules, layout, getattr(getattr(model, "config", None), "to_dict", dict)()),
         "code": _hash(sorted(_source(base) for kind in kinds for base in kind.__mro__)),
-        "batch": _shapes(call),
-        "loss": _hash(_source(step["loss"])),
+        "batch": _shapes(step.call),
+        "loss": _hash(_source(step.loss)),
         "optimizer": [_name(optimizer if inspect.isroutine(optimizer) else type(optimizer)), str(given)],
-        "budget": str(step["budget"]),
-        "loop": step["loop"],
-        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), step["offload"]),
+        "budget": str(budget),
+        "loop": step.loop.words,
+        "settings": _hash(split_settings(settings())[0], torch.get_default_dtype(), offload),
         "device": full_name(device) if isinstance(device, torch.device) else f"{device}, torch {torch.__version__}",
     }
 

@@ -27,10 +27,9 @@ from torch import nn
 from .. import errors
 from ..memory.loop import Loop
 from ..plan.plan import Plan
-from ..simulation.step import any_loss
+from ..training_step import TrainingStep, any_loss
 from .pipeline import Budget, PipelinePlanner, RankPlanner, paths_of_layers
 from .planner import Planner
-from .prices import sent_bytes
 from .schedules import Pipeline, one_f_one_b, orders_named
 from .tensor_parallel import check_divides, rank_model
 
@@ -183,7 +182,8 @@ class LayoutPlanner:
         pipeline = layout.pipeline(len(layers))
         ids = torch.ones(layout.mbs, tokens, dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
-        self.planner = Planner(part, (), batch, loss=any_loss, device=device, loop=Loop(hold_output=False))
+        step = TrainingStep(part, (), batch, any_loss, device=device, loop=Loop(hold_output=False))
+        self.planner = Planner(step)
         assert paths_of_layers(self.planner) == layers
         make = partial(Sharded, replicas=layout.dp, word=optimizer)
         self.pipeline, self._optimizer = PipelinePlanner(self.planner, pipeline, make, megatron=True), optimizer
@@ -221,7 +221,7 @@ class LayoutPlanner:
         weights = [runner.model.get_parameter(name) for name in rank.parameters]
         weight_bytes, gradient_bytes = runner.bytes_of(weights), sum(one.gradient_bytes for one in tried.bytes.values())
         microbatch, update = rank.ran
-        links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := sent_bytes(op)) is not None]
+        links = [(sent, price(op) * n, n) for op, n in microbatch.items() if (sent := op.sent_bytes) is not None]
         updating = sum(price(op) * count for op, count in update.items())
         promise = plan.prediction
         assert promise is not None

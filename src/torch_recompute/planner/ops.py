@@ -16,7 +16,7 @@ import torch
 
 from .. import _torch
 from .._torch.fakes import device_of, is_operator, writes
-from .._torch.flops import flops
+from .._torch.flops import flops, fused_on_cpu
 from ..memory.operations import Operation, Operations
 
 
@@ -50,6 +50,39 @@ class Op:
     def bytes(self) -> int:
         """Bytes read and written."""
         return sum(meta.bytes for meta in metas((self.args, self.kwargs, self.results)))
+
+    @property
+    def all_flops(self) -> int:
+        """The FLOPs, those of the CPU's fused attention too, which PyTorch does not count.
+
+        A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
+        """
+        return self.flops or fused_on_cpu(self.func, self.args)
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for other operations.
+
+        In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an
+        all-reduce is one of each. The group's name ends with its size, as in "tensor-4"; one whose name does not is
+        taken to be large.
+        """
+        name = self.func.name().partition("::")
+        kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
+        if kind is None:
+            return None
+        times, side = kind
+        moved = max((meta.bytes for meta in metas(self.args if side == "in" else self.results)), default=0)
+        size = str(self.args[-1]).rpartition("-")[2]
+        return times * (moved - moved // int(size) if size.isdigit() else moved)
+
+
+_RINGS = {
+    "all_gather_into_tensor": (1, "out"),
+    "reduce_scatter_tensor": (1, "in"),
+    "all_reduce": (2, "in"),
+    "all_reduce_": (2, "in"),
+}
 
 
 def metas(value: object) -> Iterator[Meta]:

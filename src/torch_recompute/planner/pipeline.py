@@ -28,18 +28,19 @@ from typing import Any, cast
 import torch
 
 from .. import errors
-from ..plan.bound import bound
-from ..plan.budget import Limit, read_budget
+from ..plan.budget import Limit, bytes_meant, read_budget
 from ..plan.choice import joined
-from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative
-from ..plan.solve import bytes_meant, choices_of, choose, planned, smallest
 from ..plan.stages import StagePlan, StagePlans, Stages
+from ..training_step import TrainingStep
+from .bound import bound
+from .cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from .ops import Op
 from .planner import Planner, calibrate
 from .rank_memory import RankMemory, RankPeak, StageBytes
 from .schedules import FORWARD, INPUTS, WEIGHTS, Pipeline, Schedule, ScheduleStep, in_flight, schedule_steps
+from .solve import choices_of, choose, planned, smallest
 from .stage_runs import StageRun, StageRunner
 
 ROUNDS, BISECTIONS = 8, 10
@@ -78,11 +79,10 @@ class PipelinePlanner:
         planner: Planner,
         pipeline: Pipeline,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None,
-        solver: str = "auto",
         megatron: bool = False,
     ) -> None:
         self.planner, self.pipeline, self.optimizer = planner, pipeline, optimizer
-        self.solver, self.megatron = solver, megatron
+        self.megatron = megatron
         self.profile = planner.profile
         self._runs: dict[Any, StageRun] = planner.known.stages.setdefault((pipeline.bounds, megatron), {})
         described = [self._described(stage) for stage in range(len(pipeline.bounds))]
@@ -105,7 +105,7 @@ class PipelinePlanner:
 
     def _described(self, stage: int) -> tuple[object, ...]:
         """What decides on what a stage takes: its layers, and what the first one and the last one do besides."""
-        layers = [self.planner.model.get_submodule(segment.path) for segment in self.segments(stage)]
+        layers = [self.planner.step.model.get_submodule(segment.path) for segment in self.segments(stage)]
         held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
         end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None
         return [segment.kind for segment in self.segments(stage)], len(held), end
@@ -215,7 +215,7 @@ class RankPlanner:
         for _ in range(BISECTIONS):
             target = low if fits is None else (low + too_much) // 2
             try:
-                chosen = self._chosen(costs, step, choose(costs, target, self._of.solver))
+                chosen = self._chosen(costs, step, choose(costs, target))
             except errors.BudgetError:
                 break
             excess = self._estimated(tried, chosen, single) - room
@@ -348,7 +348,7 @@ class RankPlanner:
             modules = tuple(row for row in of.profile.modules if row[0] in paths)
             profile = replace(of.profile, costs=costs, plain_peak_bytes=self.plain.peak.bytes, modules=modules)
             options = tuple(for_all(option, times) for stage in stages for option in tried.chosen[stage])
-            plan = planned(profile, costs, Solution(options, 0, 0.0, of.solver), wanted, tried.peak.bytes)
+            plan = planned(profile, costs, Solution(options, 0, 0.0, "auto"), wanted, tried.peak.bytes)
             found.append(replace(plan, source=f"a budget of {wanted.said} on rank {self.number}"))
         promises = [plan.prediction for plan in found if plan.prediction is not None]
         whole: dict[str, Any] = {
@@ -395,10 +395,9 @@ def graph_held(graph: Graph, times: int) -> Graph:
     return replace(graph, nodes=nodes, input_bytes=graph.input_bytes * times, backward_bytes=0)
 
 
-def plan_stages(
-    planner: Planner, stages: Stages | Schedule, budget: Budget | Sequence[Budget], solver: str, optimizer: Any
-) -> StagePlans:
+def plan_stages(step: TrainingStep, stages: Stages | Schedule, budget: Budget | Sequence[Budget]) -> StagePlans:
     """The plans of all stages of a model; see `make_plan`. The budget is that of each rank, or one per rank."""
+    optimizer = step.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         raise errors.ArgumentError(
             f"optimizer is a {type(optimizer).__name__} of the whole model, but each rank of a pipeline has one of its "
@@ -406,12 +405,13 @@ def plan_stages(
             "  Pass what makes it: optimizer=torch.optim.AdamW, or a function from a list of parameters to an "
             "optimizer."
         )
+    planner = Planner(step)
     paths = paths_of_layers(planner)
     pipeline = Pipeline.of(stages, paths)
     budgets = _budgets(budget, len(pipeline.orders))
     held = in_flight(pipeline.orders)
     found: dict[int, StagePlan] = {}
-    for rank, one in zip(PipelinePlanner(planner, pipeline, optimizer, solver).ranks, budgets, strict=True):
+    for rank, one in zip(PipelinePlanner(planner, pipeline, optimizer).ranks, budgets, strict=True):
         tried, wanted = rank.fitted(one)
         alone = [[stage] for stage in rank.stages]
         plans = dict(zip(rank.stages, rank.planned(alone, tried, wanted, pipeline.microbatches), strict=True))

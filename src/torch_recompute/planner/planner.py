@@ -3,7 +3,7 @@
     profile    the step is simulated once without recomputation; each kind of segment is looked at alone
                (`candidates.py`) and tried under the choices worth it (`trials.py`); what else lives is taken from the
                simulation (`calibrate`)
-    solve      `plan/solve.py` chooses one option per segment, on plain data
+    solve      `planner/solve.py` chooses one option per segment, on plain data
     check      the plan that was chosen is simulated as a whole. If its peak is another than predicted, the costs are
                taken again from that simulation, which makes them exact where it matters now, and solved again
 
@@ -23,20 +23,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
-
-import torch
-from torch import nn
 
 from .. import errors
 from .._text import counted, doing
 from ..memory.free import free_bytes
-from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.budget import Limit, read_budget
+from ..plan.budget import Limit, bytes_meant, read_budget
 from ..plan.choice import Choice, joined
-from ..plan.cost import (
+from ..plan.plan import Plan
+from ..plan.roles import inside
+from ..plan.wrappers import described
+from ..simulation import Moment, Simulation, simulate_step
+from ..training_step import MakeOptimizer, TrainingStep, loss_of
+from .candidates import Guess, SegmentTrace, guesses, trace
+from .clock import Clocked, Scale, clock, obstacle
+from .cost import (
     Costs,
     Host,
     Kind,
@@ -49,95 +51,82 @@ from ..plan.cost import (
     kinds_for_all,
     simplicity,
 )
-from ..plan.plan import Plan
-from ..plan.profile import Profile
-from ..plan.roles import inside
-from ..plan.solve import bytes_meant, choices_of, choose, decides, frontier, planned, smallest, untied
-from ..plan.wrappers import described
-from ..simulation import Moment, Simulation, simulate_step
-from ..simulation.step import MakeOptimizer as MakeOptimizer
-from ..simulation.step import loss_of
-from .candidates import Guess, SegmentTrace, guesses, trace
-from .clock import Clocked, Scale, clock, obstacle
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
-from .prices import Measured, Overhead, Roofline, prices_for, where
+from .prices import Measured, Overhead, prices_for
+from .profile import Profile
 from .segments import CapturedCall, capture, group, regions, spans
+from .solve import choices_of, choose, decides, frontier, planned, smallest, untied
 from .trials import SegmentCall, Tried, attempt
 
 ROUNDS = 8
 TRIED = 20  # choices per kind of segment
 
-Loss = Callable[[Any], torch.Tensor] | None
 Checked = tuple[Solution, Simulation, Costs]  # a choice, the step with it, and costs that reproduce that step
 
 
 class Planner:
-    """A model, the step that it is trained with, and what is known of both.
+    """Costs of a training step, and plans for it.
 
-    The arguments are those of `profile`; `loop` is the training loop around the call, and `ran` gets the operations of
-    the step without recomputation and how often each ran (in one of the steps that are accumulated).
+    `offload` is that of `profile`; `ran` gets the operations of the step without recomputation and how often each ran
+    (in one of the steps that are accumulated).
 
     Attributes:
+        step: The step.
         plain: The step without recomputation, simulated.
         costs: Taken from that step.
         paths: The segments, in the order of their calls.
         price: Gives the seconds of an operation.
-        known: What is kept for the next planner of the same step.
+        known: Kept for the next planner of the same step.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        *,
-        loss: Loss = None,
-        optimizer: MakeOptimizer = None,
-        device: torch.device | str | Roofline | None = None,
-        offload: bool | int | str = False,
-        loop: Loop = COMMON,
-        ran: Counter[tuple[str, Op]] | None = None,
+        self, step: TrainingStep, *, offload: bool | int | str = False, ran: Counter[tuple[str, Op]] | None = None
     ) -> None:
-        self.model = model
-        self.call = args, kwargs or {}
-        place = where(device, model)
-        self.composed = place.composed
+        self.step = step
         limit = limit_of(offload) if offload is not False else None
-        self._step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
-        self.known = known(model, self.call, self._step, device, offload)
-        self.loss = loss or loss_of
+        self.known = known(vars(step), offload)
         self.plain = self._simulated(Plan())
         if ran is not None:
             ran.update(self.known.ran)
-        self.price = place.roofline or prices_for(model, self.plain.device)
+        roofline = step.where.roofline
+        self.price = roofline or prices_for(step.model, self.plain.device)
         self._host_seconds = self.price.overhead if isinstance(self.price, Measured) else Overhead()
-        self._link = link_of(place.roofline, self.plain.device) if offload is not False else None
+        self._link = link_of(roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
-        if self.known.segments is None:
-            captured = self._captured
-            self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
-        self.paths, self._kinds, self._routers, autocast = self.known.segments
+        self.paths, self._kinds, self._routers, autocast = self._segments()
         self._loop = replace(self.plain.loop, autocast=autocast)
-        self.known.ways = self.known.ways or kinds_for_all(self._tried(), loop.accumulate)
+        self.known.ways = self.known.ways or kinds_for_all(self._tried(), step.loop.accumulate)
         self._ways = self.known.ways
         plain = tuple(self._ways[kind].options[0] for kind in self._kinds)
         # Costs that are taken too high may not see that it fits.
         self._without = Solution(plain, self.plain.peak_bytes, 0.0, "no regions are needed")
-        prices = [(phase, self.price(op) * count) for (phase, op), count in self.known.ran.items()]
-        self._optimizer_seconds = sum(seconds for phase, seconds in prices if phase == "optimizer")
-        once = sum(seconds for _, seconds in prices) - self._optimizer_seconds
-        self.costs = self._calibrated(self.plain, plain, loop.accumulate * once + self._optimizer_seconds, None)
+        self._optimizer_seconds, seconds = self._step_seconds()
+        self.costs = self._calibrated(self.plain, plain, seconds, None)
         self._timing = ""
         if isinstance(self.price, Measured):
             self._timing = f"{self.price.timing}{self._host_seconds}"
             self.price.keep()
 
+    def _segments(self) -> tuple[list[str], list[str], tuple[str, ...], str]:
+        """The paths and kinds of the segments, the routers, and the dtype of autocast."""
+        if self.known.segments is None:
+            captured = self._captured
+            self.known.segments = captured.paths, captured.kinds, captured.routers, captured.autocast
+        return self.known.segments
+
+    def _step_seconds(self) -> tuple[float, float]:
+        """Seconds of the optimizer's step, and of all of the step without recomputation."""
+        prices = [(phase, self.price(op) * count) for (phase, op), count in self.known.ran.items()]
+        optimizer = sum(seconds for phase, seconds in prices if phase == "optimizer")
+        once = sum(seconds for _, seconds in prices) - optimizer
+        return optimizer, self.step.loop.accumulate * once + optimizer
+
     @cached_property
     def _captured(self) -> CapturedCall:
         """The calls of the segments."""
-        return capture(self.model, *self.call, self.plain.device, self.composed)
+        return capture(self.step, self.plain.device)
 
     @cached_property
     def profile(self) -> Profile:
@@ -148,11 +137,11 @@ class Planner:
     def _priced(self) -> Profile:
         """What is known, in prices of single operations."""
         return Profile(
-            type(self.model).__name__,
+            type(self.step.model).__name__,
             self.price.name,
             self.costs,
             self.plain.peak_bytes,
-            tuple((path, described(self.model.get_submodule(path))) for path in dict.fromkeys(self.paths)),
+            tuple((path, described(self.step.model.get_submodule(path))) for path in dict.fromkeys(self.paths)),
             self._routers,
             untied(self.costs),
             self.plain.advice,
@@ -162,16 +151,16 @@ class Planner:
             self.plain.uncounted,
         )
 
-    def plan(self, budget: object, solver: str = "auto") -> Plan:
+    def plan(self, budget: object) -> Plan:
         """The plan for a budget, checked by its own simulation."""
         exact = read_budget(budget).share == 0  # of which costs may know a little more or less than a simulation
         wanted = self._meant(budget, lambda: self.least[1].peak_bytes if exact else self.floor)
         if (wanted, wanted.said) in self.known.plans:
             return self.known.plans[wanted, wanted.said]
-        best = self._within(wanted, solver)
+        best = self._within(wanted)
         if best is None and read_budget(budget).share is not None:  # the floor was too low
             wanted = self._meant(budget, lambda: self.least[1].peak_bytes)
-            best = self._within(wanted, solver)
+            best = self._within(wanted)
         solution, simulation, costs = best or self.least
         fits = simulation.peak_bytes <= wanted
         profile, scale = self._clocked((solution, simulation, costs)) if fits else (self._priced, None)
@@ -186,13 +175,13 @@ class Planner:
         return plan
 
     def _meant(self, budget: object, floor: Callable[[], int]) -> Limit:
-        free = partial(free_bytes, self.model, self.plain.device, self._step["optimizer"], self.call)
+        free = partial(free_bytes, self.step.model, self.plain.device, self.step.optimizer, self.step.call)
         return bytes_meant(budget, floor, self.plain.peak_bytes, free)
 
-    def _within(self, wanted: Limit, solver: str) -> Checked | None:
+    def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
-        for found in self._checked(lambda costs: choose(costs, wanted, solver)) if best is None else ():
+        for found in self._checked(lambda costs: choose(costs, wanted)) if best is None else ():
             if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
                 best = found
         return best
@@ -204,8 +193,8 @@ class Planner:
 
     def peak_with(self, plan: Plan, optimizer: MakeOptimizer) -> int:
         """The peak of the step under a plan with another optimizer, simulated."""
-        step: dict[str, Any] = {**self._step, "optimizer": optimizer}
-        return simulate_step(self.model, *self.call, prepare=partial(apply, plan=plan), **step).peak_bytes
+        step = replace(self.step, optimizer=optimizer)
+        return simulate_step(step, prepare=partial(apply, plan=plan)).peak_bytes
 
     def curve(self, budget: int, most: int) -> list[Plan]:
         """Plans whose predicted peaks are above a budget, from the one next to it to that without regions."""
@@ -257,12 +246,13 @@ class Planner:
     def _scale(self, chosen: Checked | None) -> Scale | str:
         """The scale of prices by steps that are run here; or why none is, in words."""
         device = self.plain.device
-        why = obstacle(self.model, *self.call, device)
+        model, call = self.step.model, self.step.call
+        why = obstacle(model, *call, device)
         if why:
             return why
         try:
-            held = (*self.model.buffers(), *(p.grad for p in self.model.parameters() if p.grad is not None))
-            room = free_bytes(self.model, device) - sum(tensor.nbytes for tensor in held)
+            held = (*model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None))
+            room = free_bytes(model, device) - sum(tensor.nbytes for tensor in held)
         except errors.ArgumentError as error:
             return str(error)
         solution, simulation, _ = chosen or self.least
@@ -275,7 +265,7 @@ class Planner:
             if key not in self.known.clocked:
                 doing("running the step to time it")
                 region = self._host_seconds.region
-                self.known.clocked[key] = clock(self.model, *self.call, self.loss, plan, device, region)
+                self.known.clocked[key] = clock(model, *call, self.step.loss or loss_of, plan, device, region)
             return self.known.clocked[key]
 
         alone = not plan.choices or (chosen is None and self.plain.peak_bytes <= room)
@@ -306,7 +296,7 @@ class Planner:
         prepare = partial(apply, plan=plan, stores=stores)
         doing(f"simulating the step with {counted(len(key), 'region')}" if key else "simulating the step")
         watch = None if key else count
-        found = simulate_step(self.model, *self.call, prepare=prepare, watch=watch, **self._step)
+        found = simulate_step(self.step, prepare=prepare, watch=watch)
         self.known.simulations[key] = found
         self.known.ran = self.known.ran if key else ran
         return found

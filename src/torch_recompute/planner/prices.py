@@ -1,8 +1,4 @@
-"""What an operation takes, in seconds: measured on a device, or by the roofline of a named one.
-
-A roofline says that an operation takes the longer of two times, that of its FLOPs and that of the bytes it moves, and a
-launch besides; a collective that of the bytes that a ring sends and receives over the links. The figures of `DEVICES`
-are those of the makers' data sheets (dense, without sparsity), less a share that well-written kernels do not reach.
+"""Prices of operations, in seconds: measured on a device, where none is named by its data sheet (`devices.py`).
 
 Measured means: the operation is run alone on made-up inputs, once to warm up and three times for its price, and the
 fastest counts. One that the roofline puts above `LONGEST`, or that cannot be run alone, is priced by the roofline,
@@ -26,150 +22,26 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .. import errors
-from .._torch.devices import tf32
 from .._torch.fakes import is_operator, taken_by, without_modes
-from .._torch.flops import fused_on_cpu
+from ..devices import DEVICES, Roofline, data_sheet_of
 from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan
 from ..stores.measured import PriceFile, full_name
 from .ops import Meta, Op, metas
 
-REACHED_FLOPS, REACHED_BYTES = 0.7, 0.8
 LONGEST = 0.5  # seconds
 TIMES = 3
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """A device as two speeds."""
-
-    name: str
-    flops: Mapping[int, float]  # per second of products, by bytes of an element; the widest not above an operation's
-    bytes_per_second: float  # of its memory
-    launch: float  # seconds that any operation takes at least
-    link: float | None = None  # bytes per second to the next device of its group; None for as many as its memory
-    kind: str = ""  # the type of device, as PyTorch calls it
-    tf32: float | None = None  # FLOPs per second of products in 32 bits with TF32; None where it makes no difference
-    host: float | None = None  # bytes per second to host memory and back
-    capability: tuple[int, int] | None = None  # of a CUDA device, which decides on its kernels
-
-    @property
-    def composed(self) -> str:
-        """What `simulate_step` is told of it: its type and capability."""
-        return self.kind if self.capability is None else f"{self.kind} {'.'.join(map(str, self.capability))}"
-
-    def __call__(self, op: Op) -> float:
-        """Seconds of an operation."""
-        sent = sent_bytes(op)
-        if sent is not None:
-            return sent / (self.link or self.bytes_per_second) + self.launch
-        return max(flops_of(op) / self._speed(op), op.bytes / self.bytes_per_second) + self.launch
-
-    def _speed(self, op: Op) -> float:
-        size = max((meta.dtype.itemsize for meta in op.results if meta.dtype.is_floating_point), default=4)
-        if size == 4 and self.tf32 is not None and tf32(str(op.func)):  # by default for convolutions alone
-            return self.tf32
-        return self.flops[max((known for known in self.flops if known <= size), default=min(self.flops))]
-
-
-def flops_of(op: Op) -> int:
-    """The FLOPs of an operation, those of the CPU's fused attention too, which PyTorch does not count.
-
-    A step for a device by name is simulated with the CPU's kernels, and attention is no cheaper there for that.
-    """
-    return op.flops or fused_on_cpu(op.func, op.args)
-
-
-def sent_bytes(op: Op) -> int | None:
-    """The bytes that each rank of a group sends for a collective of `_c10d_functional`; None for another operation.
-
-    In a ring a gathering or a scattering of so many bytes sends all but a rank's own share of them, and an all-reduce
-    is one of each. The group says its size in its name, as in "tensor-4"; one that does not is taken to be large.
-    """
-    name = op.func.name().partition("::")
-    kind = _RINGS.get(name[2].partition(".")[0]) if name[0] == "_c10d_functional" else None
-    if kind is None:
-        return None
-    times, side = kind
-    moved = max((meta.bytes for meta in metas(op.args if side == "in" else op.results)), default=0)
-    size = str(op.args[-1]).rpartition("-")[2]
-    return times * (moved - moved // int(size) if size.isdigit() else moved)
-
-
-_RINGS = {
-    "all_gather_into_tensor": (1, "out"),
-    "reduce_scatter_tensor": (1, "in"),
-    "all_reduce": (2, "in"),
-    "all_reduce_": (2, "in"),
-}
-
-
-def _sheet(name: str, capability: tuple[int, int], *speeds: float) -> Roofline:
-    """A device by its maker's data sheet, less the share that kernels do not reach.
-
-    `speeds` are TFLOP/s in 16 bits, in TF32 and in 32 bits (TF32's are those of 32 bits where a device has no TF32);
-    then GB/s of its memory, to one neighbour and to host memory, one way. The words of the name are in the name that
-    CUDA has for the device.
-    """
-    half, tf32, single = (speed * 1e12 * REACHED_FLOPS for speed in speeds[:3])
-    memory, link, host = (speed * 1e9 * REACHED_BYTES for speed in speeds[3:])
-    return Roofline(name, {2: half, 4: single}, memory, 5e-6, link, "cuda", tf32, host, capability)
-
-
-# Where there is no NVLink, the link is PCI Express.
-_SHEETS = (
-    _sheet("v100", (7, 0), 125, 15.7, 15.7, 900, 150, 16),
-    _sheet("t4", (7, 5), 65, 8.1, 8.1, 320, 16, 16),
-    _sheet("a10", (8, 6), 125, 62.5, 31.2, 600, 32, 32),
-    _sheet("a30", (8, 0), 165, 82, 10.3, 933, 100, 32),
-    _sheet("a40", (8, 6), 149.7, 74.8, 37.4, 696, 56, 32),
-    _sheet("a100", (8, 0), 312, 156, 19.5, 2039, 300, 32),
-    _sheet("a100-40gb", (8, 0), 312, 156, 19.5, 1555, 300, 32),
-    _sheet("a100-pcie", (8, 0), 312, 156, 19.5, 1935, 300, 32),
-    _sheet("l4", (8, 9), 121, 60, 30.3, 300, 32, 32),
-    _sheet("l40", (8, 9), 181, 90.5, 90.5, 864, 32, 32),
-    _sheet("l40s", (8, 9), 362, 183, 91.6, 864, 32, 32),
-    _sheet("h20", (9, 0), 148, 74, 44, 4000, 450, 64),
-    _sheet("h100", (9, 0), 989, 495, 67, 3350, 450, 64),
-    _sheet("h100-pcie", (9, 0), 756, 378, 51, 2000, 300, 64),
-    _sheet("h100-nvl", (9, 0), 835, 417, 60, 3900, 300, 64),
-    _sheet("h200", (9, 0), 989, 495, 67, 4800, 450, 64),
-    _sheet("h200-nvl", (9, 0), 835, 417, 60, 4800, 450, 64),
-    _sheet("h800", (9, 0), 989, 495, 67, 3350, 200, 64),
-    _sheet("gh200", (9, 0), 989, 495, 67, 4000, 450, 450),
-    _sheet("b200", (10, 0), 2250, 1125, 75, 8000, 900, 64),
-    _sheet("rtx-a6000", (8, 6), 154.8, 77.4, 38.7, 768, 56, 32),
-    _sheet("rtx3090", (8, 6), 71, 35.6, 35.6, 936, 32, 32),
-    _sheet("rtx4090", (8, 9), 165, 83, 82.6, 1008, 32, 32),
-    _sheet("rtx5090", (12, 0), 209, 105, 104.8, 1792, 64, 64),
-)
-DEVICES = {sheet.name: sheet for sheet in _SHEETS}
-_OTHER = frozenset({"laptop", "max", "mobile", "super", "ti", "d"})  # which share a name and not its speeds
-
-
-def data_sheet_of(name: str) -> Roofline | None:
-    """The data sheet of a device by the name that CUDA has for it; None where it is not known.
-
-    All words of a sheet's name are words of the device's: an RTX A1000 is no A100. The most words count, so that an
-    H100 PCIe is not an H100.
-    """
-    said = {*re.findall("[a-z0-9]+", name.lower())}
-    words = {sheet: {*sheet.replace("rtx", "rtx-").replace("--", "-").split("-")} for sheet in DEVICES}
-    fitting = [sheet for sheet in DEVICES if words[sheet] <= said and not said & _OTHER]
-    return DEVICES[max(fitting, key=lambda sheet: len(words[sheet]))] if fitting else None
 
 
 @functools.cache
@@ -344,42 +216,6 @@ class Measured:
                 end.synchronize()
                 found.append(start.elapsed_time(end) / 1000)
             return found
-
-
-class Where(NamedTuple):
-    """Where a step is to run."""
-
-    roofline: Roofline | None  # of a device that is named by its data sheet or given as such
-    device: torch.device | None  # of this machine; None for where the model is
-    composed: str  # what a model's functions are to be composed for, as "cuda 9.0"; "" for where its tensors are
-
-    @property
-    def step(self) -> dict[str, Any]:
-        """The keyword arguments of `simulate_step` for this device."""
-        return {"device": self.device, "composed": self.composed}
-
-
-def where(device: torch.device | str | Roofline | None, model: object) -> Where:
-    """Where the step of a model is to run, as users say it.
-
-    A model on meta that is planned for a device by its data sheet runs nowhere but there, and is composed for it. One
-    with weights may run where these are, and is promised what it takes there.
-
-    Raises:
-        ArgumentError: The device is no data sheet's and no device.
-    """
-    roofline = DEVICES.get(device.lower()) if isinstance(device, str) else device
-    if isinstance(roofline, Roofline):
-        module = model if isinstance(model, torch.nn.Module) else None  # other objects are refused by the simulation
-        nowhere = module is not None and all(x.is_meta for x in (*module.parameters(), *module.buffers()))
-        return Where(roofline, None, roofline.composed if nowhere else "")
-    try:
-        return Where(None, None if device is None else torch.device(device), "")  # pyright: ignore[reportArgumentType]
-    except (RuntimeError, TypeError):
-        raise errors.ArgumentError(
-            f"device={device!r} is neither a device of this machine nor one whose speeds are known.\n"
-            f"  Known are {', '.join([*DEVICES])}."
-        ) from None
 
 
 def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:

@@ -5,7 +5,7 @@ that run in it. Two segments are of one kind if they ran the same operations on 
 class names do not (a layer with a sliding window from one without), and ignores what makes no difference (the number of
 the layer). Segments are the layers that `find_units` sees; where it sees none (a U-Net), the largest modules with at
 most `PRODUCTS` products each. A module that is called more than once in a forward is a segment for each of its calls,
-of kinds of its own, since their bytes are at different places of the step; one choice is for all (`plan/solve.py`).
+of kinds of its own, since their bytes are at different places of the step; one choice is for all (`planner/solve.py`).
 
 `groups` are layers in a row recomputed together: of `g` layers one input is kept. With `Choice.nested` each is a region
 of its own in the replay of them all, which holds `g` inputs and one layer instead of `g` layers, for one more forward
@@ -35,7 +35,9 @@ from ..plan.libraries import CacheSnapshot, is_cache
 from ..plan.plan import Plan
 from ..plan.roles import Units, inside
 from ..plan.units import find_units
-from ..simulation.fake_mode import FakeMode, Faker
+from ..simulation.copies import Faker
+from ..simulation.fake_mode import FakeMode
+from ..training_step import TrainingStep
 from .ops import Op, logging
 from .trials import SegmentCall
 
@@ -61,40 +63,31 @@ class CapturedCall:
             yield
 
 
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device | None = None,
-    composed: str = "",
-) -> CapturedCall:
-    """Runs a fake copy of a model forward and notes the calls of its segments.
+def capture(step: TrainingStep, device: torch.device) -> CapturedCall:
+    """Runs a fake copy of a step's model forward and records the calls of its segments.
 
     Args:
-        model: The model.
-        args: The positional arguments of one call.
-        kwargs: Its keyword arguments.
-        device: Where the fakes are; None for where the model's tensors are.
-        composed: See `simulate_step`.
+        step: The step.
+        device: Where the fakes are.
 
     Raises:
         ArgumentError: The model has no module that could be a segment.
     """
     fakes = FakeTensorMode()
     faker = Faker(fakes, device)
-    copy: nn.Module = faker.copy(model)
-    args, kwargs = faker.arguments(args, kwargs)
-    units = find_units(model)
+    copy: nn.Module = faker.copy(step.model)
+    args, kwargs = faker.arguments(*step.call)
+    units, target = find_units(step.model), step.where.target
     parts = [part for unit in units.by_role("moe") for part in (unit.parts or (unit.path,))]
     routers = tuple(dict.fromkeys([*(unit.path for unit in units.by_role("router")), *parts]))
-    captured = CapturedCall(FakeMode(fakes, lambda: "", composed), routers)
+    captured = CapturedCall(FakeMode(fakes, lambda: "", target), routers)
     seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
     running: list[list[Op]] = []  # the operations of the calls that have not ended
     result: Any = None
 
     def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not seen:
-            captured.autocast = _torch.autocast_dtype(composed.partition(" ")[0], (device or torch.device("cpu")).type)
+            captured.autocast = _torch.autocast_dtype(target.partition(" ")[0], device.type)
         leaves, spec = _torch.tree_flatten((args, kwargs))
         noted = tuple(CacheSnapshot(leaf) if is_cache(leaf) else leaf for leaf in leaves)
         chained = bool(leaves) and leaves[0] is result and isinstance(leaves[0], torch.Tensor)
@@ -131,9 +124,9 @@ def capture(
         captured.chained.append(chained and times[path] == 1)
     if not captured.paths:
         raise errors.ArgumentError(
-            f"{type(model).__name__} has no module that a plan could recompute: none that is called in a forward holds "
-            "a product.\n"
-            '  Name one by hand: from torch_recompute.plan.units import register; register("layer", MyBlock)'
+            f"{type(step.model).__name__} has no module that a plan could recompute: none that is called in a forward "
+            "holds a product.\n"
+            '  Name one by hand: torch_recompute.register("layer", MyBlock)'
         )
     return captured
 

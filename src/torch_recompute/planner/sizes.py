@@ -18,16 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import _torch, errors
 from ..arguments import Batch, call_of
+from ..plan.apply import apply
 from ..plan.budget import Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
+from ..simulation import simulate_step
+from ..training_step import TrainingStep
 from .planner import Planner
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -36,13 +39,23 @@ FINENESS = 64
 MOST = 5  # sizes shorter than the longest that are found
 
 
-def calls_of(
-    examples: Sequence[Batch | int],
-    args: Any,
-    kwargs: dict[str, Any],
-    model: nn.Module,
-) -> list[Call]:
-    """The calls that sizes are of, given as examples, or as lengths of the call with `args` and `kwargs`."""
+def plan_sizes(
+    step: TrainingStep, sizes: Sequence[Batch | int] | str, budget: int | float | str, offload: bool | int | str = False
+) -> Plan:
+    """The plan for calls of several sizes; see `make_plan`."""
+    if not isinstance(sizes, str):
+        return _plan_each(step, calls_of(sizes, step), budget, offload)
+    if sizes != "all":
+        raise errors.ArgumentError(
+            f"sizes={sizes!r} is not a choice of sizes.\n"
+            '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
+            "sizes=[512, 2048]."
+        )
+    return _plan_all(step, budget, offload)
+
+
+def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
+    """The calls that sizes are of, given as examples, or as lengths of the step's call."""
     if any(type(length) is int for length in examples):
         wrong = next((length for length in examples if type(length) is not int or length < 1), None)
         if wrong is not None:
@@ -52,32 +65,26 @@ def calls_of(
                 "  Write one or the other:  make_plan(model, batch, budget=..., sizes=[512, 2048])\n"
                 "                           make_plan(model, budget=..., sizes=[short, long])"
             )
-        lengths = Lengths(parameters(model), args, kwargs)
+        lengths = Lengths(parameters(step.model), *step.call)
         return [lengths(length) for length in examples if isinstance(length, int)]
-    if type(args) is not tuple or args:
+    if type(step.args) is not tuple or step.args:
         raise errors.ArgumentError(
-            f"make_plan was given a batch ({errors.say(args)}) and sizes that are batches, too.\n"
+            f"make_plan was given a batch ({errors.say(step.args)}) and sizes that are batches, too.\n"
             "  Write one or the other:  make_plan(model, budget=..., sizes=[short, long])"
         )
-    return [call_of("make_plan", model, example, kwargs) for example in examples]
+    return [call_of("make_plan", step.model, example, step.kwargs) for example in examples]
 
 
-def plan_sizes(
-    model: nn.Module,
-    calls: Sequence[Call],
-    planner: Callable[[tuple[Any, ...], dict[str, Any]], Planner],
-    budget: int | float | str,
-    solver: str,
-) -> Plan:
-    """The plan for some calls, from small to large; `planner` makes what plans a call."""
-    names = parameters(model)
+def _plan_each(step: TrainingStep, calls: Sequence[Call], budget: int | float | str, offload: bool | int | str) -> Plan:
+    """The plan for some calls, from small to large."""
+    names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
     Plan(sizes=tuple(SizeClass(shape) for shape in shapes))  # refuses what does not rise
     largest: Plan | None = None
     sizes: list[SizeClass] = []
-    for shape, call in zip(reversed(shapes), reversed(calls), strict=True):
+    for shape, (args, kwargs) in zip(reversed(shapes), reversed(calls), strict=True):
         try:
-            plan = planner(*call).plan(budget, solver)
+            plan = Planner(replace(step, args=args, kwargs=kwargs), offload=offload).plan(budget)
         except errors.BudgetError as error:
             text = f"sizes: for calls of {shape_in_words(shape)}, {error!s}"
             raise errors.BudgetError(text, error.smallest, error.solution) from None
@@ -89,28 +96,25 @@ def plan_sizes(
     return replace(largest, sizes=tuple(sizes))
 
 
-def plan_all_sizes(
-    model: nn.Module,
-    call: Call,
-    planner: Callable[[tuple[Any, ...], dict[str, Any]], Planner],
-    peak: Callable[[Plan, Call], int],
-    budget: int | float | str,
-    solver: str,
-) -> Plan:
-    """The plan for every length up to that of a call; `peak` gives the bytes of a call's step with a plan."""
-    names = parameters(model)
-    lengths = Lengths(names, *call)
-    top = planner(*call)
-    largest = top.plan(budget, solver)
+def _plan_all(step: TrainingStep, budget: int | float | str, offload: bool | int | str) -> Plan:
+    """The plan for every length up to that of the step's call."""
+    names = parameters(step.model)
+    lengths = Lengths(names, *step.call)
+    top = Planner(step, offload=offload)
+    largest = top.plan(budget)
     assert largest.prediction is not None
     allowed = Limit(largest.prediction.budget_bytes, largest.prediction.budget)
+
+    def fits(plan: Plan, length: int) -> bool:
+        args, kwargs = lengths(length)
+        shorter = replace(step, args=args, kwargs=kwargs)
+        return simulate_step(shorter, prepare=partial(apply, plan=plan)).peak_bytes <= allowed
+
     curve = top.curve(allowed, MOST) if largest.choices else []
-    found = {
-        longest(lambda length, plan=plan: peak(plan, lengths(length)) <= allowed, lengths.length) for plan in curve
-    }
+    found = {longest(partial(fits, plan), lengths.length) for plan in curve}
     calls = [lengths(length) for length in sorted(found) if length]
-    smaller = plan_sizes(model, calls, planner, allowed, solver) if calls else Plan()
-    last = SizeClass(size_of(names, *call) or (), largest.choices, largest.prediction)
+    smaller = _plan_each(step, calls, allowed, offload) if calls else Plan()
+    last = SizeClass(size_of(names, *step.call) or (), largest.choices, largest.prediction)
     return replace(largest, sizes=(*smaller.sizes, last))
 
 

@@ -31,8 +31,11 @@ from ..memory.operations import ModuleStack, Operation, Storages
 from ..plan.apply import apply
 from ..plan.plan import Plan
 from ..simulation import Moment
-from ..simulation.fake_mode import FakeMode, Faker
-from ..simulation.step import Recording, step_as_there
+from ..simulation.copies import Faker
+from ..simulation.fake_mode import FakeMode
+from ..simulation.recording import Recording
+from ..simulation.step import step_as_there
+from ..training_step import loss_of
 from .ops import Op, op_of
 from .planner import Planner
 from .rank_memory import StageBytes
@@ -98,11 +101,11 @@ class StageRunner:
         fakes = FakeTensorMode()
         self.device, self._rounding = planner.plain.device, planner.plain.rounding
         faker = Faker(fakes, self.device)
-        self.model: nn.Module = faker.copy(planner.model)
-        self.call = faker.arguments(*planner.call)
-        self.loss, self.stages, self.release = planner.loss, stages, release
+        self.model: nn.Module = faker.copy(planner.step.model)
+        self.call = faker.arguments(*planner.step.call)
+        self.loss, self.stages, self.release = planner.step.loss or loss_of, stages, release
         self.modules = ModuleStack({id(module): path for path, module in self.model.named_modules()})
-        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], planner.composed)
+        self.pretend = FakeMode(fakes, lambda: self.modules.now()[1], planner.step.where.target)
         self.layers = [_Layer(self.model.get_submodule(path)) for path in planner.paths]
         with self._running(), contextlib.ExitStack() as stack:  # the first run
             for layer in self.layers:

@@ -25,11 +25,11 @@ from ..memory.ledger import storages
 from ..memory.operations import Operation
 from ..observer import observing, running
 from ..plan.apply import apply
-from ..plan.cost import Option
 from ..plan.libraries import CacheSnapshot
 from ..plan.plan import Choice, Plan
 from ..simulation.fake_mode import FakeMode
-from ..simulation.step import SimulatedMeasurement
+from ..simulation.recording import SimulatedMeasurement
+from .cost import Option
 from .hosts import HostApart
 from .ops import Op, op_of
 from .prices import Overhead

@@ -1,7 +1,8 @@
 """A training step on fake tensors: its memory and its FLOPs, without a device and without running anything.
 
-`step.py` is the step and its books, `fake_mode.py` the copy of the model and the mode under which it runs,
-`cuda_decompositions.py` what PyTorch composes otherwise on CUDA, `result.py` what is known afterwards.
+`step.py` is the step, `recording.py` counts what it allocates, `copies.py` makes the copy of the model that it runs on,
+`fake_mode.py` the mode under which it runs, with the results of `recipes.py` and the values of `made_up.py`;
+`cuda_decompositions.py` has what PyTorch decomposes otherwise on CUDA, `result.py` the figures.
 """
 
 from .result import Moment, Simulation

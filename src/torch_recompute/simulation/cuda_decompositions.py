@@ -39,9 +39,9 @@ aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def capability_of(composed: str) -> tuple[int, int] | None:
+def capability_of(target: str) -> tuple[int, int] | None:
     """The capability of "cuda 9.0"; 8.0 where no number is said, None for another device."""
-    kind, _, number = composed.partition(" ")
+    kind, _, number = target.partition(" ")
     major, _, minor = (number or "8.0").partition(".")
     return (int(major), int(minor)) if kind == "cuda" else None
 

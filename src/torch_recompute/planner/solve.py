@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,20 +28,19 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import starred
+from ..plan.budget import bytes_meant, said_of
+from ..plan.choice import Choice, joined, stored_in
+from ..plan.plan import NOT_RECOMPUTED, Line, Plan, Prediction
+from ..plan.roles import inside
 from .bound import bound
-from .budget import Limit, read_budget, said_of
-from .choice import Choice, joined, stored_in
 from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
-from .plan import NOT_RECOMPUTED, Line, Plan, Prediction
 from .profile import Profile
-from .roles import inside
 
 if TYPE_CHECKING:
     import numpy as np
 
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-FORMER = ("labels", "blocks", "highs")  # names that meant other solvers once; all mean "auto"
 WIDTH = 512  # choices for the end of a model that are kept at each place
 PRICES = 64  # directions in which the distance to the convex hull is looked at
 MOST = 64  # problems that modules which are called several times may give
@@ -50,7 +48,7 @@ MOST = 64  # problems that modules which are called several times may give
 SECONDS_BITS, FLOPS_BITS = 40, 21
 
 
-def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") -> Plan:
+def solve(profile: Profile, *, budget: int | float | str) -> Plan:
     """Makes the plan for a budget from a profile alone.
 
         plan = solve(profile(model, batch), budget="24GiB")
@@ -62,7 +60,6 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
         budget: The most bytes alive at any time of the step, parameters, gradients and optimizer included: a number,
             or text as "24GiB"; or a fraction between 0 and 1 of the way from the least feasible peak to that of the
             step without recomputation.
-        solver: "auto".
 
     Raises:
         BudgetError: No choice fits; it carries the least budget and the plan that reaches it.
@@ -71,40 +68,10 @@ def solve(profile: Profile, *, budget: int | float | str, solver: str = "auto") 
     least = smallest(profile.costs)
     wanted = bytes_meant(budget, lambda: least.peak_bytes, profile.plain_peak_bytes, None)
     try:
-        solution = choose(profile.costs, wanted, solver)
+        solution = choose(profile.costs, wanted)
     except errors.BudgetError as error:
         raise errors.BudgetError(str(error), error.smallest, planned(profile, profile.costs, least, wanted)) from None
     return planned(profile, profile.costs, solution, wanted)
-
-
-def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Callable[[], int] | None) -> Limit:
-    """The bytes that a budget means for one model, and the words for it.
-
-    Args:
-        budget: See `read_budget`.
-        least: Returns the smallest peak of any plan; called only for a share.
-        most: The peak without recomputation.
-        free: Returns what the device has for this step; None if there is no device.
-
-    Raises:
-        ArgumentError: The budget is invalid, or "fit" without a device.
-    """
-    meant = read_budget(budget)
-    if meant.bytes is not None:
-        return Limit(meant.bytes, meant.said)
-    if meant.share is not None:
-        bottom = least()
-        count = bottom + math.floor(meant.share * (most - bottom))
-        said = f"{meant.said} of {errors.brief(most - bottom)} of activations: {errors.brief(count)}"
-        return Limit(count, said)
-    if free is None:
-        raise errors.ArgumentError(
-            'budget="fit" means what the device has free, and a profile knows no device.\n'
-            '  Write make_plan(model, args, budget="fit") where the model is, or a number of bytes such as '
-            'budget="24GiB".'
-        )
-    count = free()
-    return Limit(count, f"{meant.said} ({errors.brief(count)} are free)")
 
 
 def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
@@ -190,22 +157,17 @@ def _what(option: Option) -> str:
     return "; ".join(parts) + (f"; inputs {stored_in(option.store)}" if option.store else "")
 
 
-def choose(costs: Costs, budget: int, solver: str = "auto") -> Solution:
-    """The choice that fits into a budget and costs the fewest seconds.
+def choose(costs: Costs, budget: int) -> Solution:
+    """The choice that fits into a budget and costs the fewest seconds; `Solution.solver` says how exact it is.
 
     Args:
         costs: What there is to choose from.
         budget: The most bytes that may live at any time of the step.
-        solver: "auto". How exact the answer is, is in `Solution.solver`.
 
     Raises:
         BudgetError: Nothing fits; it carries the least budget for which something does, and the choice that does.
-        ArgumentError: The solver is unknown, numpy is not installed, or the costs are invalid.
+        ArgumentError: Numpy is not installed, or the costs are invalid.
     """
-    if solver in FORMER:
-        warnings.warn(f'solver="{solver}" is "auto" now; leave it out.', DeprecationWarning, stacklevel=2)
-    elif solver != "auto":
-        raise errors.ArgumentError(f'solver={solver!r} is not a solver.\n  Leave it out; there is one, "auto".')
     curves = _curves(costs)
     if all(curve.least > budget for curve in curves):
         solution = _smallest(curves)

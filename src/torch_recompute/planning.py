@@ -1,7 +1,8 @@
-"""`profile`, `make_plan` and `auto`: what a person asks a `Planner` for; and `simulate`, for the same devices.
+"""`make_plan`, `profile`, `auto` and `simulate`: each reads its arguments into a `TrainingStep` and asks one function.
 
-One planner knows one call of a model. Several sizes of calls are several planners under one plan (`sizes.py`); a
-pipeline is one planner of the whole model, cut into stages (`stages.py`).
+There are four kinds of plans, each a function of a step: one size of calls (`Planner.plan`), several sizes
+(`planner/sizes.py`), the stages of a pipeline (`planner/pipeline.py`), and a step that `torch.compile` compiles
+(`compiling/step.py`). `make_plan` chooses among them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import errors
-from .._text import at_work
-from ..arguments import Batch, call_of
-from ..memory.free import free_bytes
-from ..memory.loop import COMMON, Loop
-from ..plan.apply import Applied, apply
-from ..plan.plan import Plan
-from ..plan.profile import Profile
-from ..plan.stages import StagePlans, Stages
-from ..simulation import Simulation, simulate_step
-from ..simulation.step import device_of, optimizer_of
-from .known import PlanFile, made_for
-from .pipeline import plan_stages
-from .planner import Loss, MakeOptimizer, Planner
-from .prices import Roofline, where
-from .schedules import Schedule
-from .sizes import Call, calls_of, plan_all_sizes, plan_sizes
+from . import errors
+from ._text import at_work
+from .arguments import Batch, call_of
+from .devices import Roofline
+from .memory.free import free_bytes
+from .memory.loop import COMMON, Loop
+from .plan.apply import Applied, apply
+from .plan.plan import Plan
+from .plan.stages import StagePlans, Stages
+from .planner.known import PlanFile, made_for
+from .planner.pipeline import plan_stages
+from .planner.planner import Planner
+from .planner.profile import Profile
+from .planner.schedules import Schedule
+from .planner.sizes import plan_sizes
+from .simulation import Simulation, simulate_step
+from .training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
 
 
 def profile(
@@ -73,12 +74,10 @@ def profile(
     Raises:
         ArgumentError: See `simulate`, also on `loss`; or the model has no part that could be recomputed.
     """
-    call = call_of("profile", model, args, kwargs, a_module=True)
-    make = optimizer_of("profile", optimizer, model)
     loop = Loop(hold_output, accumulate, set_to_none)
-    how: dict[str, Any] = {"loss": loss, "optimizer": make, "device": device, "offload": offload}
+    step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop)
     with at_work(f"profiling {type(model).__name__}"):
-        return Planner(model, *call, loop=loop, **how).profile
+        return Planner(step, offload=offload).profile
 
 
 def simulate(
@@ -152,13 +151,10 @@ def simulate(
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(errors.not_applicable(model, plan))
     prepare = None if plan is None else partial(apply, plan=plan)
-    call = call_of("simulate", model, args, kwargs, a_module=True)
-    make = optimizer_of("simulate", optimizer, model)
     loop = Loop(hold_output, accumulate, set_to_none)
-    step = where(device, model).step
-    how: dict[str, Any] = {"loss": loss, "optimizer": make, "loop": loop, "rounding": rounding, **step}
+    step = TrainingStep.of("simulate", model, args, kwargs, loss, optimizer, device, loop)
     with at_work(f"simulating {type(model).__name__}"):
-        return simulate_step(model, *call, prepare=prepare, **how)
+        return simulate_step(step, prepare=prepare, rounding=rounding)
 
 
 def auto(
@@ -210,20 +206,16 @@ def auto(
         BudgetError: No plan fits.
         ArgumentError: See `make_plan` and `apply`; or the file holds something else; or another rank found no plan.
     """
-    call = call_of("auto", model, batch, kwargs, a_module=True)
-    make = optimizer_of("auto", optimizer, model)
+    step = TrainingStep.of(
+        "auto", model, batch, kwargs, loss, optimizer, device, Loop(hold_output, accumulate, set_to_none)
+    )
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
-    loop = Loop(hold_output, accumulate, set_to_none)
-    step: dict[str, Any] = {"budget": budget, "loss": loss, "optimizer": make, "device": device, "offload": offload}
-    file = None if cache is None else PlanFile(Path(cache), made_for(model, call, {**step, "loop": loop.words}))
-    plan = None if file is None else file.plan
-    if plan is not None and file is not None and budget == "fit":
-        free = free_bytes(model, device_of(model, where(device, model).device), make, call)
-        if free < (plan.predicted_peak_bytes or 0):
-            plan, file.said = None, "planned again: less memory is free"
+    file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
+    plan = None if file is None else _still_fits(file, step, budget)
     in_ranks = dist.is_available() and dist.is_initialized()
     try:
-        found = plan or make_plan(model, *call, **step, **loop.words)
+        with at_work(f"planning {type(model).__name__}"):
+            found = plan or Planner(step, offload=offload).plan(budget)
     except Exception as error:  # whatever it is: the other ranks wait for this one
         if in_ranks:
             _one_plan(model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
@@ -237,6 +229,16 @@ def auto(
     if first:
         sys.stdout.write("; ".join(filter(None, [found.summary, file and file.said])) + "\n")
     return handle
+
+
+def _still_fits(file: PlanFile, step: TrainingStep, budget: int | float | str) -> Plan | None:
+    """The plan in a file, unless less memory is free than it takes."""
+    if file.plan is not None and budget == "fit":
+        free = free_bytes(step.model, step.runs_on, step.optimizer, step.call)
+        if free < (file.plan.predicted_peak_bytes or 0):
+            file.said = "planned again: less memory is free"
+            return None
+    return file.plan
 
 
 def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
@@ -269,7 +271,6 @@ if TYPE_CHECKING:
         loss: Loss
         optimizer: MakeOptimizer
         device: torch.device | str | Roofline | None
-        solver: str
         sizes: Sequence[Batch | int] | str
         offload: bool | int | str
         hold_output: bool
@@ -314,7 +315,6 @@ def make_plan(
     loss: Loss = None,
     optimizer: MakeOptimizer = None,
     device: torch.device | str | Roofline | None = None,
-    solver: str = "auto",
     sizes: Sequence[Batch | int] | str = (),
     stages: Stages | Schedule | None = None,
     offload: bool | int | str = False,
@@ -347,7 +347,6 @@ def make_plan(
         optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
             optimizer of the model's parameters.
         device: Where the step is to run.
-        solver: "auto".
         sizes: Lengths of sequences, from small to large, where the first tensor of the call that is given is tokens
             [batch, sequence] or embeddings [batch, sequence, width]; that call is cut, or repeated, to each of them.
             Or "all": the lengths at which a call begins to need more regions are found, so that every length up to that
@@ -376,67 +375,63 @@ def make_plan(
         ArgumentError: See `profile`; or the budget is none; or the sizes do not rise, or `args` are given with
             examples, or it cannot be told where the sequence of a call is.
     """
-    call: Any = args, dict(kwargs or {})
-    if isinstance(sizes, str) or all(type(size) is int for size in sizes) or not isinstance(model, nn.Module):
+    examples = not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
+    if examples and isinstance(model, nn.Module):
+        call: Any = args, dict(kwargs or {})
+    else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
-    optimizer = optimizer_of("make_plan", optimizer, model)
     loop = Loop(hold_output, accumulate, set_to_none)
-    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device, "offload": offload, "loop": loop}
-
-    def planner(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Planner:
-        return Planner(model, args, kwargs, **how)
-
-    if compiled:
-        if stages is not None or sizes or offload is not False:
-            raise errors.ArgumentError(
-                "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes "
-                "or offload as well.\n"
-                "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too."
-            )
+    step = TrainingStep(model, *call, loss, optimizer_of("make_plan", optimizer, model), device, loop)
+    given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes), "offload": offload is not False}
+    _refuse({**given, "loop": loop != COMMON})
+    with at_work(f"planning {type(model).__name__}"):
+        if stages is not None:
+            return plan_stages(step, stages, budget)
         if not isinstance(budget, (int, float, str)):
             raise errors.ArgumentError(errors.bad_budget(budget))
-        from .compiled import plan_compiled  # imports the compiler, which takes a second
+        if compiled:
+            from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
-        how.pop("offload")
-        with at_work(f"planning {type(model).__name__}"):
-            return plan_compiled(model, call, budget, **how)
-    if stages is not None:
+            return plan_compiled(step, budget)
         if sizes:
-            raise errors.ArgumentError(
-                "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
-                "  Pass as args one microbatch of the largest size."
-            )
-        if offload is not False:
-            raise errors.ArgumentError(
-                "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the "
-                "device.\n"
-                "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
-                'Choice(..., store="host").'
-            )
-        if loop != COMMON:
-            raise errors.ArgumentError(
-                "hold_output=, accumulate= and set_to_none= describe a loop over one model, and a pipeline's schedule "
-                "says itself what a rank holds.\n"
-                "  Leave them out with stages=; microbatches are those of the schedule."
-            )
-        with at_work(f"planning {type(model).__name__}"):
-            return plan_stages(planner(*call), stages, budget, solver, optimizer)
-    if not isinstance(budget, (int, float, str)):
-        raise errors.ArgumentError(errors.bad_budget(budget))
+            return plan_sizes(step, sizes, budget, offload)
+        return Planner(step, offload=offload).plan(budget)
 
-    def peak(plan: Plan, call: Call) -> int:
-        step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **where(device, model).step}
-        return simulate_step(model, *call, prepare=lambda copy: apply(copy, plan), **step).peak_bytes
 
-    if isinstance(sizes, str) and sizes != "all":
-        raise errors.ArgumentError(
-            f"sizes={sizes!r} is not a choice of sizes.\n"
-            '  Write sizes="all" for every length up to that of the call that is given, or the lengths: '
-            "sizes=[512, 2048]."
-        )
-    with at_work(f"planning {type(model).__name__}"):
-        if isinstance(sizes, str):
-            return plan_all_sizes(model, call, planner, peak, budget, solver)
-        if not sizes:
-            return planner(*call).plan(budget, solver)
-        return plan_sizes(model, calls_of(sizes, call[0], call[1], model), planner, budget, solver)
+NOT_WITH = (
+    (
+        "compiled",
+        {"stages", "sizes", "offload"},
+        "make_plan(compiled=True) plans one graph with everything on its device, and was given stages, sizes or "
+        "offload as well.\n"
+        "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too.",
+    ),
+    (
+        "stages",
+        {"sizes"},
+        "make_plan was given stages and sizes; the microbatches of a pipeline are of one size.\n"
+        "  Pass as args one microbatch of the largest size.",
+    ),
+    (
+        "stages",
+        {"offload"},
+        "make_plan was given stages and offload; plans for the stages of a pipeline keep everything on the device.\n"
+        "  Leave offload out, or let regions of a stage that you choose keep their inputs there: "
+        'Choice(..., store="host").',
+    ),
+    (
+        "stages",
+        {"loop"},
+        "hold_output=, accumulate= and set_to_none= describe a loop over one model, and a pipeline's schedule says "
+        "itself what a rank holds.\n"
+        "  Leave them out with stages=; microbatches are those of the schedule.",
+    ),
+)
+"""Options of `make_plan` that exclude others, and the text for them."""
+
+
+def _refuse(given: Mapping[str, bool]) -> None:
+    """Refuses options that exclude one another."""
+    for option, others, text in NOT_WITH:
+        if given[option] and any(given[other] for other in others):
+            raise errors.ArgumentError(text)

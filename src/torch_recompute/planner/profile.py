@@ -11,66 +11,18 @@ fits each of those it was made from; the bound counts the fewest bytes, since it
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from .. import errors
 from .._text import shown, starred, table
 from ..memory.loop import Loop
+from ..plan.plan import MIB, VERSION, Plan, made, read
 from .cost import Costs, Graph, Host, Kind, Node, Option, Segment, highest_points
-
-VERSION = 1
-MIB = 2**20
-T = TypeVar("T")
-
-
-def read(text: str, build: Callable[[dict[str, Any]], T], refuse: Callable[[str], str]) -> T:
-    """Reads a versioned JSON object.
-
-    Args:
-        text: The JSON.
-        build: Makes the result from the object, without its version.
-        refuse: Makes the text of an error from the reason.
-
-    Raises:
-        ArgumentError: The text is no JSON, of another version, or holds something else.
-    """
-    try:
-        data: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise errors.ArgumentError(refuse(f"no JSON: {error}")) from None
-    if not isinstance(data, dict) or data.pop("version", None) != VERSION:  # pyright: ignore[reportUnknownMemberType]
-        raise errors.ArgumentError(refuse(f"this version of the library reads version {VERSION}"))
-    try:
-        return build(data)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise errors.ArgumentError(refuse(f"a field is missing or unknown: {error}")) from None
-
-
-_hints = functools.cache(get_type_hints)
-
-
-def made(kind: Any, value: Any) -> Any:
-    """Makes a value of an annotated type from what JSON holds: dataclasses from objects, tuples from lists."""
-    inner = get_args(kind)
-    if type(value) is kind:
-        return value
-    if dataclasses.is_dataclass(kind):
-        fields = _hints(kind)
-        return kind(**{name: made(fields[name], part) for name, part in value.items()})  # pyright: ignore[reportCallIssue]
-    if get_origin(kind) is tuple:
-        several = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(made(one, part) for one, part in zip(several, value, strict=True))
-    if get_origin(kind) is Mapping:
-        return {name: made(inner[1], part) for name, part in value.items()}
-    if type(None) in inner:
-        return None if value is None else made(inner[0], value)
-    return value
 
 
 @shown
@@ -129,6 +81,12 @@ class Profile:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
         return read(text, _profile, _bad_profile)
+
+    def solve(self, *, budget: int | float | str) -> Plan:
+        """Makes the plan for a budget; see `torch_recompute.solve`."""
+        from .solve import solve  # which reads profiles
+
+        return solve(self, budget=budget)
 
     def diff(self, other: Profile) -> str:
         """Shows what turns this profile into the other: a line for each kind of segment that differs.

@@ -11,7 +11,7 @@ same for every choice, so the second or third step that is simulated fits and le
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,16 +23,16 @@ from .._text import doing
 from .._torch.fakes import FakeTensor, FakeTensorMode, is_operator
 from .._torch.inductor import BackendError, on_fakes
 from ..arguments import mapped
-from ..compiling.choosing import Attempt, Chooser, approach
-from ..compiling.partition import Partition, Partitioned
 from ..memory.free import free_bytes
-from ..memory.loop import Loop
 from ..memory.operations import Operation
+from ..plan.budget import Limit, bytes_meant
 from ..plan.plan import Plan, Prediction
-from ..plan.solve import bytes_meant
+from ..planner.ops import Meta, Op, op_of
+from ..planner.prices import Measured, prices_for
 from ..simulation import Simulation, simulate_step
-from .ops import Meta, Op, op_of
-from .prices import Measured, prices_for, where
+from ..training_step import TrainingStep
+from .choosing import Attempt, Chooser, approach
+from .partition import Partition, Partitioned
 
 TRIES = 3  # steps that are simulated, besides that without recomputation
 PLENTY = 2**60
@@ -40,7 +40,7 @@ PLENTY = 2**60
 aten: Any = torch.ops.aten
 
 
-class Step(NamedTuple):
+class CompiledStep(NamedTuple):
     """A compiled step, simulated.
 
     Attributes:
@@ -56,38 +56,42 @@ class Step(NamedTuple):
     chooser: Chooser
     ran: list[tuple[Op, bool]]
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step."""
+        return self.simulation.peak_bytes
 
-def plan_compiled(
-    model: nn.Module,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    budget: int | float | str,
-    *,
-    loss: Any,
-    optimizer: Any,
-    device: Any,
-    loop: Loop,
-) -> Plan:
+
+def plan_compiled(step: TrainingStep, budget: int | float | str) -> Plan:
     """The plan of a compiled step; `make_plan` says the rest.
 
     Raises:
         ArgumentError: The model cannot be compiled as one graph here, or see `make_plan`.
         BudgetError: No choice fits.
     """
-    place = where(device, model)
-    if place.composed:
+    if step.where.target:
         raise errors.ArgumentError(
-            f"make_plan(compiled=True, device={device!r}): what inductor generates for {place.composed} cannot be "
-            "known on a machine without one.\n"
+            f"make_plan(compiled=True, device={step.device!r}): what inductor generates for {step.where.target} cannot "
+            "be known on a machine without one.\n"
             "  Plan where the model runs, without device=; or leave compiled=True out: such plans hold in compiled "
             "models as well."
         )
-    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **place.step}
+    plain = _simulated(step, PLENTY)
+    best, wanted = _searched(step, plain, budget)
+    prediction = _promised(step, plain, best, wanted)
+    plan = Plan((), f"a budget of {wanted.said}", prediction, graph_bytes=best.graph.budget_bytes)
+    if best.peak_bytes > wanted:
+        text = errors.no_plan_fits(wanted.said, best.peak_bytes, plain.peak_bytes, best.simulation.advice)
+        raise errors.BudgetError(text, best.peak_bytes, plan)
+    return plan
 
-    plain = _step(model, call, how, PLENTY)
-    most = plain.simulation.peak_bytes
+
+def _searched(step: TrainingStep, plain: CompiledStep, budget: int | float | str) -> tuple[CompiledStep, Limit]:
+    """The step that fits into a budget and repeats the least, of those that were tried; and the budget in bytes."""
+    most, least = plain.peak_bytes, plain.graph.least_bytes
     rest = most - plain.graph.peak_bytes  # of the step, besides the graph: nearly the same for every choice
-    free = partial(free_bytes, model, plain.simulation.device, optimizer, call)
-    wanted = bytes_meant(budget, lambda: min(most, rest + plain.graph.least_bytes), most, free)
+    free = partial(free_bytes, step.model, plain.simulation.device, step.optimizer, step.call)
+    wanted = bytes_meant(budget, lambda: min(most, rest + least), most, free)
     found, tried = [plain], [plain.chooser.choose(PLENTY).saved]
 
     def attempt(room: int) -> Attempt | None:
@@ -95,51 +99,48 @@ def plan_compiled(
         if saved in tried:
             return None
         tried.append(saved)
-        found.append(_step(model, call, how, room))
+        found.append(_simulated(step, room))
         graph = found[-1].graph
-        return Attempt(found[-1].simulation.peak_bytes - wanted, graph.peak_bytes, not graph.replay_flops)
+        return Attempt(found[-1].peak_bytes - wanted, graph.peak_bytes, not graph.replay_flops)
+
+    def worth(one: CompiledStep) -> tuple[int, int]:
+        return (one.peak_bytes if one.peak_bytes > wanted else 0), one.graph.replay_flops
 
     if most > wanted:
-        approach(attempt, wanted - rest, plain.graph.least_bytes, TRIES)
-
-    def worth(one: Step) -> tuple[int, int]:
-        peak = one.simulation.peak_bytes
-        return (peak if peak > wanted else 0), one.graph.replay_flops
-
+        approach(attempt, wanted - rest, least, TRIES)
     best = min(found, key=worth)
-    smallest = best.simulation.peak_bytes
-    if smallest > wanted:  # the least was counted in the graph, and a share begins at what it is
+    if best.peak_bytes > wanted:  # the least was counted in the graph, and a share begins at what it is
+        smallest = best.peak_bytes
         wanted = bytes_meant(budget, lambda: smallest, most, free)
         best = min(found, key=worth)
-    peak = best.simulation.peak_bytes
-    price = place.roofline or prices_for(model, best.simulation.device)
-    seconds, without = (
-        math.fsum(price(op) * (1 if once else loop.accumulate) for op, once in one.ran) for one in (best, plain)
-    )
+    return best, wanted
+
+
+def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wanted: Limit) -> Prediction:
+    """The prediction of a step, beside that without recomputation."""
+    simulation, times = best.simulation, step.loop.accumulate
+    price = step.where.roofline or prices_for(step.model, simulation.device)
+    seconds, without = (math.fsum(price(op) * (1 if once else times) for op, once in one.ran) for one in (best, plain))
     if isinstance(price, Measured):
         price.keep()
-    prediction = Prediction(
+    return Prediction(
         budget_bytes=int(wanted),
-        peak_bytes=peak,
-        plain_peak_bytes=most,
+        peak_bytes=best.peak_bytes,
+        plain_peak_bytes=plain.peak_bytes,
         step_seconds=seconds,
         plain_step_seconds=without,
-        replay_flops=best.graph.replay_flops * loop.accumulate,
+        replay_flops=best.graph.replay_flops * times,
         bound_seconds=min(without, seconds),
         device=price.name,
-        solver="minimum cuts of the compiled graph, chosen by plan/solve.py",
+        solver="minimum cuts of the compiled graph, chosen by the solver of plans",
         lines=(),
         timing="products and other calls one by one, fused kernels by the bytes that they read and write",
-        loop=best.simulation.loop,
-        advice=best.simulation.advice,
+        loop=simulation.loop,
+        advice=simulation.advice,
         budget=wanted.said,
-        assumed=best.simulation.assumed,
-        uncounted=best.simulation.uncounted,
+        assumed=simulation.assumed,
+        uncounted=simulation.uncounted,
     )
-    plan = Plan((), f"a budget of {wanted.said}", prediction, graph_bytes=best.graph.budget_bytes)
-    if peak > wanted:
-        raise errors.BudgetError(errors.no_plan_fits(wanted.said, peak, most, best.simulation.advice), peak, plan)
-    return plan
 
 
 def _as_eager(ran: Operation) -> Operation:
@@ -153,7 +154,7 @@ def _as_eager(ran: Operation) -> Operation:
     return ran if func is ran.func else Operation(func, args, kwargs, ran.out)
 
 
-def _step(model: nn.Module, call: Any, how: dict[str, Any], allowed: int) -> Step:
+def _simulated(step: TrainingStep, allowed: int) -> CompiledStep:
     """Simulates the step with a graph that may allocate so many bytes."""
     doing("compiling the step, up to its kernels")
     partition = Partition(allowed, exact=False)
@@ -162,7 +163,7 @@ def _step(model: nn.Module, call: Any, how: dict[str, Any], allowed: int) -> Ste
     def kernel(given: Sequence[Any]) -> None:
         """A kernel that inductor writes takes as long as a copy that moves as many bytes."""
         moved = sum({id(x): x.nbytes for x in given if isinstance(x, torch.Tensor)}.values())
-        half = Meta((max(1, moved // 8),), (1,), torch.float32, next(iter(model.parameters())).device.type)
+        half = Meta((max(1, moved // 8),), (1,), torch.float32, next(iter(step.model.parameters())).device.type)
         ran.append((Op(aten.copy_.default, (half, half), (), (), 0), False))
 
     def watch(phase: str, operation: Operation) -> None:
@@ -170,29 +171,32 @@ def _step(model: nn.Module, call: Any, how: dict[str, Any], allowed: int) -> Ste
         if op is not None:
             ran.append((op, phase == "optimizer"))
 
-    def prepare(copy: nn.Module) -> None:
-        compiled = on_fakes(copy.forward, partition.options, kernel)
-        tensors = (*copy.parameters(), *copy.buffers())
-        fakes: Any = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), FakeTensorMode())
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            def fake(x: Any) -> Any:
-                return x if isinstance(x, FakeTensor) else fakes.from_tensor(x)
-
-            args, kwargs = mapped((args, kwargs), fake)
-            return compiled(*args, **kwargs)
-
-        copy.forward = forward  # type: ignore[method-assign]
-
     try:
-        simulation = simulate_step(model, *call, prepare=prepare, watch=watch, **how)
+        prepare = partial(_compile, options=partition.options, kernel=kernel)
+        simulation = simulate_step(step, prepare=prepare, watch=watch)
     except BackendError as error:
         inner = getattr(error, "inner_exception", error)
         said = inner if isinstance(inner, errors.RecomputeError) else str(error).strip().partition("\n")[0]
         raise errors.ArgumentError(
-            f"make_plan(compiled=True): {type(model).__name__} cannot be compiled as one graph: {said}\n"
+            f"make_plan(compiled=True): {type(step.model).__name__} cannot be compiled as one graph: {said}\n"
             "  torch.compile(model, fullgraph=True) shows the line. Without compiled=True the plan's regions hold in "
             "compiled models as well, and around graph breaks."
         ) from error
     assert partition.chooser is not None
-    return Step(simulation, partition.graphs[-1], partition.chooser, ran)
+    return CompiledStep(simulation, partition.graphs[-1], partition.chooser, ran)
+
+
+def _compile(copy: nn.Module, options: dict[str, Any], kernel: Callable[[Sequence[Any]], None]) -> None:
+    """Gives a copy without data the forward that inductor makes of its own."""
+    compiled = on_fakes(copy.forward, options, kernel)
+    tensors = (*copy.parameters(), *copy.buffers())
+    fakes: Any = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), FakeTensorMode())
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        def fake(x: Any) -> Any:
+            return x if isinstance(x, FakeTensor) else fakes.from_tensor(x)
+
+        args, kwargs = mapped((args, kwargs), fake)
+        return compiled(*args, **kwargs)
+
+    copy.forward = forward  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .. import errors
-from .choice import Choice
+from ..plan.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def check(costs: Costs) -> None:
     """Raises ArgumentError with the first rule for costs that is broken."""
     for complaint in _complaints(costs):
         raise errors.ArgumentError(
-            f"these costs cannot be: {complaint}.\n  Costs are made by profiling a model; by hand, see plan/cost.py."
+            f"these costs cannot be: {complaint}.\n  Costs are made by profiling a model; by hand, see planner/cost.py."
         )
 
 

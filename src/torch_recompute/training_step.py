@@ -1,0 +1,237 @@
+"""A training step that is asked about: a model, one call of it, its loss, its optimizer, a device and a loop.
+
+Everything that simulates, plans or checks is asked about a `TrainingStep`. People say what they have: a batch in any
+form, an optimizer by name, a loss that the output carries. `TrainingStep.of` reads that once, for every public
+function.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _torch, errors
+from .arguments import Batch, call_of
+from .devices import Device, Where, where
+from .memory.loop import COMMON, Loop
+
+Loss = Callable[[Any], torch.Tensor] | None
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | str | None
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """One step of training.
+
+    Attributes:
+        model: The model.
+        args: The positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: From the model's output to a scalar; None to take the one in the output, see `loss_in`.
+        optimizer: An optimizer of the model's parameters, or a function from these to one; None for a step that ends
+            after backward.
+        device: Where it is to run, as users name it.
+        loop: The training loop around it.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    loss: Loss = None
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
+    device: Device = None
+    loop: Loop = COMMON
+
+    @staticmethod
+    def of(
+        what: str,
+        model: nn.Module,
+        args: Batch,
+        kwargs: Mapping[str, Any] | None,
+        loss: Loss = None,
+        optimizer: MakeOptimizer = None,
+        device: Device = None,
+        loop: Loop = COMMON,
+    ) -> TrainingStep:
+        """Reads the arguments of a public function; `what` is its name, for the texts of errors.
+
+        Raises:
+            ArgumentError: The call or the optimizer is not what it should be.
+        """
+        call = call_of(what, model, args, kwargs, a_module=True)
+        return TrainingStep(model, *call, loss, optimizer_of(what, optimizer, model), device, loop)
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call."""
+        return self.args, self.kwargs
+
+    @property
+    def where(self) -> Where:
+        """Where it is to run."""
+        return where(self.device, self.model)
+
+    @property
+    def runs_on(self) -> torch.device:
+        """The device of its tensors: the one asked for, else the model's, else (on meta) the accelerator or the CPU."""
+        device = self.where.device
+        if device is None:
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            found = next((x.device for x in tensors if x.device.type != "meta"), None)
+            return torch.device(_torch.accelerator() or "cpu") if found is None else found
+        if device.type not in ("cpu", _torch.accelerator()):
+            raise errors.ArgumentError(
+                f"device={str(device)!r}: this build of PyTorch, on this machine, has no such device, and which "
+                "kernels would run there cannot be asked.\n"
+                "  Leave device= out to simulate the kernels of the CPU, or simulate on a machine that has one."
+            )
+        return device
+
+
+# --- losses ---
+
+
+def _loss_for(output: object) -> str:
+    """The line to write for an output of some kind."""
+    logits = "F.cross_entropy({0}.flatten(0, -2), labels.flatten())"
+    shape = getattr(output, "shape", None)
+    if shape is not None:
+        return "loss=lambda out: " + (logits.format("out") if len(shape) > 1 else "F.mse_loss(out, target)")
+    if getattr(output, "logits", None) is not None:
+        return f"loss=lambda out: {logits.format('out.logits')}, or pass labels to the model"
+    if getattr(output, "last_hidden_state", None) is not None:
+        return "loss=lambda out: loss_fn(head(out.last_hidden_state), labels)"
+    if isinstance(output, dict):
+        names = [str(name) for name in output]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return f"loss=lambda out: loss_fn(out[{names[0] if names else ''!r}], labels)"
+    if isinstance(output, (tuple, list)):
+        return "loss=lambda out: loss_fn(out[0], labels)"
+    return "loss=lambda out: loss_fn(out, labels)"
+
+
+def loss_in(output: Any) -> tuple[torch.Tensor, str]:
+    """The loss of an output and what it is called: its `.loss`, or the one scalar in it that requires grad.
+
+    Raises:
+        ArgumentError: It has none, or several scalars.
+    """
+    found = getattr(output, "loss", None)
+    if found is not None:
+        return found, "the output's .loss"
+    if isinstance(output, dict) and output.get("loss") is not None:
+        return output["loss"], 'output["loss"]'
+    if isinstance(output, torch.Tensor) and _is_scalar(output):
+        return output, "the output"
+    parts = _torch.tree_leaves(output)
+    scalars = [(number, x) for number, x in enumerate(parts) if isinstance(x, torch.Tensor) and _is_scalar(x)]
+    if len(scalars) != 1:
+        several = "no scalar that requires grad" if not scalars else f"{len(scalars)} scalars that require grad"
+        raise errors.ArgumentError(
+            f"the model returned {errors.say(output)}, and which loss it is trained with cannot be told: it has no "
+            f"`.loss` and {several}. The peak depends on it: a loss over logits keeps several tensors of their size.\n"
+            f"  Say how the loss is computed, where the plan or the figures are asked for:  {_loss_for(output)}"
+        )
+    ((number, scalar),) = scalars
+    return scalar, f"the one scalar in the output, tensor {number} of {len(parts)}"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss of an output, see `loss_in`."""
+    return loss_in(output)[0]
+
+
+def any_loss(output: Any) -> torch.Tensor:
+    """The loss of an output that has one, else the mean of its first floating tensor, for what needs some gradient."""
+    try:
+        return loss_of(output)
+    except errors.ArgumentError:
+        tensor = first_floating(output)
+        if tensor is None:
+            raise
+        return tensor.mean()
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    trains = tensor.requires_grad or not torch.is_grad_enabled()
+    return tensor.numel() == 1 and tensor.dtype.is_floating_point and trains
+
+
+def first_floating(output: Any) -> torch.Tensor | None:
+    """The first floating tensor in an output."""
+    return next((tensor for tensor in _torch.tensors_in(output) if tensor.dtype.is_floating_point), None)
+
+
+# --- optimizers ---
+
+
+def _fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": _fused_adamw,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "none": None,
+}
+"""The optimizers that have a name, in Python and on the command line."""
+USUAL = "adamw-fused"
+"""What the command line takes where none is said: the default of transformers' Trainer and of torchtitan.
+
+Without `fused=True`, PyTorch's goes over lists on CUDA, whose temporaries take the bytes of a gradient of each weight.
+"""
+
+
+def optimizer_of(what: str, optimizer: object, model: nn.Module | None = None) -> Any:
+    """The optimizer that is meant: one of the model's parameters, a function from these to one, or None.
+
+    Args:
+        what: The public function that was called, or the option; the error's text names it.
+        optimizer: An optimizer, a class or a function that makes one, a name of `OPTIMIZERS`, or None.
+        model: The model whose parameters an optimizer holds.
+
+    Raises:
+        ArgumentError: It is none of these, or an optimizer of other parameters.
+    """
+    said = what if what.startswith("-") else f"{what}(optimizer=...)"
+    if isinstance(optimizer, str):
+        name = optimizer.lower()
+        if name in OPTIMIZERS:
+            return OPTIMIZERS[name]
+        near = "".join(f"; close to it: {one}" for one in difflib.get_close_matches(name, OPTIMIZERS, n=1))
+        raise errors.ArgumentError(
+            f"{said} is {optimizer!r}, which is not the name of an optimizer{near}. "
+            f"Known are {', '.join(OPTIMIZERS)}.\n"
+            f"  Write one of these{'' if what.startswith('-') else f', or a class: {_CLASS}'}."
+        )
+    if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise errors.ArgumentError(
+            f"{said} is {errors.say(optimizer)}; expected a name, a class, a function from a list of parameters to an "
+            f"optimizer, or an optimizer of the model's parameters.\n  Write {_CLASS}."
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
+        own = {id(parameter) for parameter in model.parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        others = [tuple(parameter.shape) for parameter in held if id(parameter) not in own]
+        if others:
+            raise errors.ArgumentError(
+                f"{said} is an optimizer of other parameters than the model's: {len(others)} of the {len(held)} that "
+                f"it holds are not in {type(model).__name__}, the first of shape {others[0]}. Their state would be "
+                "counted, and the model's would not.\n"
+                f"  Make it of the model that is passed, or pass its class: {_CLASS}."
+            )
+    return optimizer
+
+
+_CLASS = "optimizer=torch.optim.AdamW"
