@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..arguments import Batch, call_of
+from ..memory.batch import Batch, call_of
 from ..plan.plan import Plan
 from ..planner.planner import Loss, MakeOptimizer
 from ..planner.prices import DEVICES

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from .. import errors
 from .._text import shown, table
-from .plan import Plan
+from .plan import Plan, bad_plan
 from .profile import VERSION, made, read
 from .roles import inside
 
@@ -191,7 +191,7 @@ class StagePlans:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, _plans, errors.bad_plan)
+        return read(text, _plans, bad_plan)
 
 
 def _plans(data: dict[str, Any]) -> StagePlans:

@@ -20,14 +20,16 @@ from torch import nn
 
 from .. import errors
 from .._text import doing
-from .._torch.fakes import FakeTensor, FakeTensorMode, is_operator
+from .._torch import is_operator
+from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
-from ..arguments import mapped
+from .._torch.tensors import mapped
 from ..compiling.choosing import Attempt, Chooser, approach
 from ..compiling.partition import Partition, Partitioned
 from ..memory.free import free_bytes
 from ..memory.loop import Loop
 from ..memory.operations import Operation
+from ..plan.budget import no_plan_fits
 from ..plan.plan import Plan, Prediction
 from ..plan.solve import bytes_meant
 from ..simulation import Simulation, simulate_step
@@ -138,7 +140,7 @@ def plan_compiled(
     )
     plan = Plan((), f"a budget of {wanted.said}", prediction, graph_bytes=best.graph.budget_bytes)
     if peak > wanted:
-        raise errors.BudgetError(errors.no_plan_fits(wanted.said, peak, most, best.simulation.advice), peak, plan)
+        raise errors.BudgetError(no_plan_fits(wanted.said, peak, most, best.simulation.advice), peak, plan)
     return plan
 
 

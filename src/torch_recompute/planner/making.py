@@ -19,10 +19,11 @@ from torch import nn
 
 from .. import errors
 from .._text import at_work
-from ..arguments import Batch, call_of
+from ..memory.batch import Batch, call_of
 from ..memory.free import free_bytes
 from ..memory.loop import COMMON, Loop
-from ..plan.apply import Applied, apply
+from ..plan.apply import Applied, apply, not_applicable
+from ..plan.budget import bad_budget
 from ..plan.plan import Plan
 from ..plan.profile import Profile
 from ..plan.stages import StagePlans, Stages
@@ -150,7 +151,7 @@ def simulate(
         RecomputeError: The model reads values that a simulation cannot know, or its copy uses the model itself.
     """
     if plan is not None and not isinstance(plan, Plan):
-        raise errors.ArgumentError(errors.not_applicable(model, plan))
+        raise errors.ArgumentError(not_applicable(model, plan))
     prepare = None if plan is None else partial(apply, plan=plan)
     call = call_of("simulate", model, args, kwargs, a_module=True)
     make = optimizer_of("simulate", optimizer, model)
@@ -394,7 +395,7 @@ def make_plan(
                 "  Leave these out, or make the plan without compiled=True: its regions hold in compiled models, too."
             )
         if not isinstance(budget, (int, float, str)):
-            raise errors.ArgumentError(errors.bad_budget(budget))
+            raise errors.ArgumentError(bad_budget(budget))
         from .compiled import plan_compiled  # imports the compiler, which takes a second
 
         how.pop("offload")
@@ -422,7 +423,7 @@ def make_plan(
         with at_work(f"planning {type(model).__name__}"):
             return plan_stages(planner(*call), stages, budget, solver, optimizer)
     if not isinstance(budget, (int, float, str)):
-        raise errors.ArgumentError(errors.bad_budget(budget))
+        raise errors.ArgumentError(bad_budget(budget))
 
     def peak(plan: Plan, call: Call) -> int:
         step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "loop": loop, **where(device, model).step}

@@ -29,7 +29,7 @@ import torch
 
 from .. import errors
 from ..plan.bound import bound
-from ..plan.budget import Limit, read_budget
+from ..plan.budget import Limit, no_plan_fits, read_budget
 from ..plan.choice import joined
 from ..plan.cost import Costs, Graph, Kind, Option, Point, Segment, Solution, begins, for_all, kinds_for_all
 from ..plan.plan import Plan
@@ -416,7 +416,7 @@ def plan_stages(
         alone = [[stage] for stage in rank.stages]
         plans = dict(zip(rank.stages, rank.planned(alone, tried, wanted, pipeline.microbatches), strict=True))
         if tried.peak.bytes > wanted:
-            text = errors.no_plan_fits(wanted.said, tried.peak.bytes, rank.plain.peak.bytes, "")
+            text = no_plan_fits(wanted.said, tried.peak.bytes, rank.plain.peak.bytes, "")
             raise errors.BudgetError(f"rank {rank.number} of the pipeline: {text}", tried.peak.bytes, plans)
         for stage, plan in plans.items():
             start, stop = pipeline.bounds[stage]

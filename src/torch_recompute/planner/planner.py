@@ -34,7 +34,7 @@ from ..memory.free import free_bytes
 from ..memory.loop import COMMON, Loop
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.budget import Limit, read_budget
+from ..plan.budget import Limit, no_plan_fits, read_budget
 from ..plan.choice import Choice, joined
 from ..plan.cost import (
     Costs,
@@ -180,7 +180,7 @@ class Planner:
         profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted)
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
         if not fits:
-            text = errors.no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
+            text = no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         self.known.plans[wanted, wanted.said] = plan
         return plan

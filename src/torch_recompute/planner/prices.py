@@ -37,9 +37,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import errors
-from .._torch.devices import tf32
-from .._torch.fakes import is_operator, taken_by, without_modes
+from .._torch import is_operator
+from .._torch.cuda import tf32
+from .._torch.fakes import taken_by
 from .._torch.flops import fused_on_cpu
+from .._torch.modes import without_modes
 from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan

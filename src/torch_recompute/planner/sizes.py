@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..arguments import Batch, call_of
+from ..memory.batch import Batch, call_of
 from ..plan.budget import Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of

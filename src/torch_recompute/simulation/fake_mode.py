@@ -37,7 +37,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch, errors
-from .._torch import TorchDispatchMode
+from .._torch import TorchDispatchMode, is_operator
 from .._torch.fakes import (
     NOT_FAKED,
     FakeMaker,
@@ -48,7 +48,6 @@ from .._torch.fakes import (
     device_of,
     fake_like,
     flex_uncompiled,
-    is_operator,
     is_sharded,
     is_wrapper,
     lay,
@@ -56,10 +55,10 @@ from .._torch.fakes import (
     over,
     returned,
     traced,
-    without_modes,
     writes,
 )
-from ..arguments import mapped
+from .._torch.modes import without_modes
+from .._torch.tensors import mapped
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before

@@ -28,9 +28,9 @@ from torch import nn
 
 from .. import _torch, errors
 from .._text import counted, listed
+from .._torch.compiler import uncompiled
 from .._torch.fakes import FakeTensorMode, resizes
 from .._torch.flops import flops
-from .._torch.modes import uncompiled
 from ..memory.ledger import (
     ACTIVATIONS,
     OTHER,
