@@ -54,7 +54,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torch_recompute import apply, errors, make_plan, simulate
-from torch_recompute._torch.devices import cpu_allocations, cpu_bytes_between
+from torch_recompute._torch.storages import cpu_allocations, cpu_bytes_between
 from torch_recompute.memory.workspaces import circumstances
 
 BATCH = 40

@@ -34,7 +34,7 @@ NO_CODE = {
 ROOMS = (
     ("errors", "_text"),
     ("_torch",),
-    ("arguments", "observer"),
+    ("observer",),
     ("state",),
     ("values",),
     ("stores",),
@@ -59,6 +59,20 @@ HEIGHT = {room: height for height, row in enumerate(ROOMS) for room in row}
 LEAN = {room for row in ROOMS for room in row} - {"distributed", "integrations", "commands", "report", "__main__"}
 # Third-party package -> the rooms that may import it inside a function.
 LATE = {"numpy": LEAN, "yaml": {"plan"}, "psutil": {"memory"}}
+
+# All that `import torch_recompute.region` loads, in the order in which docs/trust.md leads through it. These run in
+# every process that trains, so a reviewer reads them first; every other file is loaded when it is first used.
+CORE = (
+    *("errors", "observer"),
+    *("_torch/__init__", "_torch/tensors", "_torch/devices", "_torch/modes", "_torch/tracing"),
+    *("state", "values", "stores/__init__", "stores/store"),
+    *("engine/__init__", "engine/arguments", "engine/captures", "engine/replay_state", "engine/inputs"),
+    *("engine/slots", "engine/backward_task", "engine/region_call"),
+    *("engine/views", "engine/shape_only", "engine/saved_call"),
+    *("region", "__init__"),
+)
+# Code lines by tokenizer (no docstring, comment or blank line), so that neither splitting nor squeezing gains anything.
+MOST_CODE_OF_CORE = 3_753
 
 # The files of `plan` that look at a model. The others plan on plain data, without torch.
 PLAN_FILES_WITH_TORCH = {
@@ -387,17 +401,16 @@ def test_contributing_describes_each_room() -> None:
 
 
 def code_lines(source: str) -> int:
-    """Returns the number of lines that have a token and are not of a docstring."""
-    tree = ast.parse(source)
-    docstrings: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
-            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    """Returns the number of lines with a token that belongs to no docstring and no comment."""
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node)
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = {line for token in tokens if token.type not in NO_CODE for line in range(token.start[0], token.end[0] + 1)}
+    return len(code - docstrings)
 
 
 def test_code_lines_are_counted_by_tokens() -> None:
@@ -509,6 +522,30 @@ def test_every_test_says_what_it_shows() -> None:
     files = [Module(path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
     assert "test_architecture.py" in [file.path for file in files]
     assert [complaint for file in files for complaint in untold_tests(file)] == []
+
+
+def test_the_core_is_these_files() -> None:
+    """Importing a region loads exactly the files of `CORE`, which import torch and the standard library alone."""
+    script = (
+        "import sys, torch_recompute.region;"
+        f"print(*(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == {PACKAGE!r}), sep='\\n')"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    modules = {module.path.removesuffix(".py"): module for module in package_modules()}
+    loaded = {name for name in modules if any(line.endswith(f"{PACKAGE}/{name}.py") for line in run.stdout.split("\n"))}
+    assert loaded == set(CORE)
+    assert len(loaded) == len(run.stdout.split())
+    for name in CORE:
+        for imported in modules[name].imports():
+            top = imported.target.split(".")[0]
+            outside = top not in {"", PACKAGE, "torch", *sys.stdlib_module_names}
+            assert not outside or (imported.in_function and top == "numpy"), f"{name} imports {top}"
+
+
+def test_the_core_is_read_in_an_afternoon() -> None:
+    """The files of the core hold no more lines of code than this."""
+    modules = {module.path.removesuffix(".py"): module for module in package_modules()}
+    assert sum(code_lines(modules[name].source) for name in CORE) <= MOST_CODE_OF_CORE
 
 
 def test_import_brings_torch_only() -> None:

@@ -28,7 +28,7 @@ from torch_recompute import (
     testing,
     verify,
 )
-from torch_recompute.arguments import call_of
+from torch_recompute.memory.batch import call_of
 from torch_recompute.report import report
 from torch_recompute.training_step import OPTIMIZERS
 

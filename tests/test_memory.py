@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from laws.watch import no_collector, on_threads
 from models import Made
-from torch_recompute._torch import devices
-from torch_recompute._torch.devices import cpu_allocations
+from torch_recompute._torch import storages
+from torch_recompute._torch.storages import cpu_allocations
 from torch_recompute.memory import CATEGORIES, Measurement, measure
 from zoo import ZOO, build, scalar_loss
 
@@ -339,7 +339,7 @@ def test_formulas_write_where_a_plain_step_writes(name: str) -> None:
 def test_an_event_of_older_memory_with_the_size_of_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator may tell that older memory is freed with the size of what was there before: that is not the new."""
     tell = cpu_allocations
-    monkeypatch.setattr(devices, "cpu_allocations", lambda call: [*tell(call), -2 * BLOCK])
+    monkeypatch.setattr(storages, "cpu_allocations", lambda call: [*tell(call), -2 * BLOCK])
     with measure() as m:
         kept = PROGRAMS["a tensor grows"].run()
     assert (m.peak_bytes / BLOCK, m.live_bytes / BLOCK) == (3, 2)

@@ -12,8 +12,9 @@ from torch import nn
 
 from laws.watch import vector
 from models import Made
-from torch_recompute import ChangedError, arguments, recompute
-from torch_recompute.arguments import reach, rebuild
+from torch_recompute import ChangedError, recompute
+from torch_recompute.engine import captures
+from torch_recompute.engine.captures import reach, rebuild
 
 MODULE = nn.Linear(3, 3)
 TENSOR = torch.full((3,), 2.0)
@@ -435,8 +436,8 @@ def test_a_scan_keeps_no_module() -> None:
     holder.child.parent = [holder]  # pyright: ignore[reportAttributeAccessIssue]
     reach(holder)
     key, gone = id(holder), weakref.ref(holder)
-    assert key in arguments._scans
+    assert key in captures._scans
     del holder
     gc.collect()
     assert gone() is None
-    assert key not in arguments._scans
+    assert key not in captures._scans

@@ -23,6 +23,7 @@ from laws.watch import vector
 from torch_recompute import ChangedError, no_recompute, recompute
 from torch_recompute import state as states
 from torch_recompute._torch import devices
+from torch_recompute.engine import replay_state
 from torch_recompute.state import Ambient, CpuRng, DeviceRng, GeneratorRng, NumpyRng, PythonRng, TensorState
 
 
@@ -685,7 +686,7 @@ def test_large_buffers() -> None:
         def __init__(self, write: bool) -> None:
             super().__init__()
             self.write = write
-            self.register_buffer("cache", torch.zeros(states.SMALL // 4 + 1))
+            self.register_buffer("cache", torch.zeros(replay_state.SMALL // 4 + 1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.write:

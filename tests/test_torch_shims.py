@@ -28,7 +28,7 @@ from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_debug_enabled,
 
 from laws.watch import vector
 from torch_recompute import _torch
-from torch_recompute._torch import devices, fakes, modes, storages
+from torch_recompute._torch import checkpoints, compiler, cuda, devices, fakes, graphs, modes, storages
 
 Pair = namedtuple("Pair", "left right")
 
@@ -213,9 +213,9 @@ def test_packed_of() -> None:
     token = object()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: token, lambda t: torch.ones(3)):
         y = vector().exp()
-    assert isinstance(y.grad_fn._raw_saved_result, _torch.SavedTensor)
-    assert _torch.packed_of(y.grad_fn._raw_saved_result) is token
-    assert _torch.packed_of(object()) is None
+    assert isinstance(y.grad_fn._raw_saved_result, graphs.SavedTensor)
+    assert graphs.packed_of(y.grad_fn._raw_saved_result) is token
+    assert graphs.packed_of(object()) is None
 
 
 def test_unpack_hook_of() -> None:
@@ -226,9 +226,9 @@ def test_unpack_hook_of() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
         y = vector().exp()
-    assert _torch.unpack_hook_of(y.grad_fn._raw_saved_result) is unpack
-    assert _torch.unpack_hook_of(vector().exp().grad_fn._raw_saved_result) is None
-    assert _torch.unpack_hook_of(object()) is None
+    assert graphs.unpack_hook_of(y.grad_fn._raw_saved_result) is unpack
+    assert graphs.unpack_hook_of(vector().exp().grad_fn._raw_saved_result) is None
+    assert graphs.unpack_hook_of(object()) is None
 
 
 class Older:
@@ -260,8 +260,8 @@ def test_replace_saved(view: Callable[[Any], Any]) -> None:
         opened.append(packed)
         return torch.full((3,), 3.0) if packed == "three" else packed[0]
 
-    _torch.replace_saved(view(z.grad_fn), choosing("three"), unpack)
-    _torch.replace_saved(view(z.grad_fn), choosing("other"), unpack)  # one pair of hooks, the first
+    graphs.replace_saved(view(z.grad_fn), choosing("three"), unpack)
+    graphs.replace_saved(view(z.grad_fn), choosing("other"), unpack)  # one pair of hooks, the first
     (of_x, of_y) = torch.autograd.grad(z.sum(), [x, y])
     assert torch.equal(of_x, y)
     assert torch.equal(of_y, torch.full((3,), 3.0))
@@ -283,8 +283,8 @@ def test_replace_saved_in_a_custom_function() -> None:
             return grads[0] * ctx.saved_tensors[0]
 
     y = Square.apply(vector())
-    _torch.replace_saved(y.grad_fn, lambda _: "five", lambda _: torch.full((3,), 5.0))
-    _torch.replace_saved((vector() + 1).grad_fn, lambda _: "five", lambda _: torch.ones(3))
+    graphs.replace_saved(y.grad_fn, lambda _: "five", lambda _: torch.full((3,), 5.0))
+    graphs.replace_saved((vector() + 1).grad_fn, lambda _: "five", lambda _: torch.ones(3))
     assert torch.equal(y.grad_fn.saved_tensors[0], torch.full((3,), 5.0))
 
 
@@ -324,8 +324,8 @@ def test_sequence_of() -> None:
 def test_function_of() -> None:
     """A node made by an autograd Function names it, and PyTorch's own nodes name none."""
     x = torch.ones(2, requires_grad=True)
-    assert _torch.function_of(Look.apply(x, lambda: None).grad_fn) is Look
-    assert _torch.function_of(x.sin().grad_fn) is None
+    assert graphs.function_of(Look.apply(x, lambda: None).grad_fn) is Look
+    assert graphs.function_of(x.sin().grad_fn) is None
 
 
 def test_set_grad_enabled() -> None:
@@ -694,27 +694,27 @@ def test_stack() -> None:
     """A captured stack is told as the lines of user code, innermost last, without torch's own."""
 
     def innermost() -> Any:
-        return _torch.capture_stack()
+        return graphs.capture_stack()
 
-    lines = _torch.say_stack(innermost())
+    lines = graphs.say_stack(innermost())
     text = "\n".join(lines)
-    assert "return _torch.capture_stack()" in lines[-1]
+    assert "return graphs.capture_stack()" in lines[-1]
     assert "innermost" in lines[-2]
     assert "/torch/" not in text
-    assert len(_torch.say_stack(innermost(), last=2)) == 2
+    assert len(graphs.say_stack(innermost(), last=2)) == 2
 
 
 def test_overrides() -> None:
     """PyTorch's two context managers are read; outside of them, and for None, they say nothing."""
-    assert _torch.early_stop_override() is None
-    assert _torch.debug_override() is None
+    assert checkpoints.early_stop_override() is None
+    assert checkpoints.debug_override() is None
     for value in (True, False):
         with set_checkpoint_early_stop(value), set_checkpoint_debug_enabled(value):
-            assert _torch.early_stop_override() is value
-            assert _torch.debug_override() is value
+            assert checkpoints.early_stop_override() is value
+            assert checkpoints.debug_override() is value
     with set_checkpoint_debug_enabled(None):
-        assert _torch.debug_override() is None
-    assert _torch.early_stop_override() is None
+        assert checkpoints.debug_override() is None
+    assert checkpoints.early_stop_override() is None
 
 
 def test_what_an_operation_writes_to() -> None:
@@ -797,6 +797,8 @@ def test_what_backward_has_yet_to_reach() -> None:
 
 # How hooks of this library look to torch's selective contexts: tests/test_checkpoint.py.
 SELECTIVE = {"respect_hooks", "see_through"}
+# Bytes that a call allocates: tests/test_memory.py, tests/test_workspaces.py.
+ALLOCATIONS = {"cpu_allocations", "cpu_bytes_between"}
 
 
 def test_every_shim_is_tried() -> None:
@@ -812,9 +814,10 @@ def test_every_shim_is_tried() -> None:
     # Pytrees are public in all but name, and tried by tests/test_tree.py.
     missing = {n for n in names if not n.startswith("_") and n not in text} - PYTREES - SELECTIVE
     assert not missing
-    for module in (fakes, storages):
+    for module in (fakes, storages, graphs, checkpoints):
         made = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, STATEMENTS)]
         unspoken = {n.name for n in made if not n.name.startswith("_") and n.name not in text}
+        unspoken -= SELECTIVE | ALLOCATIONS
         assert not unspoken, module.__name__
 
 
@@ -839,7 +842,7 @@ def test_every_stand_in_is_tried() -> None:
         "torch.'_foreach_clone'",  # test_copy_each
         "torch.UntypedStorage.'_new_with_weak_ptr'",  # test_memory_that_torch_cannot_find_again
         "config.'activation_memory_budget'",  # test_the_budget_of_compiled_code
-        "modes.py: import",
+        "compiler.py: import",
     }
 
 
@@ -1003,12 +1006,12 @@ def test_operations_on_fakes_need_no_active_mode() -> None:
     assert type(y) is fakes.FakeTensor
     assert y.shape == (4, 4)
     assert fakes.device_of(y) == torch.device("cpu")
-    assert fakes.is_operator(torch.ops.aten.mm.default)
+    assert _torch.is_operator(torch.ops.aten.mm.default)
     y.untyped_storage().resize_(0)
     with mode:
         view = fakes.over(y.untyped_storage(), 0, y, "cpu")
     assert view.untyped_storage().nbytes() == 0
-    with fakes.without_modes():
+    with modes.without_modes():
         assert torch.ones(2).sum().item() == 2
 
 
@@ -1050,16 +1053,16 @@ def test_the_budget_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the context the setting has the value, afterwards its own again; where there is none, None says so."""
     config: Any = importlib.import_module("torch._functorch.config")
     before = config.activation_memory_budget
-    context = modes.activation_memory_budget(0.25)
+    context = compiler.activation_memory_budget(0.25)
     assert context is not None
     with context:
         assert config.activation_memory_budget == 0.25
     assert config.activation_memory_budget == before
 
     monkeypatch.setitem(sys.modules, "torch._functorch.config", types.ModuleType("config"))
-    assert modes.activation_memory_budget(0.25) is None
+    assert compiler.activation_memory_budget(0.25) is None
     monkeypatch.setitem(sys.modules, "torch._functorch.config", None)
-    assert modes.activation_memory_budget(0.25) is None
+    assert compiler.activation_memory_budget(0.25) is None
 
 
 # --- what settings make of an operation on CUDA ----------------------------------------------------------------------
@@ -1070,17 +1073,17 @@ def test_tf32_is_what_the_settings_say(gone: bool, monkeypatch: pytest.MonkeyPat
     """By default a convolution may be computed in TF32 and a product not, also as torch says it without precisions."""
     if gone:
         monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
-    assert devices.tf32("aten.convolution.default")
-    assert not devices.tf32("aten.mm.default")
+    assert cuda.tf32("aten.convolution.default")
+    assert not cuda.tf32("aten.mm.default")
 
 
 def test_kernels_of_attention_have_an_order() -> None:
     """A setting of the user counts; the default is that of torch, with cuDNN first where torch puts it there."""
     everywhere = ["flash", "efficient", "math", "cudnn"]
-    assert devices.enabled_backends((8, 0)) == everywhere
-    assert devices.enabled_backends((9, 0)) == ["cudnn", "flash", "efficient", "math"]
+    assert cuda.enabled_backends((8, 0)) == everywhere
+    assert cuda.enabled_backends((9, 0)) == ["cudnn", "flash", "efficient", "math"]
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        assert devices.enabled_backends((9, 0)) == ["math", "flash"]
+        assert cuda.enabled_backends((9, 0)) == ["math", "flash"]
 
 
 def test_flex_attention_does_not_compile_itself() -> None:
@@ -1114,7 +1117,7 @@ def test_what_an_operator_takes() -> None:
 def test_checkpoints_run_by(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's checkpoint is what runs in its place, by whatever name it is called, and itself again after an error."""
     if not looks_up:
-        monkeypatch.setattr(_torch._checkpoint, "checkpoint", lambda fn, *args, **options: fn(*args))
+        monkeypatch.setattr(checkpoints._checkpoint, "checkpoint", lambda fn, *args, **options: fn(*args))
     seen: list[Any] = []
 
     def run(original: Any, function: Any, *args: Any, **options: Any) -> Any:
@@ -1123,7 +1126,7 @@ def test_checkpoints_run_by(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     here = torch.utils.checkpoint.checkpoint
     for _ in range(2):
-        with contextlib.suppress(KeyError), _torch.checkpoints_run_by(run):
+        with contextlib.suppress(KeyError), checkpoints.checkpoints_run_by(run):
             x = vector()
             here(torch.sin, x, use_reentrant=False).sum().backward()
             assert torch.equal(x.grad, x.cos())
@@ -1139,7 +1142,7 @@ def test_who_calls_an_operation() -> None:
     class Asks(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.cos.default:
-                seen.append(_torch.caller(str(Path(__file__).parent)))
+                seen.append(graphs.caller(str(Path(__file__).parent)))
             return func(*args, **(kwargs or {}))
 
     elsewhere: dict[str, Any] = {}
@@ -1152,7 +1155,7 @@ def test_who_calls_an_operation() -> None:
         user(x.detach())
         hooked.sum().backward()
         x.sin().sum().backward()  # of which the formula has a cosine
-    assert seen == [user.__code__, user.__code__, _torch.ENGINE]
+    assert seen == [user.__code__, user.__code__, graphs.ENGINE]
 
 
 def test_what_a_backward_began_with() -> None:
@@ -1160,8 +1163,8 @@ def test_what_a_backward_began_with() -> None:
     seen: list[Any] = []
     x = torch.ones(2, requires_grad=True)
     hooked = x * 2
-    hooked.register_hook(lambda _: seen.append(_torch.roots_of_backward()))
+    hooked.register_hook(lambda _: seen.append(graphs.roots_of_backward()))
     one, other = hooked.sum(), hooked.cos()
     torch.autograd.backward([one, torch.autograd.graph.get_gradient_edge(other)], [None, torch.ones(2)])
     assert seen == [[one.grad_fn, other.grad_fn]]
-    assert _torch.roots_of_backward() == []
+    assert graphs.roots_of_backward() == []

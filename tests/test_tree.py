@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils import _pytree
 
 from torch_recompute import recompute
-from torch_recompute.arguments import Call, digest, geometry, layout, meta, say
+from torch_recompute._torch.tensors import layout, meta, say
+from torch_recompute.engine.arguments import Call
+from torch_recompute.engine.mismatch import digest
+from torch_recompute.engine.views import geometry
 
 Pair = namedtuple("Pair", "left right")
 

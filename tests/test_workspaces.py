@@ -20,7 +20,7 @@ from models import Made
 from test_blocks import alive
 from test_zoo import plans
 from torch_recompute import BudgetError, Plan, apply, measure, simulate
-from torch_recompute._torch.devices import cpu_bytes_between
+from torch_recompute._torch.storages import cpu_bytes_between
 from torch_recompute.devices import Where
 from torch_recompute.memory import workspaces
 from torch_recompute.memory.loop import Loop

@@ -8,15 +8,15 @@
 The public names are the ones listed in `__all__`; `torch_recompute.state` holds the random-number and user states
 that `recompute(state=...)` takes.
 
-`import torch_recompute` runs in every process that trains, also in those that never plan; what a region needs is a
-third of the package. So what plans, measures or checks is imported when it is first asked for (PEP 562), and repeated
-under `if TYPE_CHECKING` for type checkers and editors; `tests/test_imports.py` compares the two.
+`import torch_recompute` runs in every process that trains, also in those that never plan. What a region needs is a
+sixth of the package, which a reviewer can read in an afternoon (docs/trust.md). Everything else is imported when it is
+first asked for (PEP 562), and repeated under `if TYPE_CHECKING` for type checkers and editors; `tests/test_imports.py`
+compares the two.
 """
 
 from typing import TYPE_CHECKING
 
 from . import state as state
-from .compat import OutputDiscardCheckpoint, checkpoint, checkpoint_sequential
 from .errors import (
     ArgumentError,
     BudgetError,
@@ -28,10 +28,12 @@ from .errors import (
     StoreError,
 )
 from .region import no_recompute, recompute
-from .stores import OnDevice, OnDisk, OnHost, Store
+from .stores import OnDevice, Store
 from .values import doing_recompute, get_recompute_data, is_recomputing, replay, save_for_recompute
 
 if TYPE_CHECKING:
+    from .compat.olmo import OutputDiscardCheckpoint
+    from .compat.torch_utils import checkpoint, checkpoint_sequential
     from .doctor.audit import Audit, audit
     from .doctor.verify import Verification, verify
     from .memory import Measurement, SavedActivations, measure, saved_activations
@@ -44,10 +46,15 @@ if TYPE_CHECKING:
     from .planner.solve import solve
     from .planning import auto, make_plan, profile, simulate
     from .simulation import Simulation
+    from .stores.disk import OnDisk
+    from .stores.host import OnHost
 else:  # imported when they are first asked for
     from importlib import import_module
 
     _later = {
+        "compat": (),
+        "compat.olmo": ("OutputDiscardCheckpoint",),
+        "compat.torch_utils": ("checkpoint", "checkpoint_sequential"),
         "doctor.audit": ("Audit", "audit"),
         "memory": ("Measurement", "SavedActivations", "measure", "saved_activations"),
         "plan": ("Applied", "Choice", "Plan", "SizeClass", "apply"),
@@ -59,6 +66,8 @@ else:  # imported when they are first asked for
         "plan.units": ("register",),
         "planning": ("auto", "make_plan", "profile", "simulate"),
         "simulation": ("Simulation",),
+        "stores.disk": ("OnDisk",),
+        "stores.host": ("OnHost",),
         "doctor.verify": ("Verification", "verify"),
         "doctor": (),
         "testing": (),

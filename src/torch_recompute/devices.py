@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import errors
-from ._torch.devices import tf32
+from ._torch.cuda import tf32
 
 if TYPE_CHECKING:
     from .planner.ops import Op

@@ -75,7 +75,7 @@ REASONS = (
 WHY = f'{REASONS}\n  To see the first place where they differ: recompute(fn, check="values").'
 
 
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def kind(value: object) -> str:
@@ -119,7 +119,7 @@ def listed(names: Iterable[str]) -> str:
 
 def size(count: int, up: bool = False) -> str:
     """Bytes in units people read, to two places; upwards, so that the text read back is no less."""
-    for unit, name in _UNITS:
+    for unit, name in UNITS:
         if count >= unit:
             hundredths = -(-count * 100 // unit) if up else round(count * 100 / unit)
             return f"{hundredths // 100}.{hundredths % 100:02} {name}"
@@ -128,7 +128,7 @@ def size(count: int, up: bool = False) -> str:
 
 def unit_of(most: int) -> tuple[int, str]:
     """The unit in which a number of bytes is read, and smaller ones beside it: its bytes and its name."""
-    return next((unit for unit in _UNITS if most >= unit[0]), (1, "bytes"))
+    return next((unit for unit in UNITS if most >= unit[0]), (1, "bytes"))
 
 
 def brief(count: int, of: int | None = None) -> str:
@@ -138,14 +138,6 @@ def brief(count: int, of: int | None = None) -> str:
     places = 0 if unit == 1 else 1 if whole >= 10 * unit else 2
     part = f"{count / unit:,.{places}f}"
     return f"{part} {name}" if of is None else f"{part} of {of / unit:,.{places}f} {name}"
-
-
-def as_budget(count: int) -> str:
-    """A budget as it is written: rounded down, so that it is not more than was meant."""
-    for unit, name in _UNITS:
-        if count >= 10 * unit or (count >= unit and name == "KiB"):
-            return f"{count * 100 // unit / 100:.2f}{name}"
-    return str(count)
 
 
 def not_callable(what: str, value: object, at_once: bool = False) -> str:
@@ -171,31 +163,6 @@ def not_a_store(option: str, value: object) -> str:
     )
 
 
-def reentrant(of_torch: bool = True) -> str:
-    """Text for `use_reentrant=True`, with the words that code looks for in an error of torch's."""
-    others = " (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)"
-    return (
-        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
-        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
-        f"requires grad.{others if of_torch else ''}\n"
-        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster."
-    )
-
-
-def bad_budget(budget: object) -> str:
-    """Text for something that is no budget."""
-    return (
-        f"budget={budget!r} is not a budget.\n"
-        '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
-        'from 0, the least peak, to below 1 (0.4, "40%"), or "fit" for what the device has free.'
-    )
-
-
-def made_by_a_function(option: str, model: str) -> str:
-    """Text for an option that describes what a function of the user makes."""
-    return f"{option} is for models that are built here; {model} makes its own. Leave it out, and have it say so there."
-
-
 def not_a_size(option: str, value: object, least: int = 1) -> str:
     """Text for a size that is none."""
     return f"{option} is {value}; expected a whole number of at least {least}. Write for example {option} {least}."
@@ -209,78 +176,6 @@ def goes_with(option: str, other: str) -> str:
 def no_effect(field: str, value: object, why: str, write: str) -> str:
     """Text for a field that nothing would look at."""
     return f"{field}={value!r} would have no effect: {why}.\n  {write}, or leave {field} out."
-
-
-def other_checkpointing_inside(path: str) -> str:
-    """Text for another library's checkpoint where a region is."""
-    return (
-        f"{path or 'the model'} is a region of a plan and also checkpointed by another library; it would be run again "
-        "twice over.\n"
-        "  Turn that off (gradient_checkpointing, activation_checkpointing_policy, checkpoint_wrapper), or take the "
-        "plan out: handle.remove()"
-    )
-
-
-def no_sharded_inputs(setting: str, write: str) -> str:
-    """Text for spreading inputs over ranks through a function that is not told the group of ranks."""
-    return (
-        f"{setting} is not understood here: the inputs of a region are spread over the ranks of a group, and this "
-        "function is not told the group.\n"
-        f"  {write}, or, with ShardedOver from torch_recompute.distributed:  "
-        "recompute(function, inputs=ShardedOver(group))(*args)."
-    )
-
-
-def no_pipeline(model: str, cls: str) -> str:
-    """Text for a model whose layers are not known."""
-    return (
-        f"--tp, --pp, --dp and --mbs are for language models of transformers; {model} is {cls}. Leave them out, or "
-        "plan with make_plan what each rank runs."
-    )
-
-
-def no_plan_fits(budget: str, smallest: int, plain: int, advice: str) -> str:
-    """Text for a budget that no plan fits into."""
-    return (
-        f"{too_small(budget, smallest, plain)}\n"
-        f'  Pass budget="{enough(smallest)}" or more, or a smaller batch. That plan is '
-        f".solution of this error, and its bytes are .smallest.{more_advice(advice)}"
-    )
-
-
-def too_small(budget: str, smallest: int, plain: int) -> str:
-    """The sentence that every budget that is too small, here as it was written, begins with."""
-    return (
-        f"budget={budget} is too small for a step of this model: with the plan that needs the least its peak is "
-        f"{size(smallest, up=True)} ({smallest} bytes), without recomputation {size(plain)}."
-    )
-
-
-def enough(smallest: int) -> str:
-    """The least budget that is enough, as it can be written."""
-    return size(smallest, up=True).replace(" ", "")
-
-
-def more_advice(advice: str) -> str:
-    """What else to do, on a line of its own."""
-    return f"\n  {advice}" if advice else ""
-
-
-def bad_plan(why: str) -> str:
-    """Text for a plan that cannot be."""
-    return (
-        f"this is not a plan: {why}.\n"
-        "  A plan is made by RecomputeConfig(...).plan(model), by hand as Plan((Choice(('layers.0',)), ...)), or read "
-        "by Plan.from_json(text) from what plan.to_json() wrote."
-    )
-
-
-def not_applicable(model: object, plan: object) -> str:
-    """Text for an `apply` of something that is no model or no plan."""
-    return (
-        f"apply(model, plan) needs a torch.nn.Module and a Plan, but got {say(model)} and {say(plan)}.\n"
-        "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))"
-    )
 
 
 def changed_input(region: str, label: str, was: int, now: int) -> str:

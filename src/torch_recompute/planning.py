@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from torch import nn
 
 from . import errors
 from ._text import at_work
-from .arguments import Batch, call_of
 from .devices import Roofline
+from .memory.batch import Batch, call_of
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
-from .plan.apply import Applied, apply
+from .plan.apply import Applied, apply, not_applicable
+from .plan.budget import bad_budget
 from .plan.plan import Plan
 from .plan.stages import StagePlans, Stages
 from .planner.known import PlanFile, made_for
@@ -149,7 +150,7 @@ def simulate(
         RecomputeError: The model reads values that a simulation cannot know, or its copy uses the model itself.
     """
     if plan is not None and not isinstance(plan, Plan):
-        raise errors.ArgumentError(errors.not_applicable(model, plan))
+        raise errors.ArgumentError(not_applicable(model, plan))
     prepare = None if plan is None else partial(apply, plan=plan)
     loop = Loop(hold_output, accumulate, set_to_none)
     step = TrainingStep.of("simulate", model, args, kwargs, loss, optimizer, device, loop)
@@ -377,7 +378,7 @@ def make_plan(
     """
     examples = not isinstance(sizes, str) and not all(type(size) is int for size in sizes)
     if examples and isinstance(model, nn.Module):
-        call: Any = args, dict(kwargs or {})
+        call = cast("tuple[Any, ...]", args), dict(kwargs or {})
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
@@ -388,7 +389,7 @@ def make_plan(
         if stages is not None:
             return plan_stages(step, stages, budget)
         if not isinstance(budget, (int, float, str)):
-            raise errors.ArgumentError(errors.bad_budget(budget))
+            raise errors.ArgumentError(bad_budget(budget))
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 

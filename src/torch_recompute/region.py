@@ -40,8 +40,6 @@ from ._torch import ambient_hooks, tracing
 from ._torch.modes import transforming
 from .engine.region_call import NEVER, Options, RegionCall, Replay, hand_over, mark_not_needed
 from .engine.saved_call import SavedCall, call_again, record_call, stored_call, tensors_of
-from .engine.tiles import check as check_tiles
-from .engine.tiles import run as run_tiles
 from .observer import Observer, Running, here, observing
 from .state import DEFAULT, Ambient
 from .stores import OnDevice, Store
@@ -168,7 +166,10 @@ def recompute(
             '      check="none"       only how many there are'
         )
     inputs = _checked_store("inputs", inputs)
-    check_tiles(tiles, tile_dim)
+    if tiles is not None or type(tile_dim) is not int or tile_dim != 1:
+        from .engine.tiles import check as check_tiles
+
+        check_tiles(tiles, tile_dim)
     for ambient in [state] if hasattr(state, "capture") else state:
         if ambient is state or not (hasattr(ambient, "capture") and hasattr(ambient, "restore")):
             raise errors.ArgumentError(_not_an_ambient(ambient))
@@ -179,6 +180,8 @@ def recompute(
         if name is not None and thread.overrides is not None:
             thread.overrides.region(name)
         if tiles is not None and torch.is_grad_enabled() and transforming() is None:
+            from .engine.tiles import run as run_tiles
+
             return run_tiles(functools.partial(run, options, fn), options.name, tiles, tile_dim, args, kwargs)
         return run(options, fn, args, kwargs)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from . import errors
-from .arguments import Batch, call_of
 from .doctor.verify import Verification, compare_calls, verify
+from .memory.batch import Batch, call_of
 from .memory.measurement import Measurement
 from .plan import Plan
 from .plan.budget import read_budget

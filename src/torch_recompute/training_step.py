@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from . import _torch, errors
-from .arguments import Batch, call_of
 from .devices import Device, Where, where
+from .memory.batch import Batch, call_of
 from .memory.loop import COMMON, Loop
 
 Loss = Callable[[Any], torch.Tensor] | None

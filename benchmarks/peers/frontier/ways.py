@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torch_recompute import Plan, RecomputeConfig, apply
-from torch_recompute._torch.modes import activation_memory_budget
+from torch_recompute._torch.compiler import activation_memory_budget
 
 from . import remat, sac_ilp
 from .config import PRICES, Config

@@ -17,23 +17,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import operator
-import os
-import sys
-import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.utils.checkpoint as _checkpoint
 from torch._guards import TracingContext as _TracingContext
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._traceback import CapturedTraceback
 
 from .devices import ACCELERATOR as ACCELERATOR
 from .devices import accelerator as accelerator
@@ -93,41 +87,6 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def roots_of_backward() -> list[Any]:
-    """The nodes that the backward calls which run now began with, whichever threads wait for them."""
-    roots: list[Any] = []
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_code is ENGINE:
-                roots += [
-                    getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in at.f_locals["t_outputs"]
-                ]
-            at = at.f_back
-    return [node for node in roots if node is not None]
-
-
-_AROUND_MODES = tuple(
-    os.path.join(os.path.dirname(torch.__file__), *path)
-    for path in (("_compile.py",), ("_dynamo", ""), ("utils", "_python_dispatch.py"))
-)
-ENGINE = torch.autograd.graph._engine_run_backward.__code__
-"""Python's frame around PyTorch's engine."""
-
-
-def caller(ours: str) -> CodeType:
-    """The code that called the present operation of PyTorch, directly or from C++; `ENGINE` on threads of the engine.
-
-    Args:
-        ours: The folder of the mode that asks, whose frames do not count.
-    """
-    passed = ours, *_AROUND_MODES
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(passed):
-        frame = frame.f_back
-    return ENGINE if frame is None else frame.f_code
-
-
 _MOST_NODES = 10_000  # to look at before giving up
 
 
@@ -162,62 +121,9 @@ sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 """The number that the next autograd node of this thread will get: equal for all tensors saved by one operation."""
 
 
-SavedTensor: type = _autograd.SavedTensor
-"""The class of the `_raw_saved_*` attributes of a node."""
-
-
-def packed_of(saved: Any) -> Any:
-    """Returns what a pack hook made of a `_raw_saved_*` attribute of a node; None where torch cannot tell."""
-    return getattr(saved, "data", None)
-
-
-def unpack_hook_of(saved: Any) -> Any:
-    """The unpack hook of a `_raw_saved_*` attribute of a node; None where there is none, or torch cannot tell."""
-    return getattr(saved, "unpack_hook", None)
-
-
-def replace_saved(node: Any, choose: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Replaces each tensor that a node has saved by what `choose` makes of it.
-
-    Left alone is a tensor for which `choose` returns None, and one that was saved under hooks: torch takes one pair.
-    """
-    kind = type(node)
-    names = _saved_names.get(kind)
-    if names is None:
-        names = _saved_names[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
-    for name in names:
-        saved = getattr(node, name)
-        for one in saved if isinstance(saved, tuple) else (saved,):
-            if hasattr(one, "data"):
-                bare = isinstance(one.data, torch.Tensor) and unpack_hook_of(one) is None
-                packed = choose(one.data) if bare else None
-                if packed is not None:
-                    one.register_hooks(partial(_swap, packed), unpack)
-            else:  # torch 2.11 does not show it, so everything is looked at from within a hook
-                with contextlib.suppress(RuntimeError):
-                    one.register_hooks(partial(_swap_if, choose), unpack)
-
-
-def _swap(packed: Any, tensor: torch.Tensor) -> Any:
-    return packed
-
-
-def _swap_if(choose: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    packed = choose(tensor)
-    return (tensor, tensor._version) if packed is None else packed
-
-
-_saved_names: Any = weakref.WeakKeyDictionary()  # by class of node
-
-
 def sequence_of(node: Any) -> int:
     """The sequence number of an autograd node, by which older nodes come first; larger than all for leaves."""
     return node._sequence_nr()
-
-
-def function_of(node: Any) -> type | None:
-    """The autograd Function that made a node; None for a node of PyTorch's own."""
-    return getattr(node, "_forward_cls", None)
 
 
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
@@ -317,6 +223,11 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+def is_operator(func: object) -> bool:
+    """Whether a dispatch mode is shown one operator, not an operator of other functions."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of an operation that its schema says it writes to; empty where it has no schema."""
     if not getattr(getattr(func, "_schema", None), "is_mutable", False):
@@ -327,49 +238,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[A
 
 
 # --- diagnosis ----------------------------------------------------------------------------------------------------
-
-capture_stack: Callable[[], Any] = CapturedTraceback.extract
-
-
-def say_stack(stack: Any, last: int = 12) -> list[str]:
-    """A captured stack as lines, the innermost calls last, without this library's and torch's own frames."""
-    lines: list[str] = "".join(stack.format()).splitlines()
-    frames = [lines[i : i + 2] for i in range(0, len(lines) - 1, 2)]
-    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-    return [line.strip() for frame in frames if not any(part in frame[0] for part in inside) for line in frame][-last:]
-
-
-def early_stop_override() -> bool | None:
-    """The value of `torch.utils.checkpoint.set_checkpoint_early_stop` around; None outside of it."""
-    return cast("Any", _checkpoint)._enable_checkpoint_early_stop
-
-
-def debug_override() -> bool | None:
-    """The value of `torch.utils.checkpoint.set_checkpoint_debug_enabled` around; None outside of it."""
-    return cast("Any", _checkpoint)._checkpoint_debug_enabled
-
-
-@contextlib.contextmanager
-def checkpoints_run_by(run: Callable[..., Any]) -> Generator[None]:
-    """A context in which `torch.utils.checkpoint.checkpoint(...)` is `run(original, ...)`, however it was imported.
-
-    That function only looks up which function to call, and here it finds another one. Where a release of torch looks
-    up nothing, nothing changes.
-    """
-    inner: Any = getattr(_checkpoint.checkpoint, "__wrapped__", None)
-    if inner is None:
-        yield
-        return
-    before = vars(inner).get("__dynamo_disable")
-
-    def through(*args: Any, **kwargs: Any) -> Any:
-        return run(before or torch.compiler.disable(inner), *args, **kwargs)
-
-    inner.__dynamo_disable = through
-    try:
-        yield
-    finally:
-        inner.__dynamo_disable = before
 
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -412,15 +280,6 @@ def see_through(pack: _Pack) -> _Pack:
     marked: Any = pack
     marked._checkpoint_internal, marked._user_hooks = True, _BENEATH
     return pack
-
-
-def respect_hooks(context: Any, respect: bool) -> bool:
-    """Sets whether what a selective context stores passes through the user's hooks; False if torch cannot do so."""
-    if not isinstance(context, _checkpoint._CachingTorchDispatchMode):
-        return True
-    selective: Any = context
-    selective.respect_saved_tensors_hooks = respect
-    return not respect or hasattr(_checkpoint, "_current_user_saved_tensors_hooks")
 
 
 _NODES: Any = _pytree.SUPPORTED_NODES

@@ -12,7 +12,6 @@ Invariants: `on_streams` puts streams and device back, whatever happens inside i
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, cast
 
@@ -139,77 +138,3 @@ def captured_state(generator: torch.Generator) -> tuple[int, int]:
 def set_captured_state(generator: torch.Generator, state: tuple[int, int]) -> None:
     """Puts the generator where `captured_state` found it, in the same capture."""
     generator.set_state(torch.tensor(state, dtype=torch.int64, device="cpu").view(torch.uint8))
-
-
-_NAMES = ("math", "flash", "efficient", "cudnn")  # by the number that PyTorch knows them by
-_DEFAULT = (1, 2, 0, 3, 4)
-PREFERRING_CUDNN = (9, 10)
-"""Major capabilities whose first choice is cuDNN: torch moves it to the front there at its first attention."""
-
-
-def enabled_backends(capability: tuple[int, int]) -> list[str]:
-    """The kernels that the user has enabled, in the order in which they are tried on a device of a capability."""
-    order = tuple(map(int, _C._get_sdp_priority_order()))
-    if order[: len(_DEFAULT)] == _DEFAULT[: len(order)] and capability[0] in PREFERRING_CUDNN:
-        order = (3, 1, 2, 0)
-    backends = torch.backends.cuda
-    on = {
-        "math": backends.math_sdp_enabled(),
-        "flash": backends.flash_sdp_enabled(),
-        "efficient": backends.mem_efficient_sdp_enabled(),
-        "cudnn": backends.cudnn_sdp_enabled(),
-    }
-    names = [_NAMES[number] for number in order if number < len(_NAMES)]
-    return [name for name in names if on[name]]
-
-
-def tf32(op: str) -> bool:
-    """Whether an operation in 32 bits may be computed in TF32 on CUDA: by default a convolution may, a product not."""
-    get: Any = getattr(_C, "_get_fp32_precision_getter", None)
-    convolves = "convolution" in op
-    if get is None:
-        return bool(torch.backends.cudnn.allow_tf32 if convolves else torch.backends.cuda.matmul.allow_tf32)
-    asked = (("cuda", "conv" if convolves else "matmul"), ("cuda", "all"), ("generic", "all"))
-    return next((found for found in (get(*one) for one in asked) if found != "none"), "ieee") == "tf32"
-
-
-_autograd, _profiler = _C._autograd, _C._profiler
-profiling: Callable[[], bool] = _autograd._profiler_enabled
-"""Whether a profiler is active on this thread, which then cannot have another."""
-
-
-def cpu_allocations(call: Callable[[], object]) -> list[int]:
-    """The bytes allocated, in order, by a call on this thread; negative where they are freed.
-
-    The result of the call is alive until all is written down. What other threads allocate for it is not seen.
-    """
-    config = _profiler.ProfilerConfig(
-        _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig()
-    )
-    result: object = None
-    _autograd._enable_profiler_legacy(config)
-    try:
-        result = call()
-    finally:
-        events = [event for thread in _autograd._disable_profiler_legacy() for event in thread]
-        del result
-    return [int(event.cpu_memory_usage()) for event in events if event.kind() == "memory_alloc"]
-
-
-def cpu_bytes_between(call: Callable[[], object], left: Callable[[], int] = int) -> int:
-    """How many bytes what a call allocates rises, while it runs, above what of that is left at its end.
-
-    That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
-
-    Args:
-        call: The call.
-        left: Says afterwards how much of it is left at least, should such a size be that of something new.
-    """
-    alive: Counter[int] = Counter()
-    level = most = 0
-    for size in cpu_allocations(call):
-        if size > 0 or alive[-size]:
-            alive[abs(size)] += 1 if size > 0 else -1
-            level += size
-            most = max(most, level)
-    return max(0, most - max(level, left()))

@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _C: Any = torch._C
 
-without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDispatch
-"""A context in which operations run as they are, whatever dispatch modes are active."""
 
 below_autograd: Callable[[], AbstractContextManager[None]] = _C._AutoDispatchBelowAutograd
 """A context in which operations are run without autograd, and are not taken apart for it."""
@@ -63,11 +61,6 @@ NOT_FAKED: tuple[type[Exception], ...] = (
 
 is_wrapper: Callable[[object], bool] = cast("Any", is_traceable_wrapper_subclass)
 """Whether a tensor is made of others that it can be taken apart into (`__tensor_flatten__`)."""
-
-
-def is_operator(func: object) -> bool:
-    """Whether a dispatch mode is shown one operator, not an operator of other functions."""
-    return isinstance(func, torch._ops.OpOverload)
 
 
 def writes(func: Any) -> bool:

@@ -18,20 +18,14 @@ Invariants: nothing here raises or warns for a state that torch allows, and `set
 from __future__ import annotations
 
 import operator
-import re
-import sys
-import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 import torch.overrides as _overrides
-from torch.cuda.amp import common
-from torch.library import Library
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import (
@@ -40,7 +34,6 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from . import tracing
 from .devices import ACCELERATOR
 
 _C: Any = torch._C
@@ -74,6 +67,10 @@ def push_dispatch_mode(mode: Any) -> None:
 def pop_dispatch_mode() -> None:
     """Deactivate the innermost dispatch mode without leaving it."""
     _pop_mode()
+
+
+without_modes: Callable[[], AbstractContextManager[None]] = _C._DisableTorchDispatch
+"""A context in which operations run as they are, whatever dispatch modes are active."""
 
 
 # --- flags --------------------------------------------------------------------------------------------------------
@@ -206,84 +203,6 @@ def set_flags(values: Sequence[Any]) -> None:
             put(value)
 
 
-_KINDS = ("cpu", "cuda")
-_lock = threading.RLock()
-
-
-def only_on_cuda() -> list[Any]:
-    """The overloads that CUDA's autocast casts for and the CPU's does not, which is in every build of torch."""
-    listed = _C._dispatch_get_registrations_for_dispatch_key
-    names: set[str] = {*listed("AutocastCUDA")} - {*listed("AutocastCPU")}
-    found = (name.partition("::")[2].partition(".") for name in names if name.startswith("aten::"))
-    return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
-
-
-def below_autocast() -> AbstractContextManager[None]:
-    """A context in which the CPU's autocast does nothing more."""
-    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutocastCPU))
-
-
-@contextmanager
-def casting(kernels: Iterable[tuple[Any, Callable[..., Any]]]) -> Generator[None]:
-    """A context in which the CPU's autocast calls these for overloads that it has no cast for."""
-    with _lock:  # two at once would replace each other's
-        library = Library("aten", "IMPL")
-        try:
-            for overload, kernel in kernels:
-                library.impl(overload, kernel, "AutocastCPU")
-            yield
-        finally:
-            library._destroy()
-
-
-@contextmanager
-def autocast_as_one(is_on: Callable[[], None]) -> Generator[None]:
-    """A context in which this thread's autocast of CUDA and that of the CPU are one, and CUDA's is there without CUDA.
-
-    Turning either on or off turns both. One that is on before is on for both; CUDA's goes before.
-
-    Args:
-        is_on: Called whenever autocast has been turned on.
-    """
-    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
-    here = threading.get_ident()
-    enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
-
-    def both(setter: Callable[..., Any]) -> Callable[..., None]:
-        def set_both(kind: Any, *value: Any) -> None:
-            one = threading.get_ident() == here and kind in _KINDS
-            for each in _KINDS if one else (kind,):
-                setter(each, *value)
-            if one and value[0] is True:
-                is_on()
-
-        return set_both
-
-    patched = [
-        (torch, "set_autocast_enabled", both(enable)),
-        (torch, "set_autocast_dtype", both(choose)),
-        (common, "amp_definitely_not_available", lambda: False),
-        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
-    ]
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
-    dtype = next((dtype for _, on, dtype in reversed(before) if on), None)
-    if dtype is not None:
-        is_on()
-        for kind in _KINDS:
-            enable(kind, True)
-            choose(kind, dtype)
-    for owner, name, value in patched:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in kept:
-            setattr(owner, name, value)
-        for kind, on, dtype in before:
-            enable(kind, on)
-            choose(kind, dtype)
-
-
 transforming: Callable[[], Any] = _C._functorch.maybe_current_level
 """The level of the innermost `torch.func` transform that this thread is in; None outside of one."""
 
@@ -319,80 +238,6 @@ def eagerly(fn: Callable[..., R], *args: Any) -> R:
 @torch._disable_dynamo
 def _unseen(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
-
-
-# The counter has no reasons; torch's log has them.
-NO_CUDA_GRAPH = "no CUDA graph (cudagraph_skips)"
-CUT_REGION = "the plan is not in the compiled graph: region "
-
-
-def fallbacks() -> dict[str, int]:
-    """Counts what was not compiled, or not captured, so far, by its reason."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return {}
-    counters: Mapping[str, Mapping[str, int]] = utils.counters
-    found = {f"{CUT_REGION}{name}": count for name, count in tracing.cut.items()}
-    found |= {f"graph break: {_first_line(why)}": count for why, count in counters["graph_break"].items()}
-    inductor = counters["inductor"]
-    if inductor.get("cudagraph_skips"):
-        found[NO_CUDA_GRAPH] = inductor["cudagraph_skips"]
-    return found
-
-
-def resumed() -> dict[str, int]:
-    """Counts where compiled code goes on after a break of its graph, so far: `forward, line 30`."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    counts: Mapping[str, int] = {} if utils is None else utils.counters["resumes"]
-    places = {re.sub(r"^torch_dynamo_resume_in_(.*)_at_(\d+)$", r"\1, line \2", key): n for key, n in counts.items()}
-    return {place: count for place, count in places.items() if ", line " in place}
-
-
-def compilations() -> int:
-    """A number that grows whenever the compiler is given something, by its own counters."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else sum(utils.counters["frames"].values()) + sum(utils.counters["stats"].values())
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in str(text).splitlines() if line.strip()), "")
-
-
-def is_compiled(module: Any) -> bool:
-    """Returns whether a module is what `torch.compile(model)` returned."""
-    return type(module).__name__ == "OptimizedModule"
-
-
-def any_compiled(model: torch.nn.Module) -> bool:
-    """Returns whether a model, or a module in it, is to be compiled."""
-    return any(module.__dict__.get("_compiled_call_impl") or is_compiled(module) for module in model.modules())
-
-
-def uncompiled(model: Any) -> AbstractContextManager[Any]:
-    """A context in which what is to be compiled in a model runs as it is.
-
-    The compiler leaves code that it first sees under a dispatch mode uncompiled for the rest of the process.
-    """
-    compiled = isinstance(model, torch.nn.Module) and any_compiled(model)
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-def compilers_share() -> float:
-    """Returns the share of activations that compiled code may keep, by torch's own setting; 1.0 by default."""
-    return float(getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0))
-
-
-def activation_memory_budget(share: float) -> AbstractContextManager[Any] | None:
-    """A context in which what is compiled keeps at most a share of what it would keep; None where torch has no such.
-
-    Args:
-        share: From 0 to 1, of the bytes that are kept without the setting.
-    """
-    try:
-        config: Any = import_module("torch._functorch.config")
-    except ImportError:
-        return None
-    return config.patch(activation_memory_budget=share) if hasattr(config, "activation_memory_budget") else None
 
 
 def _shown_inside(function: types.FunctionType) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Memory behind tensors, known without being kept alive.
+"""Memory behind tensors, known without being kept alive; and what a call allocates.
 
 The public way to hold a storage weakly is `torch.multiprocessing.reductions.StorageWeakRef`; what makes a storage of
 one again is private.
@@ -7,7 +7,8 @@ one again is private.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,3 +52,45 @@ class Memory:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory behind it, as a fake one."""
     return isinstance(tensor, FakeTensor)
+
+
+_autograd, _profiler = _C._autograd, _C._profiler
+profiling: Callable[[], bool] = _autograd._profiler_enabled
+"""Whether a profiler is active on this thread, which then cannot have another."""
+
+
+def cpu_allocations(call: Callable[[], object]) -> list[int]:
+    """The bytes allocated, in order, by a call on this thread; negative where they are freed.
+
+    The result of the call is alive until all is written down. What other threads allocate for it is not seen.
+    """
+    config = _profiler.ProfilerConfig(
+        _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig()
+    )
+    result: object = None
+    _autograd._enable_profiler_legacy(config)
+    try:
+        result = call()
+    finally:
+        events = [event for thread in _autograd._disable_profiler_legacy() for event in thread]
+        del result
+    return [int(event.cpu_memory_usage()) for event in events if event.kind() == "memory_alloc"]
+
+
+def cpu_bytes_between(call: Callable[[], object], left: Callable[[], int] = int) -> int:
+    """How many bytes what a call allocates rises, while it runs, above what of that is left at its end.
+
+    That older memory is freed is left out: PyTorch rarely tells, and then with the size of what it last saw there.
+
+    Args:
+        call: The call.
+        left: Says afterwards how much of it is left at least, should such a size be that of something new.
+    """
+    alive: Counter[int] = Counter()
+    level = most = 0
+    for size in cpu_allocations(call):
+        if size > 0 or alive[-size]:
+            alive[abs(size)] += 1 if size > 0 else -1
+            level += size
+            most = max(most, level)
+    return max(0, most - max(level, left()))

@@ -28,7 +28,7 @@ import functools
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -148,52 +148,3 @@ def say(text: str) -> None:
 
 # What `torch.compiler.assume_constant_result` sets, which imports Dynamo: a second.
 say._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def called() -> tuple[frozenset[str], frozenset[Any]]:
-    """Returns the modules around the operation that is traced, as `str(id(module))`, and the functions around it."""
-    from torch.fx import traceback
-
-    meta = traceback.current_meta
-    return (
-        frozenset(map(str, meta.get("nn_module_stack") or ())),
-        frozenset(function for _, function in meta.get("source_fn_stack") or ()),
-    )
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Returns the storages that stand for these tensors in the graph that is traced."""
-    from torch._guards import TracingContext
-
-    context: Any = TracingContext.try_get()
-    if context is None or context.fake_mode is None:
-        return frozenset()
-    fake: Any = context.fake_mode
-    made = (fake.fake_tensor_converter.from_real_tensor(fake, tensor) for tensor in tensors)
-    return frozenset(storage for tensor in made for storage in _storages(tensor))
-
-
-def _storages(tensor: Any) -> list[int]:
-    """The storages of a tensor, or of the tensors that a subclass is made of."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return [key for name in tensor.__tensor_flatten__()[0] for key in _storages(getattr(tensor, name))]
-    return [tensor.untyped_storage()._cdata]
-
-
-def operands(operation: Any) -> list[tuple[int, tuple[int, ...]]]:
-    """Of what was last traced of an operation: the storage that each operand is a view or a cast of, and its shape."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode: Any = get_proxy_mode()
-    if mode is None:  # a first pass, in which no graph is made
-        return []
-    node = next(node for node in reversed(mode.tracer.graph.nodes) if node.target is operation)
-    found: list[tuple[int, tuple[int, ...]]] = []
-    for given in node.all_input_nodes:
-        source = given
-        while source.op == "call_function" and len(source.all_input_nodes) == 1:
-            source = source.all_input_nodes[0]
-        value, made = given.meta.get("val"), source.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            found.append((_storages(made)[0] if isinstance(made, torch.Tensor) else 0, tuple(value.shape)))
-    return found

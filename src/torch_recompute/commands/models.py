@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
-from ..arguments import ExampleCall, call_of
 from ..devices import DEVICES
+from ..memory.batch import ExampleCall, call_of
 from ..memory.loop import COMMON, Loop
 from ..plan.plan import Plan
 from ..planner.planner import Planner
@@ -176,7 +176,7 @@ def load(model: str, dtype: torch.dtype | None = None, device: torch.device | st
     if not (where and colon and name):
         raise errors.ArgumentError(_unknown(model))
     if dtype is not None:
-        raise errors.ArgumentError(errors.made_by_a_function("--dtype", model))
+        raise errors.ArgumentError(made_by_a_function("--dtype", model))
     return _from_python(model, where, name)
 
 
@@ -365,7 +365,7 @@ def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, ExampleCall, L
         return model, ((), batch_for(model, args.model, args.batch, args.sequence)), loss, True
     for option in ("batch", "sequence"):
         if getattr(args, option) is not None:
-            raise errors.ArgumentError(errors.made_by_a_function(f"--{option}", args.model))
+            raise errors.ArgumentError(made_by_a_function(f"--{option}", args.model))
     return model, call, loss, False
 
 
@@ -441,3 +441,8 @@ def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
     """Returns at most so many plans along the whole curve of budget against seconds, the least budget first."""
     points = frontier(profile.costs, most)
     return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]
+
+
+def made_by_a_function(option: str, model: str) -> str:
+    """Text for an option that describes what a function of the user makes."""
+    return f"{option} is for models that are built here; {model} makes its own. Leave it out, and have it say so there."

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import explained, table
-from ..plan.budget import read_budget
+from ..plan.budget import enough, more_advice, read_budget, too_small
 from ..plan.plan import Plan
-from ..planner.layout import Layout, LayoutPlanner, RankPlan, step_seconds
+from ..planner.layout import Layout, LayoutPlanner, RankPlan, no_pipeline, step_seconds
 from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..training_step import OPTIMIZERS, optimizer_of
@@ -40,17 +40,7 @@ from .models import (
     loop_of,
     words_of,
 )
-from .output import (
-    OK,
-    Output,
-    add_explain,
-    add_options,
-    check_folder,
-    document,
-    new_command,
-    new_table,
-    write_plan,
-)
+from .output import OK, Output, add_explain, add_options, check_folder, document, new_command, new_table, write_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,10 +135,10 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
         smallest, promise = error.smallest, least.prediction
         unwritten = f" {args.out} has not been written; with --budget {smallest} it is that plan." if args.out else ""
         text = (
-            f"{errors.too_small(promise.budget, smallest, planner.profile.plain_peak_bytes)}\n"
-            f"  Write --budget {errors.enough(smallest)} or more, or a smaller batch{_others(planner, least)}."
+            f"{too_small(promise.budget, smallest, planner.profile.plain_peak_bytes)}\n"
+            f"  Write --budget {enough(smallest)} or more, or a smaller batch{_others(planner, least)}."
             f"{unwritten}"
-            f"{errors.more_advice(promise.advice)}"
+            f"{more_advice(promise.advice)}"
         )
         raise errors.BudgetError(text, smallest, least) from None
 
@@ -299,10 +289,10 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
     with output.at_work(f"building {args.model}"):
         model, own, _ = load(args.model, None if args.dtype is None else DTYPES[args.dtype])
         if own is not None:
-            raise errors.ArgumentError(errors.no_pipeline(args.model, type(model).__name__))
+            raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
         batch = batch_for(model, args.model, layout.mbs, args.sequence)
         if "input_ids" not in batch:
-            raise errors.ArgumentError(errors.no_pipeline(args.model, type(model).__name__))
+            raise errors.ArgumentError(no_pipeline(args.model, type(model).__name__))
         check_head(model, args.model, batch)
         tokens = int(batch["input_ids"].shape[1])
     device = args.device or "h100"

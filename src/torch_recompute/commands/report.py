@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..arguments import Batch
 from ..devices import DEVICES
+from ..memory.batch import Batch
 from ..plan.plan import Plan
 from ..training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
 from . import models

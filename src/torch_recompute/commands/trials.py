@@ -44,7 +44,7 @@ from ..errors import ArgumentError, BudgetError, MismatchError
 from ..memory.free import heap, host_memory
 from ..plan.exhausted import Shortage
 from ..training_step import OPTIMIZERS, USUAL, any_loss, optimizer_of
-from .models import DTYPES, batch_for, load, random_batch
+from .models import DTYPES, batch_for, load, made_by_a_function, random_batch
 from .small_models import VOCABULARY, Decoder, TransformerBlock, seeded
 
 LOOK = 0.05  # seconds
@@ -284,7 +284,7 @@ def ready(workload: Workload, rank: int, device: torch.device) -> Ready:
         else:
             for option, value in (("--batch", workload.batch), ("--sequence", workload.sequence)):
                 if value is not None:
-                    raise ArgumentError(errors.made_by_a_function(option, workload.model))
+                    raise ArgumentError(made_by_a_function(option, workload.model))
     leaves, spec = tree_flatten(call)
     moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return Ready(model.to(device).train(), *tree_unflatten(moved, spec))

@@ -22,7 +22,7 @@ from ..doctor.verify import verify as compare
 from ..memory.free import free_bytes
 from ..planning import simulate
 from ..training_step import any_loss
-from .models import DTYPES, add_model_options, load, load_with_batch, random_batch
+from .models import DTYPES, add_model_options, load, load_with_batch, made_by_a_function, random_batch
 from .output import FAILED, OK, Output, add_options, document, new_command, read_plan
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _built(args: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[s
             torch.manual_seed(0)
             model = load(args.model, None if args.dtype is None else DTYPES[args.dtype], device).model
     elif args.device is not None:
-        raise errors.ArgumentError(errors.made_by_a_function("--device", args.model))
+        raise errors.ArgumentError(made_by_a_function("--device", args.model))
     elif any(parameter.is_meta for parameter in model.parameters()):
         raise errors.ArgumentError(
             f"{args.model} makes a model on the meta device, which has no weights to run with. Have it make the "

@@ -94,3 +94,24 @@ def tracked(module: str) -> tuple[Ambient, ...]:
     """The streams of the tracker of `module`; none if the module has not been imported."""
     loaded = sys.modules.get(module)
     return () if loaded is None else (TrackerRng(loaded.get_cuda_rng_tracker()),)
+
+
+def reentrant(of_torch: bool = True) -> str:
+    """Text for `use_reentrant=True`, with the words that code looks for in an error of torch's."""
+    others = " (context_fn, debug and keyword arguments are only supported when use_reentrant=False.)"
+    return (
+        "use_reentrant=True is not supported: it calls backward inside backward, which breaks DDP, "
+        "torch.autograd.grad, backward(inputs=...) and gradient hooks, and trains nothing when no input of the region "
+        f"requires grad.{others if of_torch else ''}\n"
+        "  Write use_reentrant=False, or leave it out: gradients are the same, and it is faster."
+    )
+
+
+def no_sharded_inputs(setting: str, write: str) -> str:
+    """Text for spreading inputs over ranks through a function that is not told the group of ranks."""
+    return (
+        f"{setting} is not understood here: the inputs of a region are spread over the ranks of a group, and this "
+        "function is not told the group.\n"
+        f"  {write}, or, with ShardedOver from torch_recompute.distributed:  "
+        "recompute(function, inputs=ShardedOver(group))(*args)."
+    )

@@ -23,7 +23,7 @@ from typing import Any
 from .. import errors
 from ..state import Ambient
 from ..stores import OnHost, Store
-from ._calling import as_region, check_callable, check_switch, tracked
+from ._calling import as_region, check_callable, check_switch, no_sharded_inputs, tracked
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 
@@ -148,7 +148,7 @@ def _check(argument: str, name: str, value: Any) -> None:
             return
     if argument == "partition_activations":
         write = "Write checkpoint_in_cpu=True (cpu_checkpointing in JSON) to keep them in host memory"
-        raise errors.ArgumentError(errors.no_sharded_inputs(f"{name}=True", write))
+        raise errors.ArgumentError(no_sharded_inputs(f"{name}=True", write))
     if argument in _NOT_DONE:
         raise errors.ArgumentError(errors.no_effect(name, value, *_NOT_DONE[argument]))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import errors
 from ..state import Ambient
-from ._calling import TrackerRng, as_region, check_callable, check_switch, tracked
+from ._calling import TrackerRng, as_region, check_callable, check_switch, no_sharded_inputs, tracked
 from .olmo import OutputDiscardCheckpoint
 
 __all__ = ["CheckpointWithoutOutput", "TrackerRng", "checkpoint"]
@@ -43,7 +43,7 @@ def checkpoint(
         check_switch("checkpoint", "distribute_saved_activations", distribute_saved_activations, write)
     if distribute_saved_activations:
         write = "Write checkpoint(function, False, *args)"
-        raise errors.ArgumentError(errors.no_sharded_inputs("distribute_saved_activations=True", write))
+        raise errors.ArgumentError(no_sharded_inputs("distribute_saved_activations=True", write))
     return as_region(function, args, kwargs, state=_streams)
 
 

@@ -21,12 +21,12 @@ import torch
 
 from .. import _torch, errors
 from .._torch import tracing
-from ..arguments import apart
+from .._torch.tensors import apart
 from ..region import STAYS, no_effect
 from ..state import Ambient, NumpyRng, PythonRng
 from ..stores import OnHost
 from ..values import name_of
-from ._calling import as_region, check_callable, check_switch
+from ._calling import as_region, check_callable, check_switch, reentrant
 from .torch_utils import in_segments
 
 __all__ = ["recompute", "recompute_sequential"]
@@ -80,7 +80,7 @@ def recompute(
 
 def _refuse_reentrant(use_reentrant: bool | None) -> None:
     if use_reentrant:
-        raise errors.ArgumentError(errors.reentrant(of_torch=False))
+        raise errors.ArgumentError(reentrant(of_torch=False))
 
 
 def _external() -> Sequence[Ambient]:

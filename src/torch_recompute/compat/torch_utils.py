@@ -14,12 +14,14 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from .. import _torch, errors
+from .. import errors
+from .._torch import checkpoints
 from ..engine.mismatch import traces
 from ..engine.region_call import Contexts, Options
 from ..region import call, trace
 from ..state import DEFAULT
 from ..values import name_of
+from ._calling import reentrant
 
 _CHECKS = {"default": "metadata", "none": "none"}
 
@@ -112,7 +114,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
             'contents of saved tensors as well: recompute(fn, check="values").'
         )
     contexts = None if context_fn is noop_context_fn else context_fn
-    override = _torch.debug_override()
+    override = checkpoints.debug_override()
     if debug if override is None else override:
         if contexts is not None:
             raise errors.ArgumentError(
@@ -128,7 +130,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
         return function(*args, **kwargs)
     if contexts is not None and respect is not None:
         contexts = functools.partial(_respecting, contexts, respect)
-    stop = _torch.early_stop_override()
+    stop = checkpoints.early_stop_override()
     options = Options(
         name_of(function),
         ambients=DEFAULT if rng else (),
@@ -142,7 +144,7 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings
 
 def _respecting(contexts: Contexts, respect: bool) -> Any:
     forward, replay = contexts()
-    if not _torch.respect_hooks(forward, respect):
+    if not checkpoints.respect_hooks(forward, respect):
         raise errors.ArgumentError(
             "respect_saved_tensors_hooks=True needs torch 2.14 or later: the selective context_fn of torch "
             f"{torch.__version__} stores what its policy saves where saved-tensor hooks (save_on_cpu) do not see it\n"
@@ -158,7 +160,7 @@ def _refuse_reentrant(use_reentrant: Any) -> None:
             "(checkpoint_sequential takes one input: put several into a tuple that the functions take and return.)"
         )
     if use_reentrant:
-        raise errors.ArgumentError(errors.reentrant())
+        raise errors.ArgumentError(reentrant())
 
 
 def checkpoint_sequential(

@@ -20,12 +20,13 @@ from torch import nn
 
 from .. import errors
 from .._text import doing
-from .._torch.fakes import FakeTensor, FakeTensorMode, is_operator
+from .._torch import is_operator
+from .._torch.fakes import FakeTensor, FakeTensorMode
 from .._torch.inductor import BackendError, on_fakes
-from ..arguments import mapped
+from .._torch.tensors import mapped
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
-from ..plan.budget import Limit, bytes_meant
+from ..plan.budget import Limit, bytes_meant, no_plan_fits
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for
@@ -81,7 +82,7 @@ def plan_compiled(step: TrainingStep, budget: int | float | str) -> Plan:
     prediction = _promised(step, plain, best, wanted)
     plan = Plan((), f"a budget of {wanted.said}", prediction, graph_bytes=best.graph.budget_bytes)
     if best.peak_bytes > wanted:
-        text = errors.no_plan_fits(wanted.said, best.peak_bytes, plain.peak_bytes, best.simulation.advice)
+        text = no_plan_fits(wanted.said, best.peak_bytes, plain.peak_bytes, best.simulation.advice)
         raise errors.BudgetError(text, best.peak_bytes, plan)
     return plan
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from .. import _torch, errors
 from .._text import times
+from .._torch import graphs
 from ..values import name_of
 
 
@@ -77,7 +78,7 @@ def find_reentrant(output: Any, model: nn.Module | None = None) -> list[Reentran
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     found: Counter[tuple[str, str, str]] = Counter()
     for node in _torch.nodes_from(roots):
-        made_by = _torch.function_of(node)
+        made_by = graphs.function_of(node)
         if made_by is not None and made_by.__name__ == "CheckpointFunction":
             function: Any = getattr(node, "run_function", None)
             module = _module_of(function)

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch, errors
-from ..arguments import digest, meta, say, unexpanded
+from .._torch.tensors import meta, say, unexpanded
+from ..engine.mismatch import digest
 
 # The name is new in torch 2.13, which deprecates the other.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))

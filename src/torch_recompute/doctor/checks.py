@@ -16,8 +16,8 @@ from typing import Any
 
 from .. import errors
 from .._text import counted, document, grouped, paragraph, shown, starred_path, times
-from .._torch.modes import CUT_REGION, NO_CUDA_GRAPH
-from ..plan.budget import read_budget
+from .._torch.compiler import CUT_REGION, NO_CUDA_GRAPH
+from ..plan.budget import as_budget, read_budget
 from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan
 from ..simulation import Simulation
@@ -945,7 +945,7 @@ def _place(holder: str) -> str:
 
 def _budget(count: int) -> str:
     """A number of bytes as `budget=` takes it: a text where that says exactly as many."""
-    text = errors.as_budget(count)
+    text = as_budget(count)
     return f'"{text}"' if read_budget(text).bytes == count else str(int(count))
 
 

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from .. import _torch, arguments
-from ..arguments import Captures
+from .. import _torch
+from ..engine.captures import Captures
+from ..engine.mismatch import digest
 from ..memory.saved import CallState, module_names
 from ..state import DEFAULT, NumpyRng, PythonRng
 
@@ -76,7 +77,7 @@ def sample_of(tensor: torch.Tensor) -> TensorSample | None:
     if tensor.device.type == "meta" or tensor.numel() == 0 or not _torch.is_plain(tensor):
         return None
     flat = _flat(tensor)
-    return TensorSample(arguments.digest(tensor), flat[:: -(-flat.numel() // SAMPLE)].clone(), flat.numel())
+    return TensorSample(digest(tensor), flat[:: -(-flat.numel() // SAMPLE)].clone(), flat.numel())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch, errors
 from .._text import at_work
-from ..arguments import Batch, call_of
+from .._torch.checkpoints import checkpoints_run_by
+from ..memory.batch import Batch, call_of
 from ..memory.loop import COMMON, Loop
-from ..plan.apply import apply
+from ..plan.apply import apply, not_applicable
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
 from ..training_step import Loss, MakeOptimizer, loss_of, optimizer_of
@@ -88,7 +89,7 @@ def examine(
     args, kwargs = call_of("doctor.examine", model, args, kwargs, a_module=True)
     optimizer = optimizer_of("doctor.examine", optimizer, model)
     if plan is not None and not isinstance(plan, Plan):
-        raise errors.ArgumentError(errors.not_applicable(model, plan))
+        raise errors.ArgumentError(not_applicable(model, plan))
     loop = Loop(hold_output, accumulate, set_to_none)
     if loop == COMMON and plan is not None:
         loop = plan.loop
@@ -125,7 +126,7 @@ def examine(
                     observed = _observe(ModelCall(*call), model, loss or _loss_of, since)
                     observed.parallel |= parallel
                     if simulated is None or simulated.accounts or observed.checkpoints:
-                        with _torch.checkpoints_run_by(as_region):
+                        with checkpoints_run_by(as_region):
                             audited = audit(*call)
                 except torch.OutOfMemoryError as error:
                     missing["observed"] = missing["audited"] = f"memory ran out in the step ({_first_line(error)})"
@@ -170,7 +171,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
     left = raised = None
     try:
         try:
-            with _torch.checkpoints_run_by(noting):
+            with checkpoints_run_by(noting):
                 left = step()
         except torch.OutOfMemoryError:
             raise
@@ -191,7 +192,7 @@ def _observe(call: ModelCall, model: nn.Module, loss: Callable[[Any], torch.Tens
         observed.differ = () if left is None else _gradients(plain, left, noise)
         if checkpoints and (left is None or observed.differ):
             try:
-                with _torch.checkpoints_run_by(as_region):
+                with checkpoints_run_by(as_region):
                     observed.right_with_regions = not _gradients(plain, step(), noise)
             except Exception as error:
                 observed.raised = Raised.by(error, model)

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch
-from .._torch.modes import any_compiled, compilations, compilers_share, fallbacks, resumed
+from .._torch import graphs
+from .._torch.compiler import any_compiled, compilations, compilers_share, fallbacks, resumed
 from ..errors import RecomputeError
 from ..memory import allocator
 from ..memory.ledger import storages
@@ -368,7 +369,7 @@ class StepWatcher:
             return
         self._sums += 1
         steps = [step, *waiting]
-        parts = separate_parts(_torch.roots_of_backward(), {number for one in steps for number in one.nodes})
+        parts = separate_parts(graphs.roots_of_backward(), {number for one in steps for number in one.nodes})
         sizes = [sum(one.alive_bytes for one in steps if one.nodes & part) for part in parts]
         if len(sizes) > 1 and (self._found.summed is None or len(sizes) > self._found.summed.forwards):
             self._found.summed = Summed(len(sizes), sum(sizes), max(sizes))

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import _torch, arguments
+from .. import _torch
 from .._torch import TorchDispatchMode
 from .._torch.fakes import traced
+from ..engine.arguments import Call
 from ..engine.region_call import RegionCall
 from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
@@ -39,7 +40,7 @@ _ENGINE = frozenset(
     f"{_ROOT}{name}.py"
     for name in (
         *("engine/saved_call", "engine/inputs", "engine/slots", "engine/region_call", "engine/mismatch"),
-        *("engine/discard", "arguments", "values", "state"),
+        *("engine/discard", "engine/arguments", "engine/captures", "engine/replay_state", "values", "state"),
     )
 )
 _CHOICES = {"aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0}
@@ -319,7 +320,7 @@ class Recorder(TorchDispatchMode):
         if run is None:
             run = self.runs[id(frame)] = RegionRun(frame, self._count)
             run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
-            call = arguments.Call(args, kwargs)
+            call = Call(args, kwargs)
             for index in call.tensors:
                 for _, storage in storages(call.leaves[index]):
                     run.arguments.setdefault(id(storage), call.label(index))

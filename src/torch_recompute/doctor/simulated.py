@@ -28,6 +28,7 @@ from torch import nn
 
 from .. import _torch
 from .._text import grouped, starred_path
+from .._torch.checkpoints import checkpoints_run_by
 from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
@@ -275,7 +276,7 @@ class SimulatedSteps:
             self.plain = self.planned(Plan())
             # regions are counted in a step of one forward
             alone = replace(self._asked.loop, accumulate=1, set_to_none=True)
-            with observing(self.regions), _torch.checkpoints_run_by(counting):
+            with observing(self.regions), checkpoints_run_by(counting):
                 self.step = self.planned(self._plan, loop=alone, loss=closing, watch=self.regions.operation)
             if self._asked.loop.keeps_gradients or self.foreign:
                 self.step = self.planned(self._plan)
@@ -371,7 +372,7 @@ def without_recomputation(*, regions: str = "") -> Generator[None]:
     try:
         if regions:
             RegionCall.forward = run
-        with _torch.checkpoints_run_by(plain) if regions in ("", "*") else contextlib.nullcontext():
+        with checkpoints_run_by(plain) if regions in ("", "*") else contextlib.nullcontext():
             yield
     finally:
         RegionCall.forward = before

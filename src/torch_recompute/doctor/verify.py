@@ -23,8 +23,9 @@ from torch import nn
 
 from .. import errors
 from .._text import at_work, counted, paragraph, shown
-from ..arguments import Batch, call_of
+from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
+from ..plan.apply import not_applicable
 from ..training_step import any_loss
 from .evidence import KINDS, Difference, ModelCall, Noise, differences
 
@@ -148,7 +149,7 @@ def verify(
         ArgumentError: An argument is not of its kind, or the plan does not fit the model.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
-        raise errors.ArgumentError(errors.not_applicable(model, plan))
+        raise errors.ArgumentError(not_applicable(model, plan))
     call = call_of("verify", model, args, kwargs)
     apply(model, plan).remove()
     likely, tried = (), False

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from .. import _torch, arguments, errors
-from .._torch import parameter_of, storage_id
+from .. import _torch, errors
+from .._torch import graphs, parameter_of, storage_id
+from .._torch.tensors import meta, say
 from ..values import thread
 from .inputs import DeferredInput, waiting
 from .region_call import Options, RegionCall
@@ -42,9 +43,9 @@ class Results(SavedCall):
 
     def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
         """Compares the results of a replay with those of the forward."""
-        now = [arguments.meta(tensor) for tensor in inputs]
+        now = [meta(tensor) for tensor in inputs]
         if now != self._metas:
-            then, found = (", ".join(map(arguments.say, metas)) for metas in (self._metas, now))
+            then, found = (", ".join(map(say, metas)) for metas in (self._metas, now))
             raise errors.MismatchError(
                 f"the replay of {region} returned other tensors than its forward, and its output was discarded:\n"
                 f"      forward: {then}\n      replay:  {found}\n{errors.WHY}"
@@ -140,7 +141,7 @@ class Discard:
             return None if index is None else results.slot(self._frame, tensor, index, self._tensors[index])
 
         for node in nodes:
-            _torch.replace_saved(node, slot_for, unpack)
+            graphs.replace_saved(node, slot_for, unpack)
         for ref in self._late:
             late = ref()
             if late is not None and late.tensor is not None:

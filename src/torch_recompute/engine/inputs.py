@@ -24,8 +24,9 @@ import torch
 
 from .. import errors
 from .._torch import is_parameter, storage_id, version_of
-from ..arguments import Call, apart, wants_grad
+from .._torch.tensors import apart, wants_grad
 from ..stores import Hooks, Kept, Store
+from .arguments import Call
 from .shape_only import ShapeOnly, missing
 from .slots import Slot, lend
 

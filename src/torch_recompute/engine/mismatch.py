@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from .. import _torch, arguments, errors
-from .._torch import upstream, version_of
+from .. import _torch, errors
+from .._torch import graphs, upstream, version_of
 from .._torch.devices import capturing
+from .._torch.tensors import layout
 
 _UNWRITTEN = frozenset({torch.uint8, torch.uint64})
 
@@ -40,7 +41,7 @@ def reader_of(slot: Any) -> str:
 
 def _holds(saved: Any, slot: Any) -> bool:
     entries = saved if isinstance(saved, (list, tuple)) else (saved,)
-    return any(_torch.packed_of(entry) is slot for entry in entries)  # pyright: ignore[reportUnknownVariableType]
+    return any(graphs.packed_of(entry) is slot for entry in entries)  # pyright: ignore[reportUnknownVariableType]
 
 
 class Fingerprints:
@@ -65,7 +66,7 @@ class Fingerprints:
             self.flush()
             self._sequence = sequence
         if tensor.requires_grad:
-            self._taken[index] = (arguments.layout(tensor), arguments.digest(tensor))
+            self._taken[index] = (layout(tensor), digest(tensor))
         elif tensor.dtype not in _UNWRITTEN and not (tensor.dtype is torch.int64 and tensor.dim() == 0):
             self._pending.append((index, tensor, version_of(tensor)))
 
@@ -73,19 +74,19 @@ class Fingerprints:
         """Reads the tensors that had to wait."""
         for index, tensor, version in self._pending:
             if version_of(tensor) == version:
-                self._taken[index] = (arguments.layout(tensor), arguments.digest(tensor))
+                self._taken[index] = (layout(tensor), digest(tensor))
         self._pending = []
 
     def difference(self, other: Fingerprints) -> tuple[int, str, str] | None:
         """The first position at which `other`, a later run, is not the same: position, and both sides in words."""
-        for index, (layout, digest) in sorted(other._taken.items()):
+        for index, (stride, bits) in sorted(other._taken.items()):
             then = self._taken.get(index)
             if then is None:
                 continue
-            if then[0] != layout:
-                return index, f"stride {then[0]}", f"stride {layout}"
-            if not torch.equal(then[1], digest):
-                return index, f"bits {_say_bits(then[1])}", f"bits {_say_bits(digest)}"
+            if then[0] != stride:
+                return index, f"stride {then[0]}", f"stride {stride}"
+            if not torch.equal(then[1], bits):
+                return index, f"bits {_say_bits(then[1])}", f"bits {_say_bits(bits)}"
         return None
 
 
@@ -98,7 +99,7 @@ class _Entry:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.stack = _torch.capture_stack()
+        self.stack = graphs.capture_stack()
 
 
 class OpTrace(_torch.TorchDispatchMode):
@@ -141,7 +142,7 @@ class OpTrace(_torch.TorchDispatchMode):
             lines += [f"      {i}: {entries[i].text}" for i in range(max(0, same - 2), min(len(entries), same + 3))]
             if same < len(entries):
                 lines.append(f"    operation {same} was run by:")
-                lines += ["      " + line for line in _torch.say_stack(entries[same].stack)]
+                lines += ["      " + line for line in graphs.say_stack(entries[same].stack)]
         return "\n".join(lines)
 
 
@@ -155,3 +156,28 @@ def traces() -> tuple[OpTrace, OpTrace]:
     """The contexts of one call of a region: for its forward, and for its replays."""
     forward = OpTrace()
     return forward, OpTrace(forward)
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A fingerprint of a tensor's bits (two int64, on its device; no host sync), for `check="values"`.
+
+    Rows and columns of the bits are summed with weights in wrapping integer arithmetic, so a changed bit, a moved
+    element and a NaN that is not the same NaN all show.
+    """
+    with torch.no_grad():
+        data = tensor.detach()
+        if data.layout is not torch.strided:
+            data = data.to_dense() if not data.is_nested else data.values()
+        flat = data.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.stride(0) != 1:  # one element, whose stride says nothing to anybody but `view`
+            flat = flat.as_strided((flat.numel(),), (1,))
+        bits = flat.view(torch.uint8)
+        pad = -bits.numel() % 1024
+        rows = torch.nn.functional.pad(bits, (0, pad)).view(-1, 1024)
+        across, down = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+        return torch.stack([_weighted(across), _weighted(down)])
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64)
+    return (sums * (weights * 2 - 1) * 0x9E3779B1).sum()

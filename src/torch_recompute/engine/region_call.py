@@ -25,38 +25,52 @@ import math
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
-from .. import _torch, arguments, errors, state
+from .. import _torch, errors, state
 from .._torch import parameter_of, storage_id, tracing
 from .._torch.modes import ComputedWeights
-from ..arguments import meta, parameters_of, reach, rebuild
+from .._torch.tensors import meta, say
 from ..observer import here, is_exhaustion, tell
 from ..state import copies
 from ..stores import Hooks, Store
 from ..values import CallRecord, Key, Run, thread
+from .arguments import Call
 from .backward_task import leaves_undone, this_task
+from .captures import parameters_of, reach, rebuild
 from .inputs import Around, Inputs, store_for, waiting
-from .mismatch import Fingerprints, OpTrace, reader_of
+from .replay_state import ReplayState
 from .saved_call import SavedCall
 from .shape_only import Read, ShapeOnly, give_values, missing
 from .slots import KEPT, Packed, Slot, Stop, lend, unpack, without_history
 
+if TYPE_CHECKING:
+    from .mismatch import Fingerprints
 
-def _needed_by(op: str) -> str:
-    """A sentence on the operation that backward needs the tensor for."""
+
+def _needed_by(slot: Slot | None) -> str:
+    """A sentence on the operation that backward needs the tensor of a slot for; "" where that is not known."""
+    from .mismatch import reader_of
+
+    op = reader_of(slot)
     return f" It is needed by {op}." if op else ""
 
 
-def _fewer(region: str, expected: int, got: int, op: str) -> str:
+def _new_fingerprints() -> Fingerprints:
+    from .mismatch import Fingerprints
+
+    return Fingerprints()
+
+
+def _fewer(region: str, expected: int, got: int, slot: Slot | None) -> str:
     """Text for a replay that saved too few tensors."""
     return (
         f"the replay of {region} saved fewer tensors than its forward: {got} now, {expected} then. (A different number "
-        f"of tensors was saved during the original forward and recomputation.){_needed_by(op)}\n"
+        f"of tensors was saved during the original forward and recomputation.){_needed_by(slot)}\n"
         f"{errors.WHY}"
     )
 
@@ -87,7 +101,7 @@ class Replay(Run):
         self._stop = stop
         self._last = stop[0] if stop is not None and stop[1] == math.inf else -1
         if frame.fingerprints is not None:
-            self._fingerprints = Fingerprints()
+            self._fingerprints = _new_fingerprints()
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Runs the function under the hooks, as far as it is needed."""
@@ -111,8 +125,8 @@ class Replay(Run):
         expected = len(self._frame.slots)
         if self.filled < expected and not self._done:
             waiting = [slot for ref in self._frame.slots[self.filled :] if (slot := ref()) is not None]
-            op = reader_of(waiting[0]) if waiting else ""
-            raise errors.MismatchError(_fewer(self.name, expected, self.filled, op))
+            first = waiting[0] if waiting else None
+            raise errors.MismatchError(_fewer(self.name, expected, self.filled, first))
         if self._frame.later is not None:
             results = _torch.tensors_in(result)
             self._frame.later.check(self.name, results)
@@ -228,7 +242,7 @@ class Replay(Run):
     def _differs(self, slot: Slot, index: int, tensor: torch.Tensor) -> None:
         if slot.meta == meta(tensor) and self._frame.inputs.views:
             return  # of a view, compiled code saves an alias; a replay's inputs are leaves, which it saves as they are
-        then, now = arguments.say(slot.meta), arguments.say(meta(tensor))
+        then, now = say(slot.meta), say(meta(tensor))
         if id(tensor) in self._ids:
             now += ", an input of the region"
         raise errors.MismatchError(
@@ -236,7 +250,7 @@ class Replay(Run):
             f"      forward: {then}\n"
             f"      replay:  {now}\n"
             "  (Recomputed values for the following tensors have different metadata than during the forward pass.)"
-            f"{_needed_by(reader_of(slot))}\n{errors.WHY}"
+            f"{_needed_by(slot)}\n{errors.WHY}"
         )
 
     def compare_values(self) -> None:
@@ -249,7 +263,7 @@ class Replay(Run):
             index, was, new = found
             raise errors.MismatchError(
                 f"the replay of {self.name} saved a tensor with other values than its forward at position {index}; "
-                f"those before it are the same to the last bit.{_needed_by(reader_of(self._frame.slots[index]()))}\n"
+                f"those before it are the same to the last bit.{_needed_by(self._frame.slots[index]())}\n"
                 f"      forward: {was}\n"
                 f"      replay:  {new}\n"
                 f"{errors.REASONS}"
@@ -321,8 +335,8 @@ class RegionCall(Run):
         self._ordinary = {torch.Tensor}  # classes of tensors that are looked at no further
         self._first, self._lock = _torch.sequence_number(), RLock()
         if check == "values":
-            self.fingerprints = Fingerprints()
-        call = arguments.Call(args, kwargs)
+            self.fingerprints = _new_fingerprints()
+        call = Call(args, kwargs)
         if _torch.in_use():
             self.streams = _torch.streams_of(call.leaves[i] for i in call.tensors)
         owner = options.owner
@@ -338,11 +352,11 @@ class RegionCall(Run):
             if self.store is None and waiting.results:
                 self.store = store_for(self.name, [*(call.leaves[i] for i in call.tensors), *captured])
         ambients = (*self.ambients, ComputedWeights()) if ComputedWeights.cached() else self.ambients
-        self._state = state.ReplayState(found, ambients, cells=self.store is None)
+        self._state = ReplayState(found, ambients, cells=self.store is None)
         thread.calls += 1
         self.inputs = Inputs(call, captured, self.store, self.name)
 
-    def _look_at(self, call: arguments.Call) -> list[torch.nn.Module]:
+    def _look_at(self, call: Call) -> list[torch.nn.Module]:
         """The modules among the arguments; takes generators, refuses iterators."""
         modules: list[torch.nn.Module] = []
         for i in call.others:
@@ -529,6 +543,8 @@ class RegionCall(Run):
                     changed = self._changed()
                     if changed:
                         raise errors.ChangedError(changed) from None
+                    from .mismatch import OpTrace
+
                     if isinstance(self._contexts, OpTrace):
                         raise errors.MismatchError(f"{error}\n{self._contexts.explain()}") from None
                     raise
@@ -541,7 +557,7 @@ class RegionCall(Run):
                     for record in self._saved_calls():
                         if record.owns(slot):
                             raise errors.MismatchError(errors.missed_call(self.name, record.name))
-                    raise errors.MismatchError(_fewer(self.name, len(self.slots), filled, reader_of(slot)))
+                    raise errors.MismatchError(_fewer(self.name, len(self.slots), filled, slot))
             tensor = slot.tensor
             self._decide_lifetime()
             assert isinstance(tensor, torch.Tensor)

@@ -20,23 +20,25 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .. import _torch, arguments, errors
+from .. import _torch, errors
 from .._torch import is_parameter, parameter_of, storage_id, tracing, version_of
-from ..arguments import wants_grad
+from .._torch.tensors import layout, meta, say, wants_grad
 from ..observer import here
 from ..state import Ambient, advanced
 from ..stores import Kept, Store
 from ..values import Key, Run, thread, without_graph
+from .arguments import PLAIN, Call
 from .inputs import Inputs
 from .shape_only import ShapeOnly, TensorLayout, missing
 from .slots import Owner, Packed, Slot, unpack
+from .views import WHOLE, AnyGeometry, geometry
 
 
 class View(NamedTuple):
     """An output that is a view of input number `source` of the call; `geometry` None where it is that input itself."""
 
     source: int
-    geometry: arguments.AnyGeometry | None
+    geometry: AnyGeometry | None
     grad: bool
 
 
@@ -105,8 +107,8 @@ class SavedCall:
         self.key = key
         self.pure = pure
         self.values_unused = values_unused
-        self._metas = [*map(arguments.meta, inputs)]
-        self._views: list[tuple[weakref.ref[Slot], int, arguments.AnyGeometry]] = []
+        self._metas = [*map(meta, inputs)]
+        self._views: list[tuple[weakref.ref[Slot], int, AnyGeometry]] = []
         self._leaving: list[Kept] = []
 
     @property
@@ -142,20 +144,20 @@ class SavedCall:
 
     def slot(self, owner: Owner, tensor: torch.Tensor, index: int, base: torch.Tensor) -> Slot | None:
         """A slot for a view of input number `index`; None where strides cannot describe it."""
-        geometry = arguments.WHOLE if tensor is base else arguments.geometry(tensor, base)
-        if geometry is None:
+        place = WHOLE if tensor is base else geometry(tensor, base)
+        if place is None:
             return None
         slot = Slot()
-        slot.owner, slot.meta = owner, arguments.meta(tensor)
-        self._views.append((weakref.ref(slot), index, geometry))
+        slot.owner, slot.meta = owner, meta(tensor)
+        self._views.append((weakref.ref(slot), index, place))
         return slot
 
     def fill(self, region: str, inputs: Sequence[torch.Tensor], restored: Container[int]) -> None:
         """Fills the slots that are views of the call's inputs."""
-        for ref, index, geometry in self._views:
+        for ref, index, place in self._views:
             slot = ref()
             if slot is not None:
-                view = geometry.of(inputs[index])
+                view = place.of(inputs[index])
                 if view is None:
                     then, now = self._sides(index, inputs[index])
                     raise errors.MismatchError(_other_inputs(region, self.name, index, then, now))
@@ -174,12 +176,12 @@ class SavedCall:
 
     def check(self, region: str, inputs: Sequence[torch.Tensor]) -> None:
         """Compares the inputs of the replay with those of the forward."""
-        metas = [*map(arguments.meta, inputs)]
+        metas = [*map(meta, inputs)]
         if metas == self._metas:
             return
         for i, (then, now) in enumerate(zip(self._metas, metas, strict=False)):
             if then != now:
-                text = _other_inputs(region, self.name, i, arguments.say(then), arguments.say(now))
+                text = _other_inputs(region, self.name, i, say(then), say(now))
                 raise errors.MismatchError(text)
 
     def result(self, region: str, inputs: Sequence[torch.Tensor], again: Callable[[], Any] | None) -> Any:
@@ -225,8 +227,8 @@ class SavedCall:
 
     def _sides(self, index: int, now: torch.Tensor) -> tuple[str, str]:
         then = next((g.base_stride for _, i, g in self._views if i == index), "other")
-        meta = arguments.say(arguments.meta(now))
-        return f"{arguments.say(self._metas[index])}, stride {then}", f"{meta}, stride {arguments.layout(now)}"
+        found = f"{say(meta(now))}, stride {layout(now)}"
+        return f"{say(self._metas[index])}, stride {then}", found
 
     def _open(self, region: str, stored: Stored) -> torch.Tensor:
         packed = stored.packed
@@ -344,14 +346,14 @@ def _view(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> View | None:
     storage = storage_id(tensor) if inputs else 0
     for i, base in enumerate(inputs):
         if storage and storage_id(base) == storage:
-            geometry = arguments.geometry(tensor, base)
-            if geometry is not None:
-                return View(i, geometry, wants_grad(tensor))
+            place = geometry(tensor, base)
+            if place is not None:
+                return View(i, place, wants_grad(tensor))
     return None
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_LEAVES = _TENSORS | arguments.PLAIN
+_LEAVES = _TENSORS | PLAIN
 
 
 def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -360,7 +362,7 @@ def tensors_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if _LEAVES.issuperset(map(type, leaves)):
         found: list[torch.Tensor] = [leaf for leaf in leaves if type(leaf) in _TENSORS]
     else:
-        call = arguments.Call(args, kwargs)
+        call = Call(args, kwargs)
         found = [call.leaves[i] for i in call.tensors]
     if isinstance(fn, types.FunctionType) and fn.__closure__:
         for cell in fn.__closure__:

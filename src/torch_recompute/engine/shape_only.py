@@ -27,8 +27,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .. import _torch, errors
-from .._torch.fakes import is_operator, without_modes
-from ..arguments import mapped
+from .._torch import is_operator
+from .._torch.modes import without_modes
+from .._torch.tensors import mapped
 from ..values import thread
 
 aten: Any = torch.ops.aten

@@ -20,8 +20,8 @@ import torch
 from .. import errors
 from .._torch import in_backward, wait_for
 from .._torch.modes import eagerly
+from .._torch.tensors import Meta, apart
 from .._torch.tracing import as_it_is
-from ..arguments import Meta, apart
 from ..stores import Kept
 
 

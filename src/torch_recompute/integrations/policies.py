@@ -25,6 +25,7 @@ from torch import nn
 from .. import errors, plan
 from ..memory.loop import Loop
 from ..plan import Applied, Plan
+from ..plan.apply import not_applicable
 from ..plan.config import RecomputeConfig
 from ..plan.observe import Stamp, between, stamp
 from ..stores import Store
@@ -104,7 +105,7 @@ def apply(model: nn.Module, policy: Policy, *, stores: Mapping[str, Store] | Non
         ArgumentError: The policy cannot be met by this model, or the model is recomputed already.
     """
     if not isinstance(model, nn.Module):
-        raise errors.ArgumentError(errors.not_applicable(model, policy))
+        raise errors.ArgumentError(not_applicable(model, policy))
     return plan.apply(model, plan_of(policy, model), stores=stores)
 
 

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._torch import ENGINE, TorchDispatchMode, caller, current_node, in_backward, sequence_number, sequence_of
+from .._torch import TorchDispatchMode, current_node, in_backward, sequence_number, sequence_of
+from .._torch.graphs import ENGINE, caller
 from ..observer import observing, running
 from ..values import thread
 from .ledger import leaves, storages

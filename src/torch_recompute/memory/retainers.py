@@ -26,7 +26,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from .._torch import SavedTensor, TorchDispatchMode, packed_of, sequence_of, unpack_hook_of
+from .._torch import TorchDispatchMode, sequence_of
+from .._torch.graphs import SavedTensor, packed_of, unpack_hook_of
 from ..engine import slots
 from ..engine.region_call import RegionCall
 from ..engine.saved_call import SavedCall

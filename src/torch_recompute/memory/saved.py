@@ -31,11 +31,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import arguments, errors
+from .. import errors
 from .._text import counted, grouped, shown, starred, starred_path, table
 from .._torch.storages import set_versions, versions_of
-from ..arguments import Batch, Captures, call_of, undo
+from ..engine.arguments import Call
+from ..engine.captures import Captures, undo
 from ..state import DEFAULT, NumpyRng, PythonRng
+from .batch import Batch, call_of
 from .ledger import storages
 from .operations import Allocation, Allocations
 from .retainers import Hold, Retainers, name_referrers, python_tensors
@@ -224,7 +226,7 @@ def _names_of_storages(
             for name, tensor in tensors:
                 for _, storage in storages(tensor):
                     found.setdefault(id(storage), (kind, f"{path}.{name}".removeprefix(".")))
-    call = arguments.Call(args, kwargs)
+    call = Call(args, kwargs)
     for index in call.tensors:
         for _, storage in storages(call.leaves[index]):
             found.setdefault(id(storage), ("input", call.label(index)))

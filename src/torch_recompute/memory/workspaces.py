@@ -41,10 +41,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .. import _torch, errors
-from .._torch.devices import cpu_bytes_between, profiling
-from .._torch.fakes import FakeTensor, device_of, is_operator
+from .._torch import is_operator
+from .._torch.fakes import FakeTensor, device_of
 from .._torch.flops import flops, fused_on_cpu
-from ..arguments import mapped
+from .._torch.storages import cpu_bytes_between, profiling
+from .._torch.tensors import mapped
 from ..state import DEFAULT
 from ..stores.measured import PriceFile, folder, full_name
 from . import allocator

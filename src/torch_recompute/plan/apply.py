@@ -21,7 +21,7 @@ from .. import errors
 from ..stores import OnHost, Store
 from .choice import Choice, Target, joined
 from .exhausted import planned_models
-from .libraries import CachesFromSnapshot, CheckpointingSwitch, NoCacheInTraining, roots
+from .libraries import CachesFromSnapshot, CheckpointingSwitch, NoCacheInTraining, other_checkpointing_inside, roots
 from .observe import Figures, watching
 from .plan import Plan
 from .report import Report, Row
@@ -134,7 +134,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             another checkpoint inside; one module is under two of the paths; a store is missing, or not used.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
-        raise errors.ArgumentError(errors.not_applicable(model, plan))
+        raise errors.ArgumentError(not_applicable(model, plan))
     if plan.graph_bytes is not None:
         raise errors.ArgumentError(
             "this plan is for the graph of torch.compile, and names no modules that could be regions.\n"
@@ -262,7 +262,7 @@ class _Placement:
         for path in (path for path, module in self._modules.items() if type(module).__name__ == "CheckpointWrapper"):
             targets = (Target(one.path).module for one in self._regions)
             if any(inside(path, target) or inside(target, path) for target in targets):
-                raise errors.ArgumentError(errors.other_checkpointing_inside(path))
+                raise errors.ArgumentError(other_checkpointing_inside(path))
 
 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
@@ -297,3 +297,11 @@ def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
                 f"the plan keeps tensors in {word!r}, and no store of that name was given.\n  Write:\n{write}"
             )
     return {"": None, **{word: given[word] if word in given else OnHost() for word in wanted}}
+
+
+def not_applicable(model: object, plan: object) -> str:
+    """Text for an `apply` of something that is no model or no plan."""
+    return (
+        f"apply(model, plan) needs a torch.nn.Module and a Plan, but got {errors.say(model)} and {errors.say(plan)}.\n"
+        "  Write:  handle = apply(model, RecomputeConfig(...).plan(model))"
+    )

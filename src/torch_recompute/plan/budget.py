@@ -86,7 +86,7 @@ def read_budget(budget: object) -> Budget:
     if budget == 0 and not isinstance(budget, bool):
         return _share(0.0, budget)
     if isinstance(budget, bool) or count <= 0:
-        raise errors.ArgumentError(errors.bad_budget(budget))
+        raise errors.ArgumentError(bad_budget(budget))
     return Budget(bytes=count, said=Limit(count).said)
 
 
@@ -95,7 +95,7 @@ def _of_text(text: str) -> Budget:
         return Budget(said="fit")
     match = _TEXT.fullmatch(text.strip().lower())
     if match is None:
-        raise errors.ArgumentError(errors.bad_budget(text))
+        raise errors.ArgumentError(bad_budget(text))
     number, unit = match.groups()
     if unit == "%":
         return _share(float(number) / 100, text)
@@ -110,13 +110,13 @@ def _of_text(text: str) -> Budget:
     # A fraction of a byte is rounded down: what is promised fits.
     count = math.floor(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS.get(unit, 1)
     if count <= 0:
-        raise errors.ArgumentError(errors.bad_budget(text))
+        raise errors.ArgumentError(bad_budget(text))
     return Budget(bytes=count, said=text.strip() if unit else Limit(count).said)
 
 
 def _share(share: float, budget: object) -> Budget:
     if not 0 <= share < 1:
-        raise errors.ArgumentError(errors.bad_budget(budget))
+        raise errors.ArgumentError(bad_budget(budget))
     return Budget(share=share, said=str(budget).strip())
 
 
@@ -148,3 +148,47 @@ def bytes_meant(budget: object, least: Callable[[], int], most: int, free: Calla
         )
     count = free()
     return Limit(count, f"{meant.said} ({errors.brief(count)} are free)")
+
+
+def as_budget(count: int) -> str:
+    """A budget as it is written: rounded down, so that it is not more than was meant."""
+    for unit, name in errors.UNITS:
+        if count >= 10 * unit or (count >= unit and name == "KiB"):
+            return f"{count * 100 // unit / 100:.2f}{name}"
+    return str(count)
+
+
+def bad_budget(budget: object) -> str:
+    """Text for something that is no budget."""
+    return (
+        f"budget={budget!r} is not a budget.\n"
+        '  Write bytes (24 * 2**30), a text with a unit ("24GiB", "24GB", "800MiB"), a share of the activation memory '
+        'from 0, the least peak, to below 1 (0.4, "40%"), or "fit" for what the device has free.'
+    )
+
+
+def no_plan_fits(budget: str, smallest: int, plain: int, advice: str) -> str:
+    """Text for a budget that no plan fits into."""
+    return (
+        f"{too_small(budget, smallest, plain)}\n"
+        f'  Pass budget="{enough(smallest)}" or more, or a smaller batch. That plan is '
+        f".solution of this error, and its bytes are .smallest.{more_advice(advice)}"
+    )
+
+
+def too_small(budget: str, smallest: int, plain: int) -> str:
+    """The sentence that every budget that is too small, here as it was written, begins with."""
+    return (
+        f"budget={budget} is too small for a step of this model: with the plan that needs the least its peak is "
+        f"{errors.size(smallest, up=True)} ({smallest} bytes), without recomputation {errors.size(plain)}."
+    )
+
+
+def enough(smallest: int) -> str:
+    """The least budget that is enough, as it can be written."""
+    return errors.size(smallest, up=True).replace(" ", "")
+
+
+def more_advice(advice: str) -> str:
+    """What else to do, on a line of its own."""
+    return f"\n  {advice}" if advice else ""

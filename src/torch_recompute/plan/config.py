@@ -24,8 +24,8 @@ from torch import nn
 
 from .. import errors
 from .._text import starred_path
-from ..arguments import Batch, call_of
 from ..memory import saved_activations
+from ..memory.batch import Batch, call_of
 from ..memory.operations import ModuleStack
 from ..values import thread
 from . import settings

@@ -23,6 +23,7 @@ from .._torch.fakes import FakeTensor
 from ..memory import measurement
 from ..memory.ledger import CountedOnce
 from ..observer import Observer, always
+from .budget import as_budget
 from .plan import Plan
 
 _MEASURE = "run the step in `with torch_recompute.measure(model, optimizer):` to see all categories"
@@ -185,7 +186,7 @@ def _alive(model: nn.Module | None, device: torch.device | None) -> str:
 
 def _make_one(budget: int | None) -> str:
     """Line where it is not known what a plan would do."""
-    word = "24GiB" if budget is None else errors.as_budget(budget)
+    word = "24GiB" if budget is None else as_budget(budget)
     ask = " (what the device may hold)" if budget is None else ""
     return (
         f'For a plan that fits, write: apply(model, make_plan(model, (batch,), budget="{word}", optimizer=...))'
@@ -226,7 +227,7 @@ def _advice(plan: Plan | None, capacity: int | None, asked: int) -> list[str]:
     return [
         *lines,
         f"The nearest plan that fits has a peak of {errors.size(leaner.peak_bytes)}, {freed} less than this one, for a "
-        f'step that takes {more:.1%} longer. Write: make_plan(..., budget="{errors.as_budget(max(1, target))}").',
+        f'step that takes {more:.1%} longer. Write: make_plan(..., budget="{as_budget(max(1, target))}").',
     ]
 
 

@@ -218,7 +218,7 @@ class CachesFromSnapshot(ForwardWrapper):
         if self.idle or not torch.is_grad_enabled() or (torch.compiler.is_compiling() and not thread.untraced):
             return forward(*args, **kwargs)
         if getattr(self.module, "gradient_checkpointing", False) is True and self.module.training:
-            raise errors.ArgumentError(errors.other_checkpointing_inside(self.path))
+            raise errors.ArgumentError(other_checkpointing_inside(self.path))
         if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
             return forward(*args, **kwargs)
         taken: list[CacheSnapshot] = []
@@ -254,3 +254,13 @@ class NoCacheInTraining(ForwardWrapper):
             if all(value is None for value in said) and not any(map(is_cache, args)):
                 kwargs["use_cache"] = False
         return self.plain(*args, **kwargs)
+
+
+def other_checkpointing_inside(path: str) -> str:
+    """Text for another library's checkpoint where a region is."""
+    return (
+        f"{path or 'the model'} is a region of a plan and also checkpointed by another library; it would be run again "
+        "twice over.\n"
+        "  Turn that off (gradient_checkpointing, activation_checkpointing_policy, checkpoint_wrapper), or take the "
+        "plan out: handle.remove()"
+    )

@@ -286,10 +286,10 @@ class Plan:
         for size in self.sizes:
             shape = size.shape
             if not shape or any(type(n) is not int or n < 1 for n in shape):
-                raise errors.ArgumentError(errors.bad_plan(f"{shape!r} is not the shape of a tensor with elements"))
+                raise errors.ArgumentError(bad_plan(f"{shape!r} is not the shape of a tensor with elements"))
             if before is not None and math.prod(shape) <= math.prod(before):
                 why = f"sizes rise from one to the next, but {shape_in_words(shape)} comes after "
-                raise errors.ArgumentError(errors.bad_plan(why + shape_in_words(before)))
+                raise errors.ArgumentError(bad_plan(why + shape_in_words(before)))
             before = shape
             _check(size.choices)
 
@@ -396,7 +396,7 @@ class Plan:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, _plan, errors.bad_plan)
+        return read(text, _plan, bad_plan)
 
     def diff(self, other: Plan) -> str:
         """Shows what turns this plan into the other, line by line; empty if they choose the same."""
@@ -414,7 +414,7 @@ def _check(choices: tuple[Choice, ...]) -> None:
     """Raises if regions contradict themselves or each other."""
 
     def refuse(why: str) -> NoReturn:
-        raise errors.ArgumentError(errors.bad_plan(why))
+        raise errors.ArgumentError(bad_plan(why))
 
     seen: set[str] = set()
     for choice in choices:
@@ -500,3 +500,12 @@ def made(kind: Any, value: Any) -> Any:
     if type(None) in inner:
         return None if value is None else made(inner[0], value)
     return value
+
+
+def bad_plan(why: str) -> str:
+    """Text for a plan that cannot be."""
+    return (
+        f"this is not a plan: {why}.\n"
+        "  A plan is made by RecomputeConfig(...).plan(model), by hand as Plan((Choice(('layers.0',)), ...)), or read "
+        "by Plan.from_json(text) from what plan.to_json() wrote."
+    )

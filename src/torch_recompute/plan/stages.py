@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from .. import errors
 from .._text import shown, table
-from .plan import VERSION, Plan, made, read
+from .plan import VERSION, Plan, bad_plan, made, read
 from .roles import inside
 
 
@@ -190,7 +190,7 @@ class StagePlans:
         Raises:
             ArgumentError: The text is no JSON, of another version, or holds something else.
         """
-        return read(text, _plans, errors.bad_plan)
+        return read(text, _plans, bad_plan)
 
 
 def _plans(data: dict[str, Any]) -> StagePlans:

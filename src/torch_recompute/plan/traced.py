@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from .._torch import tracing
+from .._torch import compiler, tracing
 from .calls import ALL_PRODUCTS, COLLECTIVES, is_declared
 
 Kept = tuple[nn.Module | None, str]
@@ -48,10 +48,10 @@ def contexts(module: nn.Module, kept: Sequence[Kept], carry: bool, name: str, fi
         return None
 
     def begin() -> tracing.Saves:
-        parameters = tracing.storages_of(module.parameters())
+        parameters = compiler.storages_of(module.parameters())
 
         def saves(operation: Any) -> bool:
-            modules, functions = tracing.called()
+            modules, functions = compiler.called()
             if carry and _name(operation) in DECISIONS:
                 return True
             return any(
@@ -88,7 +88,7 @@ def _is_of(kind: str, operation: Any, functions: Iterable[Any], parameters: froz
         return kind == "product"
     if _name(operation) not in PRODUCTS:
         return False
-    operands = tracing.operands(operation)
+    operands = compiler.operands(operation)
     place = next((i for i, (storage, shape) in enumerate(operands) if storage in parameters and len(shape) > 1), None)
     if place is None or kind == "matmul":
         return (place is None) == (kind == "matmul")

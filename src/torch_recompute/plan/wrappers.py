@@ -32,7 +32,6 @@ from torch import nn
 from .. import _torch, errors
 from .._torch import tracing
 from .._torch.modes import transforming
-from ..arguments import copied
 from ..engine.discard import Discard
 from ..engine.region_call import Options
 from ..observer import observing
@@ -489,3 +488,19 @@ def _fsdp_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
             if frees and outer is not module and any(inner is module for inner in outer.modules()):
                 found = outer
     return found
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, as `clone` makes it; but that of a DTensor has the same placements, where `clone` reduces a partial one.
+
+    Duck typing keeps torch.distributed, which need not be there, out of `import torch_recompute`.
+    """
+    placements: Any = getattr(tensor, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return tensor.clone()
+    from torch.distributed.tensor import Replicate
+
+    d: Any = tensor
+    local = d.to_local(grad_placements=[Replicate() if p.is_partial() else p for p in placements])
+    layout = {"run_check": False, "shape": d.shape, "stride": d.stride()}
+    return type(d).from_local(local.clone(), d.device_mesh, placements, **layout)

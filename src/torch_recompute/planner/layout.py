@@ -178,7 +178,7 @@ class LayoutPlanner:
             check_divides(word, "--sequence", tokens, layout.tp)
         part, layers = rank_model(model, word, layout.tp, layout.sequence_parallel)
         if not layers or not hasattr(model, "get_input_embeddings"):
-            raise errors.ArgumentError(errors.no_pipeline(word, type(model).__name__))
+            raise errors.ArgumentError(no_pipeline(word, type(model).__name__))
         pipeline = layout.pipeline(len(layers))
         ids = torch.ones(layout.mbs, tokens, dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "use_cache": False}
@@ -294,3 +294,11 @@ class Sharded(torch.optim.Optimizer):
             state["weight"].addcdiv_(state["mean"], state["square"])
             if state["weight"] is not own:
                 own.copy_(state["weight"])
+
+
+def no_pipeline(model: str, cls: str) -> str:
+    """Text for a model whose layers are not known."""
+    return (
+        f"--tp, --pp, --dp and --mbs are for language models of transformers; {model} is {cls}. Leave them out, or "
+        "plan with make_plan what each rank runs."
+    )

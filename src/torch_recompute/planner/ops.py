@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 
 from .. import _torch
-from .._torch.fakes import device_of, is_operator, writes
+from .._torch import is_operator
+from .._torch.fakes import device_of, writes
 from .._torch.flops import flops, fused_on_cpu
 from ..memory.operations import Operation, Operations
 

@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 
 from .. import errors
-from ..plan.budget import Limit, bytes_meant, read_budget
+from ..plan.budget import Limit, bytes_meant, no_plan_fits, read_budget
 from ..plan.choice import joined
 from ..plan.plan import Plan
 from ..plan.roles import inside, relative
@@ -416,7 +416,7 @@ def plan_stages(step: TrainingStep, stages: Stages | Schedule, budget: Budget | 
         alone = [[stage] for stage in rank.stages]
         plans = dict(zip(rank.stages, rank.planned(alone, tried, wanted, pipeline.microbatches), strict=True))
         if tried.peak.bytes > wanted:
-            text = errors.no_plan_fits(wanted.said, tried.peak.bytes, rank.plain.peak.bytes, "")
+            text = no_plan_fits(wanted.said, tried.peak.bytes, rank.plain.peak.bytes, "")
             raise errors.BudgetError(f"rank {rank.number} of the pipeline: {text}", tried.peak.bytes, plans)
         for stage, plan in plans.items():
             start, stop = pipeline.bounds[stage]

@@ -29,7 +29,7 @@ from .._text import counted, doing
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.budget import Limit, bytes_meant, read_budget
+from ..plan.budget import Limit, bytes_meant, no_plan_fits, read_budget
 from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
 from ..plan.roles import inside
@@ -38,19 +38,7 @@ from ..simulation import Moment, Simulation, simulate_step
 from ..training_step import MakeOptimizer, TrainingStep, loss_of
 from .candidates import Guess, SegmentTrace, guesses, trace
 from .clock import Clocked, Scale, clock, obstacle
-from .cost import (
-    Costs,
-    Host,
-    Kind,
-    Option,
-    Point,
-    Segment,
-    Solution,
-    begins,
-    highest_points,
-    kinds_for_all,
-    simplicity,
-)
+from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of
@@ -169,7 +157,7 @@ class Planner:
         profile = replace(profile, assumed=simulation.assumed, uncounted=simulation.uncounted)
         plan = planned(profile, costs, solution, wanted, simulation.peak_bytes, simulation.advice)
         if not fits:
-            text = errors.no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
+            text = no_plan_fits(wanted.said, simulation.peak_bytes, self.plain.peak_bytes, simulation.advice)
             raise errors.BudgetError(text, simulation.peak_bytes, plan)
         self.known.plans[wanted, wanted.said] = plan
         return plan

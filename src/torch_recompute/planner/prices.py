@@ -31,7 +31,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .._torch.fakes import is_operator, taken_by, without_modes
+from .._torch import is_operator
+from .._torch.fakes import taken_by
+from .._torch.modes import without_modes
 from ..devices import DEVICES, Roofline, data_sheet_of
 from ..plan.apply import apply
 from ..plan.choice import Choice

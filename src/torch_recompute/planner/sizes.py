@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .. import _torch, errors
-from ..arguments import Batch, call_of
+from ..memory.batch import Batch, call_of
 from ..plan.apply import apply
 from ..plan.budget import Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words

@@ -30,10 +30,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from .._torch.devices import PREFERRING_CUDNN, enabled_backends
+from .._torch.cuda import PREFERRING_CUDNN, autocast_as_one, below_autocast, casting, enabled_backends, only_on_cuda
 from .._torch.fakes import below_autograd
-from .._torch.modes import attention_in_parts, autocast_as_one, below_autocast, casting, only_on_cuda
-from ..arguments import mapped
+from .._torch.modes import attention_in_parts
+from .._torch.tensors import mapped
 
 aten: Any = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

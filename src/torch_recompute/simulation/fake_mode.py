@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import _torch, errors
-from .._torch import TorchDispatchMode
+from .._torch import TorchDispatchMode, is_operator
 from .._torch.fakes import (
     NOT_FAKED,
     FakeTensor,
@@ -27,22 +27,14 @@ from .._torch.fakes import (
     converted,
     device_of,
     flex_uncompiled,
-    is_operator,
     traced,
-    without_modes,
 )
-from ..arguments import mapped
+from .._torch.modes import without_modes
+from .._torch.tensors import mapped
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
-from ..memory.workspaces import (
-    RECURRENT,
-    attention_on_cuda,
-    reserve,
-    takes_nothing,
-    watched,
-    workspace,
-)
+from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes_nothing, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 from .made_up import MadeUp, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of

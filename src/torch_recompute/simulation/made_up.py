@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._torch.fakes import FakeTensor, is_wrapper, returned, without_modes
-from ..arguments import mapped
+from .._torch.fakes import FakeTensor, is_wrapper, returned
+from .._torch.modes import without_modes
+from .._torch.tensors import mapped
 
 INTEGERS = 2**24
 FLOATS = 2**10

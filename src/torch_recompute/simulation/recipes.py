@@ -16,7 +16,7 @@ import torch
 
 from .. import _torch
 from .._torch.fakes import FakeMaker, FakeTensor, FakeTensorMode, lay, on_fakes, writes
-from ..arguments import mapped
+from .._torch.tensors import mapped
 from ..memory.ledger import leaves
 from ..memory.workspaces import RECURRENT, results
 from .made_up import is_decided, status_of

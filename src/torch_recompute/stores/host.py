@@ -21,7 +21,7 @@ import torch
 from .. import errors
 from .._torch.devices import capturing
 from .._torch.storages import is_fake
-from ..arguments import unexpanded
+from .._torch.tensors import unexpanded
 from .transfers import Cut, Depot, Direct, Group, Parcel, Streams, cut
 
 

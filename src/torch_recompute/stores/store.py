@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from .. import errors
-from ..arguments import wants_grad
+from .._torch.tensors import wants_grad
 
 
 @runtime_checkable

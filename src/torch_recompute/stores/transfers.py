@@ -30,7 +30,7 @@ import torch
 from .. import errors
 from .._torch import storage_id
 from .._torch.storages import Memory
-from ..arguments import unexpanded
+from .._torch.tensors import unexpanded
 from ..values import thread
 
 

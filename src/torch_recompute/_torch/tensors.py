@@ -1,0 +1,94 @@
+"""Facts of one tensor: whether it records, what two runs must agree on, how its elements are laid out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+
+def wants_grad(tensor: torch.Tensor) -> bool:
+    """Whether operations on the tensor are recorded.
+
+    `requires_grad` says so too, but also of a view made under `no_grad` of something that requires grad, which is a
+    constant; and it raises for a view whose base was changed under it, which counts as requiring grad here.
+    """
+    try:
+        if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
+            return tensor.requires_grad
+        base: Any = tensor._base
+        return base is None or not base.requires_grad
+    except RuntimeError:
+        return True
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory and version without a history, which might come to lead back to who holds it.
+
+    A leaf that requires grad has none and is returned as it is, and so is a view that PyTorch refuses to detach
+    because its base was changed under it; nothing can be computed with that one anyway.
+    """
+    try:
+        return tensor if tensor.is_leaf and wants_grad(tensor) else tensor.detach()
+    except RuntimeError:
+        return tensor
+
+
+Meta = tuple[Any, ...]
+
+
+meta: Callable[[torch.Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
+"""What the forward and the replay must agree on for a saved tensor.
+
+Strides are compared with `check="values"` only: other strides give the same gradient, and reading them costs.
+"""
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Stride, or the layout where there is no stride (sparse, nested)."""
+    try:
+        return tensor.stride()
+    except (RuntimeError, NotImplementedError):
+        return (tensor.layout,)
+
+
+def say(value: Meta) -> str:
+    """A `meta` in words."""
+    shape, dtype, device = value
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its expanded dimensions narrowed to one."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same memory in which no element occurs twice.
+
+    Unexpanded; where elements overlap in another way (`unfold`), all memory from the first to the last of them.
+    """
+    tensor = unexpanded(tensor)
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            whole = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            return tensor.as_strided((whole,), (1,), tensor.storage_offset())
+        reach += (size - 1) * stride
+    return tensor
+
+
+def mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """An operation's arguments or results, with `fn` of each tensor among them."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, fn) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, fn) for key, item in cast("dict[Any, Any]", value).items()}
+    return value

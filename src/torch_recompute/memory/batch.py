@@ -1,0 +1,147 @@
+"""The arguments of one call of a model, from a batch as people have it: a tensor, a tuple, a mapping."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .. import errors
+
+
+def _not_a_model(what: str, value: object) -> str:
+    """Text for a model that cannot be called."""
+    return (
+        f"{what}(model, batch) needs a module or another callable, but got {errors.say(value)}\n"
+        f"  It makes the call itself; pass the model, and the batch:\n"
+        f"      {what}(model, x)     # not {what}(model(x))"
+    )
+
+
+Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+"""The arguments of one call of a model, as a batch has them: see `call_of`."""
+
+
+ExampleCall = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
+
+
+def call_of(
+    what: str, model: object, batch: object, kwargs: object = None, *, a_module: bool = False, loss: bool = True
+) -> ExampleCall:
+    """The arguments of one call of a model, from a batch as people have it.
+
+    A tensor is the one argument, a tuple or a list (also an item of a dataloader) are positional arguments, a mapping
+    (a dict, a `BatchEncoding`) is keyword arguments; `kwargs` come besides.
+
+    Args:
+        what: The public function that was called; the error's text names it.
+        model: The model.
+        batch: The batch.
+        kwargs: More keyword arguments, or None.
+        a_module: Whether only a module will do; else anything that can be called.
+        loss: Whether the function takes `loss=`, which is where labels go that the forward does not take.
+
+    Raises:
+        ArgumentError: One of them is of another kind, or the forward does not take these arguments.
+    """
+    if not (isinstance(model, nn.Module) if a_module else callable(model)):
+        raise errors.ArgumentError(_not_a_model(what, model))
+    if kwargs is not None and (not isinstance(kwargs, Mapping) or not _has_names(kwargs)):
+        raise errors.ArgumentError(
+            f"{what}(model, batch, kwargs) takes the keyword arguments of one call as a dict of names to values, but "
+            f"kwargs is {errors.say(kwargs)}\n"
+            f'  Write {what}(model, x, {{"mask": mask}}) for the call model(x, mask=mask).'
+        )
+    more = dict(cast("Mapping[str, Any]", kwargs or {}))
+    if isinstance(batch, torch.Tensor) or type(batch).__name__ == "PackedSequence":
+        args, named = (batch,), more
+    elif isinstance(batch, (tuple, list)):
+        args, named = tuple(cast("Sequence[Any]", batch)), more
+    elif isinstance(batch, Mapping) and _has_names(cast("Mapping[Any, Any]", batch)):
+        args, named = (), {**cast("Mapping[str, Any]", batch), **more}
+    else:
+        raise errors.ArgumentError(_not_a_batch(what, batch))
+    lists = [name for name, value in named.items() if type(value) is list and value and type(value[0]) in (list, int)]
+    if lists and not any(isinstance(value, torch.Tensor) for value in (*args, *named.values())):
+        raise errors.ArgumentError(
+            f"{what} was given lists of numbers, in {errors.listed(lists)}, and no tensor.\n"
+            '  A tokenizer makes tensors with tokenizer(..., return_tensors="pt"), a data collator for a batch.'
+        )
+    _check_takes(what, model, args, named, loss)
+    return args, named
+
+
+def _has_names(mapping: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in mapping)
+
+
+def _not_a_batch(what: str, batch: object) -> str:
+    """Text for a batch that is none."""
+    write = (
+        f"  Write {what}(model, x) for the call model(x), {what}(model, (x, y)) for model(x, y), and {what}(model, "
+        '{"ids": x}) for model(ids=x).'
+    )
+    if hasattr(batch, "__iter__") and hasattr(batch, "dataset"):
+        write = f"  Write {what}(model, next(iter(loader))): one item of it."
+    return (
+        f"{what}(model, batch) takes the arguments of one call: a tensor, a tuple or a list of positional arguments, a "
+        f"mapping of keyword arguments; but batch is {errors.say(batch)}\n{write}"
+    )
+
+
+def _check_takes(what: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: bool) -> None:
+    """Refuses arguments that the forward does not take, where its signature says so."""
+    hooks = getattr(model, "_forward_pre_hooks", None)
+    forward = model.forward if isinstance(model, nn.Module) else model
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return
+    if hasattr(forward, "__wrapped__"):  # a decorator may take words of its own, which are no tensors
+        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    try:
+        signature.bind(*args, **kwargs)
+        return
+    except TypeError as error:
+        why = str(error)
+    if hooks:  # which may change the arguments
+        return
+    parameters = signature.parameters.values()
+    kinds = {kind: [p.name for p in parameters if p.kind is kind] for kind in inspect._ParameterKind}  # pyright: ignore[reportPrivateUsage]
+    positional = kinds[inspect.Parameter.POSITIONAL_ONLY] + kinds[inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    takes = positional + kinds[inspect.Parameter.KEYWORD_ONLY]
+    name = f"{type(model).__name__}.forward" if isinstance(model, nn.Module) else getattr(model, "__name__", "it")
+    begin = f"{what}: {name} takes {errors.listed(takes)}"
+    given = ", ".join([*map(errors.say, args), *(f"{key}={errors.say(value)}" for key, value in kwargs.items())])
+    unknown = [key for key in kwargs if key not in takes]
+    if not kinds[inspect.Parameter.VAR_POSITIONAL] and len(args) > len(positional):
+        inputs = ", ".join(positional) or "nothing"
+        beside = f", and the batch has {len(args)} items: {given}"
+        ask = f"loss=lambda out: loss_fn(out, {_LABELS})" if loss else ""
+        only = inputs if len(positional) == 1 else f"({inputs})"
+        write = (
+            f"  Pass what the forward takes{', and what the loss takes in loss=' if loss else ''}:\n"
+            f"      {', '.join([*positional, _LABELS])} = batch\n"
+            f"      {what}(model, {', '.join(filter(None, [only, ask]))})"
+        )
+    elif unknown and not kinds[inspect.Parameter.VAR_KEYWORD]:
+        near = difflib.get_close_matches(unknown[0], takes, n=1)
+        beside = f", and the batch has {errors.listed(unknown)}, which it does not take"
+        beside += f" (close to it: {near[0]!r})" if near else ""
+        write = (
+            f"  Leave {'it' if len(unknown) == 1 else 'them'} out"
+            + (f", and use what the loss takes in loss=: loss=lambda out: loss_fn(out, {unknown[0]})" if loss else "")
+            + f". If the forward takes the mapping itself:  {what}(model, (batch,))"
+        )
+    else:
+        beside = f", and cannot be called with {given or 'nothing'}: {why}"
+        write = f"  Pass the arguments of one call:  {what}(model, batch)"
+    raise errors.ArgumentError(f"{begin}{beside}.\n{write}")
+
+
+_LABELS = "labels"
