@@ -29,7 +29,7 @@ from .._torch.fakes import FakeTensorMode
 from .._torch.inductor import generated, in_order, no_modes
 from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, split, tag
 from ..plan.apply import apply
-from ..plan.budget import Budget, bytes_meant, read_budget
+from ..plan.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.plan import Plan
 from ..simulation.fake_mode import FakeMode
 from ..simulation.recording import SimulatedMeasurement
@@ -38,6 +38,29 @@ from .joint import Joint
 
 VERSION = 4  # of the choice, in the key of the cache
 TRIES = 3  # choices whose code is generated
+
+
+class _Graph:
+    """A joint graph that inductor gives to be split; the arguments are those of a partitioner."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[object], more: dict[str, Any]) -> None:
+        self._gm, self._inputs, self._more = gm, inputs, more
+        self.joint = Joint(gm.graph, more["num_fwd_outputs"])
+
+    def _marked(self, chosen: Chosen) -> fx.GraphModule:
+        joint = self.joint
+        kept = {key for key, number in joint.index.items() if number in chosen.saved}
+        tag(self._gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
+        return self._gm
+
+    def split(self, chosen: Chosen) -> Any:
+        """The forward and the backward with a choice."""
+        return split(self._marked(chosen), self._inputs, **self._more)
+
+    def peak_with(self, chosen: Chosen) -> int:
+        """The peak of the code that inductor writes for a choice, with the graphs of all layers."""
+        halves = split(copy.deepcopy(self._marked(chosen)), self._inputs, **self._more)
+        return peak_of(*halves, self._more["num_fwd_outputs"]) + chosen.peak - chosen.lives.peak
 
 
 class Partitioned(NamedTuple):
@@ -147,8 +170,8 @@ class Partition(CustomPartitionerFn):
         """
         count = len(gm.graph.nodes)
         try:
-            joint = Joint(gm.graph, more["num_fwd_outputs"])
-            chooser = self.chooser = Chooser(joint, self._layers)
+            graph = _Graph(gm, joint_inputs, more)
+            chooser = self.chooser = Chooser(graph.joint, self._layers)
             least = chooser.least
         except Exception as error:
             raise errors.RecomputeError(
@@ -156,18 +179,29 @@ class Partition(CustomPartitionerFn):
                 "  Compile without options=partition.options, or leave what is unusual out of what is compiled."
             ) from error
         plain = max(chooser.plain.peak, least)
-        beside = "" if self._layers == 1 else f", {self._layers} times,"
         allowed = bytes_meant(self._budget, lambda: least, plain, None)
+        found = self._tried(graph, chooser, allowed) if self._exact else []
+        words = "the code" if found else "the graph"
+        if not found:
+            chosen = chooser.choose(max(allowed, least))
+            found.append((chosen.peak, chosen))
+        fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
+        if not fitting:
+            least = min(peak for peak, _ in found)
+            beside = "" if self._layers == 1 else f", {self._layers} times,"
+            raise errors.BudgetError(
+                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but "
+                f"budget={allowed.said} allows less. Without a budget it takes {errors.size(plain)}.\n"
+                f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
+                least,
+                None,
+            )
+        peak, chosen = min(fitting, key=lambda one: (one[1].flops, one[0]))
+        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, words))
+        return graph.split(chosen)
 
-        def marked(chosen: Chosen) -> Any:
-            kept = {key for key, number in joint.index.items() if number in chosen.saved}
-            tag(gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
-            return gm
-
-        def peak_with(chosen: Chosen) -> int:
-            here = peak_of(*split(copy.deepcopy(marked(chosen)), joint_inputs, **more), more["num_fwd_outputs"])
-            return here + chosen.peak - chosen.lives.peak
-
+    def _tried(self, graph: _Graph, chooser: Chooser, allowed: Limit) -> list[tuple[int, Chosen]]:
+        """Choices, with the peaks of the code that inductor writes for them; none where that cannot be counted."""
         found: list[tuple[int, Chosen]] = []
 
         def attempt(room: int) -> Attempt | None:
@@ -175,7 +209,7 @@ class Partition(CustomPartitionerFn):
             if any(chosen.saved == before.saved for _, before in found):
                 return None
             try:
-                found.append((peak_with(chosen), chosen))
+                found.append((graph.peak_with(chosen), chosen))
             except Exception as error:
                 warnings.warn(
                     "the peak of a Partition is counted in the graph, since what inductor writes for it cannot be: "
@@ -185,25 +219,8 @@ class Partition(CustomPartitionerFn):
                 return None
             return Attempt(found[-1][0] - allowed, chosen.peak, not chosen.flops)
 
-        if self._exact:
-            approach(attempt, allowed, least, TRIES if self._budget.bytes is not None else 1)
-        words = "the code" if found else "the graph"
-        if not found:
-            chosen = chooser.choose(max(allowed, least))
-            found.append((chosen.peak, chosen))
-        fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
-        if not fitting:
-            least = min(peak for peak, _ in found)
-            raise errors.BudgetError(
-                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but budget={allowed.said} "
-                f"allows less. Without a budget it takes {errors.size(plain)}.\n"
-                f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
-                least,
-                None,
-            )
-        peak, chosen = min(fitting, key=lambda one: (one[1].flops, one[0]))
-        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, words))
-        return split(marked(chosen), joint_inputs, **more)
+        approach(attempt, allowed, chooser.least, TRIES if self._budget.bytes is not None else 1)
+        return found
 
     def __repr__(self) -> str:
         if not self.graphs:
