@@ -381,7 +381,7 @@ def make_plan(
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep(model, *call, loss, optimizer_of("make_plan", optimizer, model), device, loop)
+    step = TrainingStep(model, call[0], call[1], loss, optimizer_of("make_plan", optimizer, model), device, loop)
     given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes), "offload": offload is not False}
     _refuse({**given, "loop": loop != COMMON})
     with at_work(f"planning {type(model).__name__}"):

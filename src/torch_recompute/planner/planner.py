@@ -38,19 +38,7 @@ from ..simulation import Moment, Simulation, simulate_step
 from ..training_step import MakeOptimizer, TrainingStep, loss_of
 from .candidates import Guess, SegmentRecord, guesses, record
 from .clock import Clocked, Scale, clock, obstacle
-from .cost import (
-    Costs,
-    Host,
-    Kind,
-    Option,
-    Point,
-    Segment,
-    Solution,
-    begins,
-    highest_points,
-    kinds_for_all,
-    simplicity,
-)
+from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
 from .hosts import HostApart, limit_of, link_of, waited
 from .known import known
 from .ops import Op, op_of

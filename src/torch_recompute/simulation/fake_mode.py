@@ -35,14 +35,7 @@ from ..arguments import mapped
 from ..memory.ledger import leaves
 from ..memory.operations import Operation, PlainFormulas, Seen
 from ..memory.saved import generators_as_before
-from ..memory.workspaces import (
-    RECURRENT,
-    attention_on_cuda,
-    reserve,
-    takes_nothing,
-    watched,
-    workspace,
-)
+from ..memory.workspaces import RECURRENT, attention_on_cuda, reserve, takes_nothing, watched, workspace
 from .cuda_decompositions import AsOnCuda, autocast_of_cuda, capability_of
 from .made_up import MadeUp, stays
 from .recipes import DRAWS, GROUPED, MASKED, UNKNOWN, Recipes, key_of, kind_of

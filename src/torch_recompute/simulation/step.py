@@ -26,15 +26,7 @@ from .. import _torch, errors
 from .._text import counted
 from .._torch.fakes import FakeTensorMode
 from .._torch.modes import uncompiled
-from ..memory.ledger import (
-    ACTIVATIONS,
-    Block,
-    Entry,
-    Place,
-    Sample,
-    blocks_of,
-    by_category,
-)
+from ..memory.ledger import ACTIVATIONS, Block, Entry, Place, Sample, blocks_of, by_category
 from ..memory.loop import Loop
 from ..memory.measurement import Reading
 from ..memory.operations import ModuleStack
