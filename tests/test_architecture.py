@@ -468,18 +468,17 @@ def test_few_classes_share_a_name() -> None:
 
 def _identifiers(module: Module) -> Iterator[str]:
     """Yields every name that the code of a file has, those in its strings included."""
-    docstrings = {
-        node.body[0].value for node in ast.walk(module.tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)
-    }  # type: ignore[attr-defined]
-    for node in ast.walk(module.tree):
+    tree = module.tree
+    documented = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node))
+    docstrings = {node.body[0].value for node in documented}  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
         if isinstance(node, ast.alias):
             yield from [*node.name.split("."), node.asname or ""]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
             yield from re.findall(r"\w+", node.value)
         else:
-            yield from (
-                value for field in ("id", "attr", "arg", "name") if isinstance(value := getattr(node, field, None), str)
-            )
+            values = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
+            yield from (value for value in values if isinstance(value, str))
 
 
 def unknown_names(modules: list[Module]) -> list[str]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from costs import costs_of_graphs, executed, schedules
 from torch_recompute.errors import BudgetError
-from torch_recompute.planner.bound import bound
 from torch_recompute.planner import bound as module
+from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
 from torch_recompute.planner.solve import choose
 

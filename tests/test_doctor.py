@@ -31,8 +31,8 @@ from torch_recompute.doctor import observed
 from torch_recompute.doctor.checks import CHECKS, _budget, look_for
 from torch_recompute.doctor.observed import AllocatorStats, Observations
 from torch_recompute.doctor.simulated import SimulatedSteps
-from torch_recompute.memory.loop import COMMON
 from torch_recompute.plan.budget import read_budget
+from torch_recompute.training_step import TrainingStep
 from unchanged import unchanged
 from zoo import mean_loss
 
@@ -312,7 +312,7 @@ PLANS = [*(each(part) for part in ("", "core", "soft", "up", "norm")), each("", 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join(map(str, plan.choices[:2])))
 def test_what_regions_free_is_what_the_step_keeps_less(plan: Plan) -> None:
     """What regions free by their accounts is, to the byte, what a step keeps less with them than without."""
-    steps = SimulatedSteps(stack(), (batch(),), {}, plan=plan, loop=COMMON, loss=mean_loss)
+    steps = SimulatedSteps(TrainingStep(stack(), (batch(),), loss=mean_loss), plan)
     steps.run()
     freed = sum(account.freed_bytes for account in steps.regions.by_name.values())
     assert freed == steps.plain.saved_bytes - steps.step.saved_bytes

@@ -23,7 +23,7 @@ from torch_recompute.plan.choice import joined
 from torch_recompute.plan.plan import Prediction
 from torch_recompute.plan.roles import inside
 from torch_recompute.planner import planner as planning
-from torch_recompute.planner.candidates import Guess, all_guesses, trace
+from torch_recompute.planner.candidates import Guess, all_guesses, record
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from torch_recompute.training_step import TrainingStep
@@ -61,7 +61,7 @@ class Row:
             call, carries = captured.calls[first], partial(planner._carries, planner.paths[first])
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                found = trace(call.steps[0][0], partial(call.run, inputs), inputs)
+                found = record(call.steps[0][0], partial(call.run, inputs), inputs)
             every = all_guesses(found, lambda op: float(op.flops), Overhead(), carries)
             yield kind, {guess.regions: guess for guess in every}
 

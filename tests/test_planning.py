@@ -33,7 +33,7 @@ from torch_recompute import (
 from torch_recompute.devices import Roofline
 from torch_recompute.errors import brief
 from torch_recompute.memory.loop import Loop
-from torch_recompute.planner.candidates import all_guesses, trace
+from torch_recompute.planner.candidates import all_guesses, record
 from torch_recompute.planner.planner import Planner
 from torch_recompute.planner.prices import Overhead
 from torch_recompute.planner.segments import group, regions
@@ -265,7 +265,7 @@ def test_parts_of_a_part_are_recomputed_by_themselves() -> None:
     x = torch.randn(64, WIDTH, requires_grad=True)
     shared = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     block = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(shared=shared, experts=Expert()))))
-    found = trace(block, lambda: block(x), [x])
+    found = record(block, lambda: block(x), [x])
     assert found.inner == {"mlp": ["mlp.shared", "mlp.experts"]}
     guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead(call=1e12))}
     one, other, keeps = Choice(("mlp.shared",)), Choice(("mlp.experts",)), Choice(("mlp.experts",), ("@product",))
@@ -279,7 +279,7 @@ def test_products_of_one_module_are_kept_apart_where_one_narrows() -> None:
     torch.manual_seed(0)
     model, args = Experts(), (torch.randn(64, WIDTH),)
     x = torch.randn(64, WIDTH, requires_grad=True)
-    found = trace(model.layers[0], lambda: model.layers[0](x), [x])
+    found = record(model.layers[0], lambda: model.layers[0](x), [x])
     assert found.calls == [("@product",), ("@down",)]
     assert found.within == [{1}, set()]
     guessed = {guess.regions: guess for guess in all_guesses(found, lambda op: float(op.flops), Overhead())}

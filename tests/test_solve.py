@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from costs import choices, figures, some_costs, stack, taken
 from torch_recompute import Choice, errors
+from torch_recompute.planner import solve
 from torch_recompute.planner.bound import bound
 from torch_recompute.planner.cost import Costs, Graph, Host, Kind, Node, Option, Point, Segment
-from torch_recompute.planner import solve
 from torch_recompute.planner.solve import choose, frontier, smallest
 
 

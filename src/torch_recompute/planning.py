@@ -243,7 +243,9 @@ def _still_fits(file: PlanFile, step: TrainingStep, budget: int | float | str) -
 
 
 def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
-    """The plan with the lowest peak of all ranks whose models have the same parameters; a text is a rank's error.
+    """Chooses the plan with the lowest peak of all ranks whose models have the same parameters.
+
+    `mine` is this rank's plan, or its error message if it failed.
 
     Prices are measured and memory is free on each rank by itself, so ranks find different plans for one budget.
     """
@@ -382,7 +384,7 @@ def make_plan(
     else:
         call = call_of("make_plan", model, args, kwargs, a_module=True)
     loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep(model, *call, loss, optimizer_of("make_plan", optimizer, model), device, loop)
+    step = TrainingStep(model, call[0], call[1], loss, optimizer_of("make_plan", optimizer, model), device, loop)
     given = {"compiled": compiled, "stages": stages is not None, "sizes": bool(sizes), "offload": offload is not False}
     _refuse({**given, "loop": loop != COMMON})
     with at_work(f"planning {type(model).__name__}"):

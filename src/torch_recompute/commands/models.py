@@ -33,6 +33,7 @@ from .. import _torch, errors
 from ..devices import DEVICES
 from ..memory.batch import ExampleCall, call_of
 from ..memory.loop import COMMON, Loop
+from ..plan.budget import Limit
 from ..plan.plan import Plan
 from ..planner.planner import Planner
 from ..planner.profile import Profile
@@ -440,7 +441,7 @@ class Step:
 def curve(profile: Profile, most: int = POINTS) -> list[Plan]:
     """Returns at most so many plans along the whole curve of budget against seconds, the least budget first."""
     points = frontier(profile.costs, most)
-    return [planned(profile, profile.costs, point, point.peak_bytes) for point in points]
+    return [planned(profile, profile.costs, point, Limit(point.peak_bytes)) for point in points]
 
 
 def made_by_a_function(option: str, model: str) -> str:

@@ -29,7 +29,7 @@ from .._torch.fakes import FakeTensorMode
 from .._torch.inductor import generated, in_order, no_modes
 from .._torch.partitioning import CustomPartitionerFn, hint, outputs_of, split, tag
 from ..plan.apply import apply
-from ..plan.budget import Budget, bytes_meant, read_budget
+from ..plan.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.plan import Plan
 from ..simulation.fake_mode import FakeMode
 from ..simulation.recording import SimulatedMeasurement
@@ -38,6 +38,29 @@ from .joint import Joint
 
 VERSION = 4  # of the choice, in the key of the cache
 TRIES = 3  # choices whose code is generated
+
+
+class _Graph:
+    """A joint graph that inductor gives to be split; the arguments are those of a partitioner."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[object], more: dict[str, Any]) -> None:
+        self._gm, self._inputs, self._more = gm, inputs, more
+        self.joint = Joint(gm.graph, more["num_fwd_outputs"])
+
+    def _marked(self, chosen: Chosen) -> fx.GraphModule:
+        joint = self.joint
+        kept = {key for key, number in joint.index.items() if number in chosen.saved}
+        tag(self._gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
+        return self._gm
+
+    def split(self, chosen: Chosen) -> Any:
+        """The forward and the backward with a choice."""
+        return split(self._marked(chosen), self._inputs, **self._more)
+
+    def peak_with(self, chosen: Chosen) -> int:
+        """The peak of the code that inductor writes for a choice, with the graphs of all layers."""
+        halves = split(copy.deepcopy(self._marked(chosen)), self._inputs, **self._more)
+        return peak_of(*halves, self._more["num_fwd_outputs"]) + chosen.peak - chosen.lives.peak
 
 
 class Partitioned(NamedTuple):
@@ -61,30 +84,6 @@ class Partitioned(NamedTuple):
     saved_bytes: int
     replay_flops: int
     counted: str
-
-
-class _Graph(NamedTuple):
-    """A joint graph that is to be split, with the arguments of inductor's call."""
-
-    gm: Any
-    joint: Joint
-    inputs: Sequence[object]
-    more: dict[str, Any]
-
-    def split(self, chosen: Chosen) -> Any:
-        """Returns its forward and backward with what a choice saves."""
-        return split(self._tagged(chosen), self.inputs, **self.more)
-
-    def peak(self, chosen: Chosen) -> int:
-        """Returns the peak bytes with a choice, counted in the code that inductor writes; leaves the graph as it is."""
-        halves = split(copy.deepcopy(self._tagged(chosen)), self.inputs, **self.more)
-        return peak_of(*halves, self.more["num_fwd_outputs"]) + chosen.peak - chosen.lives.peak
-
-    def _tagged(self, chosen: Chosen) -> Any:
-        kept = {key for key, number in self.joint.index.items() if number in chosen.saved}
-        again = {self.joint.operations[number].node for number in chosen.lives.again}
-        tag(self.gm.graph, self.joint.backward, kept, again)
-        return self.gm
 
 
 class Partition(CustomPartitionerFn):
@@ -171,8 +170,8 @@ class Partition(CustomPartitionerFn):
         """
         count = len(gm.graph.nodes)
         try:
-            joint = Joint(gm.graph, more["num_fwd_outputs"])
-            chooser = self.chooser = Chooser(joint, self._layers)
+            graph = _Graph(gm, joint_inputs, more)
+            chooser = self.chooser = Chooser(graph.joint, self._layers)
             least = chooser.least
         except Exception as error:
             raise errors.RecomputeError(
@@ -181,29 +180,28 @@ class Partition(CustomPartitionerFn):
             ) from error
         plain = max(chooser.plain.peak, least)
         allowed = bytes_meant(self._budget, lambda: least, plain, None)
-        graph = _Graph(gm, joint, joint_inputs, more)
-        found = self._with_peaks(graph, chooser, allowed) if self._exact else []
-        counted_in = "the code" if found else "the graph"
+        found = self._tried(graph, chooser, allowed) if self._exact else []
+        words = "the code" if found else "the graph"
         if not found:
             chosen = chooser.choose(max(allowed, least))
-            found = [(chosen.peak, chosen)]
+            found.append((chosen.peak, chosen))
         fitting = [one for one in found if one[0] <= allowed or self._budget.bytes is None]
         if not fitting:
             least = min(peak for peak, _ in found)
             beside = "" if self._layers == 1 else f", {self._layers} times,"
             raise errors.BudgetError(
-                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but budget={allowed.said} "
-                f"allows less. Without a budget it takes {errors.size(plain)}.\n"
+                f"a graph of {count} operations{beside} needs at least {errors.size(least)}, but "
+                f"budget={allowed.said} allows less. Without a budget it takes {errors.size(plain)}.\n"
                 f"  Pass budget={least} or more, or a smaller batch. Parameters and optimizer are not counted.",
                 least,
                 None,
             )
         peak, chosen = min(fitting, key=lambda one: (one[1].flops, one[0]))
-        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, counted_in))
+        self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, words))
         return graph.split(chosen)
 
-    def _with_peaks(self, graph: _Graph, chooser: Chooser, allowed: int) -> list[tuple[int, Chosen]]:
-        """Returns choices near the budget, each with its peak in the code that inductor writes for it."""
+    def _tried(self, graph: _Graph, chooser: Chooser, allowed: Limit) -> list[tuple[int, Chosen]]:
+        """Choices, with the peaks of the code that inductor writes for them; none where that cannot be counted."""
         found: list[tuple[int, Chosen]] = []
 
         def attempt(room: int) -> Attempt | None:
@@ -211,7 +209,7 @@ class Partition(CustomPartitionerFn):
             if any(chosen.saved == before.saved for _, before in found):
                 return None
             try:
-                found.append((graph.peak(chosen), chosen))
+                found.append((graph.peak_with(chosen), chosen))
             except Exception as error:
                 warnings.warn(
                     "the peak of a Partition is counted in the graph, since what inductor writes for it cannot be: "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _torch, errors
 from .._text import at_work
 from .._torch.checkpoints import checkpoints_run_by
-from ..memory.batch import Batch, call_of
+from ..memory.batch import Batch
 from ..memory.loop import COMMON, Loop
 from ..plan.apply import apply, not_applicable
 from ..plan.exhausted import planned_models
 from ..plan.plan import Plan
-from ..training_step import Loss, MakeOptimizer, loss_of, optimizer_of
+from ..training_step import Loss, MakeOptimizer, TrainingStep, loss_of
 from ..values import name_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
@@ -86,14 +87,13 @@ def examine(
     Raises:
         ArgumentError: An argument is not of its kind; the plan does not fit the model; `run=True` for a model on meta.
     """
-    args, kwargs = call_of("doctor.examine", model, args, kwargs, a_module=True)
-    optimizer = optimizer_of("doctor.examine", optimizer, model)
     if plan is not None and not isinstance(plan, Plan):
         raise errors.ArgumentError(not_applicable(model, plan))
     loop = Loop(hold_output, accumulate, set_to_none)
     if loop == COMMON and plan is not None:
         loop = plan.loop
-    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *_torch.tensors_in((args, kwargs))])
+    step = TrainingStep.of("doctor.examine", model, args, kwargs, loss, optimizer, device, loop)
+    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *_torch.tensors_in(step.call)])
     if run and on_meta:
         raise errors.ArgumentError(
             f"run=True, but a part of {type(model).__name__} or of its batch is on the meta device, where "
@@ -104,9 +104,8 @@ def examine(
     with at_work(f"examining {type(model).__name__}"):
         parallel = plan is None and isinstance(model, DistributedDataParallel)
         if parallel:  # its steps would wait for other ranks
-            model = cast("nn.Module", model.module)
-        call, since = (model, args, kwargs), Compiled()
-        steps = SimulatedSteps(*call, plan=plan, loop=loop, loss=loss, optimizer=optimizer, device=device)
+            step = replace(step, model=cast("nn.Module", model.module))
+        since, steps = Compiled(), SimulatedSteps(step, plan)
         missing: dict[str, str] = {}
         simulated: SimulatedSteps | None = None
         try:
@@ -121,13 +120,13 @@ def examine(
             missing["audited"] = "the model calls no region"
             with contextlib.ExitStack() as stack:
                 if plan is not None:
-                    stack.callback(apply(model, plan).remove)
+                    stack.callback(apply(step.model, plan).remove)
                 try:
-                    observed = _observe(ModelCall(*call), model, loss or _loss_of, since)
+                    observed = _observe(ModelCall(step.model, *step.call), step.model, loss or _loss_of, since)
                     observed.parallel |= parallel
                     if simulated is None or simulated.accounts or observed.checkpoints:
                         with checkpoints_run_by(as_region):
-                            audited = audit(*call)
+                            audited = audit(step.model, *step.call)
                 except torch.OutOfMemoryError as error:
                     missing["observed"] = missing["audited"] = f"memory ran out in the step ({_first_line(error)})"
                 except Exception as error:
@@ -138,7 +137,7 @@ def examine(
             missing["observed"] = "no step was run" + (" (the model is on meta)" if on_meta else " (run=False)")
             missing["audited"] = missing["observed"]
         limit = None if budget is None else steps.bytes_meant(budget, simulated=simulated is not None)
-        return look_for(CHECKS, Evidence(type(model).__name__, plan, limit, simulated, observed, audited, missing))
+        return look_for(CHECKS, Evidence(type(step.model).__name__, plan, limit, simulated, observed, audited, missing))
 
 
 def _loss_of(output: Any) -> torch.Tensor:

@@ -44,7 +44,7 @@ from ..planner.hosts import stores_for
 from ..planner.ops import op_of
 from ..planner.planner import Planner
 from ..simulation import Simulation, simulate_step
-from ..training_step import Loss, MakeOptimizer, TrainingStep, loss_of, optimizer_of
+from ..training_step import TrainingStep, loss_of
 from ..values import thread
 
 
@@ -236,22 +236,8 @@ class SimulatedSteps:
     step: Simulation
     plain: Simulation
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        plan: Plan | None,
-        loop: Loop,
-        loss: Loss = None,
-        optimizer: MakeOptimizer = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self._asked = TrainingStep(
-            model, args, kwargs, loss or loss_of, optimizer_of("doctor.examine", optimizer), device, loop
-        )
-        self._plan = plan or Plan()
+    def __init__(self, step: TrainingStep, plan: Plan | None) -> None:
+        self._asked, self._plan = replace(step, loss=step.loss or loss_of), plan or Plan()
         self.regions = Accounts()
         self.foreign = 0
         self._paths: dict[int, str] = {}

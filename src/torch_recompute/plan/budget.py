@@ -56,11 +56,6 @@ class Limit(int):
         return made
 
 
-def said_of(budget: int) -> str:
-    """A number of bytes as it was written, if that is known."""
-    return (budget if isinstance(budget, Limit) else Limit(budget)).said
-
-
 def read_budget(budget: object) -> Budget:
     """Reads a budget.
 

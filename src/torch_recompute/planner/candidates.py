@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Made:
 
 
 @dataclass
-class SegmentTrace:
+class SegmentRecord:
     """What a segment does. The lists `calls`, `kinds` and `within` have one entry per candidate."""
 
     input_bytes: int
@@ -96,26 +96,56 @@ class SegmentTrace:
         return Graph(tuple(nodes), self.output, self.input_bytes, self.input_needed)
 
 
-def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> SegmentTrace:
-    """Runs a segment and writes down what it does.
+def record(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> SegmentRecord:
+    """Runs a segment and records its operations.
 
     Args:
         module: The segment.
         call: Runs it on fake tensors, with grad.
         inputs: The tensors that come from the segments before.
     """
-    found = SegmentTrace(sum(storage.nbytes() for _, storage in storages(list(inputs))))
-    index: dict[int, int] = {id(storage): -1 for _, storage in storages(list(inputs))}
-    held: list[Any] = [*inputs]  # no storage may die and give its identity to another
-    packs: list[tuple[weakref.ref[torch.Tensor], int, str, int]] = []
-    made_in: list[_Key | None] = []
-    calls = _Calls(module)
+    return _Recorder(module, inputs).run(call)
 
-    def seen(op: Op, ran: Operation) -> None:
+
+class _Recorder:
+    """Records what a segment makes, reads and saves, by storages."""
+
+    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        given = [storage for _, storage in storages(list(inputs))]
+        self._found = SegmentRecord(sum(storage.nbytes() for storage in given))
+        self._index: dict[int, int] = {id(storage): -1 for storage in given}
+        self._held: list[Any] = [*inputs]  # no storage may die and give its identity to another
+        self._packs: list[tuple[weakref.ref[torch.Tensor], int, str, int]] = []
+        self._made_in: list[_Key | None] = []
+        self._calls = _Calls(module)
+
+    def run(self, call: Callable[[], Any]) -> SegmentRecord:
+        """Runs the segment once."""
+        pack = _torch.see_through(partial(self._pack))  # which takes attributes, as a method does not
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            self._calls.following(),
+            logging(self._see),
+        ):
+            result = call()
+        found, index = self._found, self._index
+        for packed, place, saver, time in self._packs:
+            if packed() is None:  # of a graph that leads to nothing, and is gone
+                continue
+            if place == -1:
+                found.input_needed = True
+            else:
+                found.made[place].saved[saver] = time
+        found.output = max((index.get(id(storage), -1) for _, storage in storages([result])), default=-1)
+        self._add_calls()
+        return found
+
+    def _see(self, op: Op, ran: Operation) -> None:
+        found, index = self._found, self._index
         given = {id(storage) for _, storage in ran.given}
         reads = set[int]() if op.func in ASK_FOR_LAYOUT else {index[storage] for storage in given & index.keys()}
         results = [s for _, s in ran.results]
-        held.extend(results)  # not the tensors, which would keep a graph alive that nothing else holds
+        self._held.extend(results)  # not the tensors, which would keep a graph alive that nothing else holds
         fresh = [s for _, s in ran.made if id(s) not in index]
         written = [index[id(s)] for s in results if index.get(id(s), -1) >= 0]
         drawn = op.func is DROPOUT and len(fresh) == 2
@@ -127,42 +157,31 @@ def trace(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Ten
         for storage in fresh:
             index[id(storage)] = len(found.made)
             own = set[int]() if drawn and storage is fresh[0] else set(reads)
-            found.made.append(Made(int(storage.nbytes()), [], own, calls.module))
-            made_in.append(calls.current)
+            found.made.append(Made(int(storage.nbytes()), [], own, self._calls.module))
+            self._made_in.append(self._calls.current)
             if drawn:
                 reads.add(index[id(fresh[0])])
         if owner is not None:
             found.made[owner].ops.append(op)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed, at = tensor.detach(), (calls.module, len(found.made))
-        places = [index[id(storage)] for _, storage in storages([tensor]) if id(storage) in index]
-        packs.extend((weakref.ref(packed), place, *at) for place in places)
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        packed, at = tensor.detach(), (self._calls.module, len(self._found.made))
+        places = [self._index[id(storage)] for _, storage in storages([tensor]) if id(storage) in self._index]
+        self._packs.extend((weakref.ref(packed), place, *at) for place in places)
         return packed
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_torch.see_through(pack), lambda tensor: tensor))
-        stack.enter_context(calls.following())
-        stack.enter_context(logging(seen))
-        result = call()
-    for packed, place, saver, time in packs:
-        if packed() is None:  # of a graph that leads to nothing, and is gone
-            continue
-        if place == -1:
-            found.input_needed = True
-        else:
-            found.made[place].saved[saver] = time
-    found.output = max((index.get(id(storage), -1) for _, storage in storages([result])), default=-1)
-    calls.describe(found)
-    for made, key in zip(found.made, made_in, strict=True):
-        made.call = -1 if key is None else calls.found[key]
-    for path, given in calls.given.items():
-        found.given[path] = {index[storage] for storage in given & index.keys()}
-    for storage in calls.results & index.keys():
-        found.made[index[storage]].result = True
-    for storage in calls.decisions & index.keys():
-        found.made[index[storage]].decision = True
-    return found
+    def _add_calls(self) -> None:
+        """Adds the calls of kinds, and in which of them each storage was made."""
+        found, index, calls = self._found, self._index, self._calls
+        calls.describe(found)
+        for made, key in zip(found.made, self._made_in, strict=True):
+            made.call = -1 if key is None else calls.found[key]
+        for path, given in calls.given.items():
+            found.given[path] = {index[storage] for storage in given & index.keys()}
+        for storage in calls.results & index.keys():
+            found.made[index[storage]].result = True
+        for storage in calls.decisions & index.keys():
+            found.made[index[storage]].decision = True
 
 
 class _Calls(TorchFunctionMode):
@@ -260,33 +279,33 @@ class _Calls(TorchFunctionMode):
             parts.pop()
         return ".".join(parts)
 
-    def describe(self, trace: SegmentTrace) -> None:
-        """Adds what is known of the calls to a trace, and numbers them."""
+    def describe(self, found: SegmentRecord) -> None:
+        """Adds what is known of the calls to a record, and numbers them."""
         groups = self._groups()
         # Of a candidate that has products of both kinds, that of all products.
-        trace.kinds = [next((kind for _, kind in group if kind == PRODUCT), group[0][1]) for group in groups]
+        found.kinds = [next((kind for _, kind in group if kind == PRODUCT), group[0][1]) for group in groups]
         for number, group in enumerate(groups):
             self.found.update(dict.fromkeys(group, number))
-            trace.calls.append(tuple(self._word(*key) for key in group if not _covered(*key, group)))
+            found.calls.append(tuple(self._word(*key) for key in group if not _covered(*key, group)))
             modules = [path for path, _ in group]
             narrow = (
                 i
-                for i, (kind, inner) in enumerate(zip(trace.kinds, groups, strict=True))
-                if (trace.kinds[number], kind) == (PRODUCT, DOWN)
+                for i, (kind, inner) in enumerate(zip(found.kinds, groups, strict=True))
+                if (found.kinds[number], kind) == (PRODUCT, DOWN)
                 and all(any(inside(where, path) for path in modules) for where, _ in inner)
             )
-            trace.within.append(frozenset(narrow))
-        trace.parts = self._parts("")
-        trace.inner = {part: self._parts(part) for part in trace.parts}
+            found.within.append(frozenset(narrow))
+        found.parts = self._parts("")
+        found.inner = {part: self._parts(part) for part in found.parts}
         feeders: dict[str, str] = {}
-        for part in trace.parts:
+        for part in found.parts:
             given = self._feeders.get(part, set()) - {""}
             feeder = next(iter(given), "")
             has_calls = any(inside(where, feeder) for where, _ in self.found)
             if len(given) == 1 and not has_calls and not inside(feeder, part):
                 feeders[part] = feeder
         shared = Counter(feeders.values())
-        trace.feeders = {part: feeder for part, feeder in feeders.items() if shared[feeder] == 1}
+        found.feeders = {part: feeder for part, feeder in feeders.items() if shared[feeder] == 1}
 
     def _parts(self, around: str) -> list[str]:
         """The outermost modules below another that are called and are more than one call.
@@ -361,7 +380,7 @@ Carries = Callable[[Sequence[str]], bool]  # whether a region of these paths car
 
 
 def all_guesses(
-    found: SegmentTrace, price: Callable[[Op], float], host: Overhead, carries: Carries = lambda _: False
+    found: SegmentRecord, price: Callable[[Op], float], host: Overhead, carries: Carries = lambda _: False
 ) -> list[Guess]:
     """What each choice would cost."""
     seconds = [sum(map(price, made.ops)) for made in found.made]
@@ -369,7 +388,7 @@ def all_guesses(
 
 
 def guesses(
-    found: SegmentTrace, price: Callable[[Op], float], most: int, host: Overhead, carries: Carries
+    found: SegmentRecord, price: Callable[[Op], float], most: int, host: Overhead, carries: Carries
 ) -> list[Guess]:
     """The choices worth trying, at most so many."""
     every = all_guesses(found, price, host, carries)
@@ -387,7 +406,7 @@ def guesses(
     return list(mixed)[:most]
 
 
-def _choices(found: SegmentTrace) -> Iterator[Regions]:
+def _choices(found: SegmentRecord) -> Iterator[Regions]:
     """All sets of regions and kept calls: one region around the segment, or any of its parts, or of parts of these."""
     numbers = range(len(found.calls))
     yield from ({("",): kept} for kept in _kept(found, numbers))
@@ -417,14 +436,14 @@ def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
         yield from map(frozenset, itertools.combinations(numbers, size))
 
 
-def _kept(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+def _kept(found: SegmentRecord, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
     """All sets of calls that words can say."""
     for chosen in _subsets(numbers):
         if all(found.within[number] <= chosen for number in chosen):
             yield chosen
 
 
-def _by_kind(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
+def _by_kind(found: SegmentRecord, numbers: Sequence[int]) -> Iterator[frozenset[int]]:
     """All sets of kinds of calls, as the calls: what can be kept of several modules."""
     names = sorted({found.kinds[number] for number in numbers})
     for chosen in _subsets(range(len(names))):
@@ -433,64 +452,90 @@ def _by_kind(found: SegmentTrace, numbers: Sequence[int]) -> Iterator[frozenset[
             yield frozenset(number for number in numbers if found.kinds[number] in kinds)
 
 
-def _guess(found: SegmentTrace, seconds: Sequence[float], regions: Regions, host: Overhead, carries: Carries) -> Guess:
-    """Follows what backward needs back to what is stored."""
-
-    @cache
-    def region_of(module: str) -> tuple[str, ...] | None:
-        return next((paths for paths in regions if any(inside(module, path) for path in paths)), None)
-
-    at = [region_of(made.module) for made in found.made]
-    carrying = {paths for paths in regions if carries(paths)}
-    stored: set[int] = set()
-    again: set[int] = set()
-    asked: set[int] = set()
-    open_ = [(i, region_of(saver)) for i, made in enumerate(found.made) for saver in made.saved]
-    takes_input = found.input_needed
-    while open_:
-        i, asked_in = open_.pop()
-        if i < 0:
-            takes_input = True
-            continue
-        region = at[i]
-        if region == asked_in:
-            asked.add(found.made[i].call)
-        made = found.made[i]
-        if region is None or region != asked_in or made.call in regions[region]:
-            stored.add(i)  # no region makes it again, or what asks is outside of the region, or it is kept
-        elif made.decision and region in carrying:
-            stored.add(i)
-        elif i not in again:
-            again.add(i)
-            open_.extend((read, region) for read in found.made[i].inputs)
+def _guess(found: SegmentRecord, seconds: Sequence[float], regions: Regions, host: Overhead, carries: Carries) -> Guess:
+    """The cost of some regions."""
+    needs = _Needs(found, regions, carries)
     total, rebuilt = 0.0, 0
     choices: list[Choice] = []
     for paths, kept in regions.items():
-        here = [i for i in again if at[i] == paths]
-        saved = [(i, n) for i in here for saver, n in found.made[i].saved.items() if region_of(saver) == paths]
-        run = [i for i in range(max((n for _, n in saved), default=0)) if at[i] == paths]
-        passed = [i for i in run if found.made[i].call not in kept]
-        stored.update(i for i in run if found.made[i].call in kept and found.made[i].result)
-        if saved:  # there is a replay, which is given what the forward was given
-            given = {i for path in paths for i in found.given[path]}
-            takes_input = takes_input or -1 in given
-            stored.update(i for i in given if i >= 0 and at[i] != paths)
-            stored.update(i for i in run if paths in carrying and found.made[i].decision)
-        idle = {found.made[i].call for i in passed} - asked - {-1}
+        passed, saved = needs.add_replay(paths, kept)
+        idle = {found.made[i].call for i in passed} - needs.asked - {-1}
         idle = {call for call in idle if _goes_nowhere(found, call, passed)}
-        unread = {call: said for call in sorted(idle) if (said := _unread(found, paths, call))}
-        total += sum(seconds[i] for i in passed if found.made[i].call not in unread)
+        unused = {call: said for call in sorted(idle) if (said := _unused(found, paths, call))}
+        total += sum(seconds[i] for i in passed if found.made[i].call not in unused)
         calls = sum(len(found.calls[number]) for number in kept)
         total += host.of(1, calls, 2 * len(passed) if kept else 0)
-        rebuilt = max(rebuilt, sum(found.made[i].bytes for i in {i for i, _ in saved}))
-        choices.append(
-            Choice(paths, (*_words(found, paths, kept), *(word for said in unread.values() for word in said)))
-        )
-    saved = sum(found.made[i].bytes for i in stored) + (found.input_bytes if takes_input else 0)
-    return Guess(tuple(choices), saved, rebuilt, total)
+        rebuilt = max(rebuilt, sum(found.made[i].bytes for i in saved))
+        words = (word for said in unused.values() for word in said)
+        choices.append(Choice(paths, (*_words(found, paths, kept), *words)))
+    return Guess(tuple(choices), needs.stored_bytes, rebuilt, total)
 
 
-def _words(found: SegmentTrace, paths: tuple[str, ...], kept: frozenset[int]) -> tuple[Target, ...]:
+class _Needs:
+    """What backward needs under some regions, followed back to what is stored.
+
+    Attributes:
+        stored: The storages that are kept.
+        again: Those that replays make.
+        asked: The calls of which backward needs something within their region.
+        takes_input: Whether the segment's input is kept.
+    """
+
+    def __init__(self, found: SegmentRecord, regions: Regions, carries: Carries) -> None:
+        self._found, self._regions = found, regions
+        self._carrying = {paths for paths in regions if carries(paths)}
+        self._known: dict[str, tuple[str, ...] | None] = {}
+        self._at = [self._region_of(made.module) for made in found.made]
+        self.stored, self.again, self.asked = set[int](), set[int](), set[int]()
+        self.takes_input = found.input_needed
+        self._follow()
+
+    def _region_of(self, module: str) -> tuple[str, ...] | None:
+        if module not in self._known:
+            around = (paths for paths in self._regions if any(inside(module, path) for path in paths))
+            self._known[module] = next(around, None)
+        return self._known[module]
+
+    def _follow(self) -> None:
+        made = self._found.made
+        open_ = [(i, self._region_of(saver)) for i, one in enumerate(made) for saver in one.saved]
+        while open_:
+            i, asked_in = open_.pop()
+            if i < 0:
+                self.takes_input = True
+                continue
+            region = self._at[i]
+            if region == asked_in:
+                self.asked.add(made[i].call)
+            if region is None or region != asked_in or made[i].call in self._regions[region]:
+                self.stored.add(i)  # no region makes it again, or what asks is outside of the region, or it is kept
+            elif made[i].decision and region in self._carrying:
+                self.stored.add(i)
+            elif i not in self.again:
+                self.again.add(i)
+                open_.extend((read, region) for read in made[i].inputs)
+
+    def add_replay(self, paths: tuple[str, ...], kept: frozenset[int]) -> tuple[list[int], set[int]]:
+        """Adds what the replay of a region is given; returns what it makes again, and what of that backward needs."""
+        made, at = self._found.made, self._at
+        here = [i for i in self.again if at[i] == paths]
+        saved = [(i, n) for i in here for saver, n in made[i].saved.items() if self._region_of(saver) == paths]
+        run = [i for i in range(max((n for _, n in saved), default=0)) if at[i] == paths]
+        self.stored.update(i for i in run if made[i].call in kept and made[i].result)
+        if saved:  # there is a replay, which is given what the forward was given
+            given = {i for path in paths for i in self._found.given[path]}
+            self.takes_input = self.takes_input or -1 in given
+            self.stored.update(i for i in given if i >= 0 and at[i] != paths)
+            self.stored.update(i for i in run if paths in self._carrying and made[i].decision)
+        return [i for i in run if made[i].call not in kept], {i for i, _ in saved}
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes that are kept."""
+        return sum(self._found.made[i].bytes for i in self.stored) + self._found.input_bytes * self.takes_input
+
+
+def _words(found: SegmentRecord, paths: tuple[str, ...], kept: frozenset[int]) -> tuple[Target, ...]:
     """The words of kept calls as seen from a region."""
     said = kept - frozenset().union(*(found.within[number] for number in kept))
     words = [word for number in sorted(said) for word in found.calls[number]]
@@ -501,7 +546,7 @@ def _words(found: SegmentTrace, paths: tuple[str, ...], kept: frozenset[int]) ->
     return tuple(Target.of("" if word.module == path else relative(word.module, path), word.calls) for word in words)
 
 
-def _goes_nowhere(found: SegmentTrace, call: int, passed: Sequence[int]) -> bool:
+def _goes_nowhere(found: SegmentRecord, call: int, passed: Sequence[int]) -> bool:
     """Whether nothing in a replay reads the values of a call, or of what is computed from them."""
     hollow = {i for i in passed if found.made[i].call == call}
     for i in passed:
@@ -512,8 +557,11 @@ def _goes_nowhere(found: SegmentTrace, call: int, passed: Sequence[int]) -> bool
     return True
 
 
-def _unread(found: SegmentTrace, paths: tuple[str, ...], call: int) -> tuple[Target, ...]:
-    """The words that a call of products is unread, as seen from a region; none where words cannot tell it apart."""
+def _unused(found: SegmentRecord, paths: tuple[str, ...], call: int) -> tuple[Target, ...]:
+    """The words for a call of products whose values are unused, as seen from a region.
+
+    None where words cannot tell it apart.
+    """
     modules = [word.module for word in found.calls[call]]
     others = [word.module for n, words in enumerate(found.calls) if n != call for word in words]
     if found.kinds[call] not in ALL_PRODUCTS or any(inside(other, module) for other in others for module in modules):

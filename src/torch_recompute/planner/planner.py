@@ -29,14 +29,14 @@ from .._text import counted, doing
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
 from ..plan.apply import apply
-from ..plan.budget import Limit, bytes_meant, no_plan_fits, read_budget
+from ..plan.budget import Budget, Limit, bytes_meant, no_plan_fits, read_budget
 from ..plan.choice import Choice, joined
 from ..plan.plan import Plan
 from ..plan.roles import inside
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
 from ..training_step import MakeOptimizer, TrainingStep, loss_of
-from .candidates import Guess, SegmentTrace, guesses, trace
+from .candidates import Guess, SegmentRecord, guesses, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
 from .hosts import HostApart, limit_of, link_of, waited
@@ -141,13 +141,14 @@ class Planner:
 
     def plan(self, budget: object) -> Plan:
         """The plan for a budget, checked by its own simulation."""
-        exact = read_budget(budget).share == 0  # of which costs may know a little more or less than a simulation
-        wanted = self._meant(budget, lambda: self.least[1].peak_bytes if exact else self.floor)
+        asked = read_budget(budget)
+        exact = asked.share == 0  # of which costs may know a little more or less than a simulation
+        wanted = self._meant(asked, lambda: self.least[1].peak_bytes if exact else self.floor)
         if (wanted, wanted.said) in self.known.plans:
             return self.known.plans[wanted, wanted.said]
         best = self._within(wanted)
-        if best is None and read_budget(budget).share is not None:  # the floor was too low
-            wanted = self._meant(budget, lambda: self.least[1].peak_bytes)
+        if best is None and asked.share is not None:  # the floor was too low
+            wanted = self._meant(asked, lambda: self.least[1].peak_bytes)
             best = self._within(wanted)
         solution, simulation, costs = best or self.least
         fits = simulation.peak_bytes <= wanted
@@ -162,9 +163,10 @@ class Planner:
         self.known.plans[wanted, wanted.said] = plan
         return plan
 
-    def _meant(self, budget: object, floor: Callable[[], int]) -> Limit:
+    def _meant(self, budget: Budget, floor: Callable[[], int]) -> Limit:
+        least = floor() if budget.share is not None else 0
         free = partial(free_bytes, self.step.model, self.plain.device, self.step.optimizer, self.step.call)
-        return bytes_meant(budget, floor, self.plain.peak_bytes, free)
+        return bytes_meant(budget, lambda: least, self.plain.peak_bytes, free)
 
     def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""
@@ -301,18 +303,20 @@ class Planner:
         captured, ways = self._captured, dict[str, Kind]()
         several = {path for path, times in Counter(self.paths).items() if times > 1}
         guessed: dict[str, list[Guess]] = {}
-        traces: dict[str, SegmentTrace] = {}
+        records: dict[str, SegmentRecord] = {}
         firsts = {kind: self._kinds.index(kind) for kind in dict.fromkeys(self._kinds)}
         for kind, first in firsts.items():
             path, call = self.paths[first], captured.calls[first]
             with captured.running():
                 inputs = [x.detach().requires_grad_(x.requires_grad) for x in call.inputs]
-                traces[kind] = trace(call.steps[0][0], partial(call.run, inputs), inputs)
+                records[kind] = record(call.steps[0][0], partial(call.run, inputs), inputs)
             of = path if path in several else kind  # what is called several times has one choice for all its calls
             carries = partial(self._carries, path)
-            guessed.setdefault(of, []).extend(guesses(traces[kind], self._replayed, TRIED, self._host_seconds, carries))
+            guessed.setdefault(of, []).extend(
+                guesses(records[kind], self._replayed, TRIED, self._host_seconds, carries)
+            )
         for kind, first in firsts.items():
-            path, call, found = self.paths[first], captured.calls[first], traces[kind]
+            path, call, found = self.paths[first], captured.calls[first], records[kind]
             with captured.running():
                 plain = attempt(call, [], captured.pretend)
                 options = [self._option(plain, (), plain)]

@@ -73,62 +73,78 @@ def capture(step: TrainingStep, device: torch.device) -> CapturedCall:
     Raises:
         ArgumentError: The model has no module that could be a segment.
     """
-    fakes = FakeTensorMode()
-    faker = Faker(fakes, device)
-    copy: nn.Module = faker.copy(step.model)
-    args, kwargs = faker.arguments(*step.call)
-    units, target = find_units(step.model), step.where.target
-    parts = [part for unit in units.by_role("moe") for part in (unit.parts or (unit.path,))]
-    routers = tuple(dict.fromkeys([*(unit.path for unit in units.by_role("router")), *parts]))
-    captured = CapturedCall(FakeMode(fakes, lambda: "", target), routers)
-    seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
-    running: list[list[Op]] = []  # the operations of the calls that have not ended
-    result: Any = None
+    return _Capture(step, device).run(step)
 
-    def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not seen:
-            captured.autocast = _torch.autocast_dtype(target.partition(" ")[0], device.type)
+
+class _Capture:
+    """A fake copy of a model, and the calls of its segments as they run."""
+
+    def __init__(self, step: TrainingStep, device: torch.device) -> None:
+        fakes = FakeTensorMode()
+        faker = Faker(fakes, device)
+        self._copy: nn.Module = faker.copy(step.model)
+        self._call = faker.arguments(*step.call)
+        self._units, self._target, self._device = find_units(step.model), step.where.target, device
+        parts = [part for unit in self._units.by_role("moe") for part in (unit.parts or (unit.path,))]
+        routers = tuple(dict.fromkeys([*(unit.path for unit in self._units.by_role("router")), *parts]))
+        self._captured = CapturedCall(FakeMode(fakes, lambda: "", self._target), routers)
+        self._seen: list[tuple[str, SegmentCall, list[Op], bool]] = []
+        self._running: list[list[Op]] = []  # the operations of the calls that have not ended
+        self._result: Any = None  # of the segment that ended last
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._seen:
+            kind = self._target.partition(" ")[0]
+            self._captured.autocast = _torch.autocast_dtype(kind, self._device.type)
         leaves, spec = _torch.tree_flatten((args, kwargs))
-        noted = tuple(CacheSnapshot(leaf) if is_cache(leaf) else leaf for leaf in leaves)
-        chained = bool(leaves) and leaves[0] is result and isinstance(leaves[0], torch.Tensor)
-        running.append([])
-        seen.append((path, SegmentCall(((module, noted, spec),), _autocast(leaves)), running[-1], chained))
+        recorded = tuple(CacheSnapshot(leaf) if is_cache(leaf) else leaf for leaf in leaves)
+        chained = bool(leaves) and leaves[0] is self._result and isinstance(leaves[0], torch.Tensor)
+        self._running.append([])
+        call = SegmentCall(((module, recorded, spec),), _autocast(leaves))
+        self._seen.append((path, call, self._running[-1], chained))
 
-    def leave(_module: nn.Module, _args: Any, returned: Any) -> None:
-        nonlocal result
-        running.pop()
-        result = returned[0] if isinstance(returned, tuple) and returned else returned
+    def _leave(self, _module: nn.Module, _args: Any, returned: Any) -> None:
+        self._running.pop()
+        self._result = returned[0] if isinstance(returned, tuple) and returned else returned
 
-    def ran(op: Op, _: Operation) -> None:
-        if running:
-            running[-1].append(op)
+    def _ran(self, op: Op, _: Operation) -> None:
+        if self._running:
+            self._running[-1].append(op)
 
-    handle = apply(copy, Plan())  # which keeps a model from filling a cache in training
-    with captured.running(), ExitStack() as stack:
-        for path in _segments(units, copy):
-            module = copy.get_submodule(path)
-            stack.callback(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(logging(ran))
-        copy(*args, **kwargs)
-    handle.remove()
-    numbers: dict[Any, int] = {}
-    times = Counter(path for path, *_ in seen)
-    for path, call, ops, chained in seen:
-        ((module, leaves, _spec),) = call.steps
-        grads = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*leaves, *module.parameters()))
-        key = tuple(ops), grads, module.training, path if times[path] > 1 else ""
-        captured.paths.append(path)
-        captured.calls.append(call)
-        captured.kinds.append(str(numbers.setdefault(key, len(numbers))))
-        captured.chained.append(chained and times[path] == 1)
-    if not captured.paths:
-        raise errors.ArgumentError(
-            f"{type(step.model).__name__} has no module that a plan could recompute: none that is called in a forward "
-            "holds a product.\n"
-            '  Name one by hand: torch_recompute.register("layer", MyBlock)'
-        )
-    return captured
+    def run(self, step: TrainingStep) -> CapturedCall:
+        """Runs the copy forward."""
+        handle = apply(self._copy, Plan())  # which keeps a model from filling a cache in training
+        args, kwargs = self._call
+        with self._captured.running(), ExitStack() as stack:
+            for path in _segments(self._units, self._copy):
+                module = self._copy.get_submodule(path)
+                enter = partial(self._enter, path)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(logging(self._ran))
+            self._copy(*args, **kwargs)
+        handle.remove()
+        self._add_segments()
+        if not self._captured.paths:
+            raise errors.ArgumentError(
+                f"{type(step.model).__name__} has no module that a plan could recompute: none that is called in a "
+                "forward holds a product.\n"
+                '  Name one by hand: torch_recompute.register("layer", MyBlock)'
+            )
+        return self._captured
+
+    def _add_segments(self) -> None:
+        """Adds the calls, and numbers their kinds."""
+        captured, numbers = self._captured, dict[Any, int]()
+        times = Counter(path for path, *_ in self._seen)
+        for path, call, ops, chained in self._seen:
+            ((module, leaves, _spec),) = call.steps
+            grads = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in (*leaves, *module.parameters()))
+            key = tuple(ops), grads, module.training, path if times[path] > 1 else ""
+            captured.paths.append(path)
+            captured.calls.append(call)
+            captured.kinds.append(str(numbers.setdefault(key, len(numbers))))
+            captured.chained.append(chained and times[path] == 1)
 
 
 def _autocast(leaves: list[Any]) -> torch.autocast | None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import errors
 from .._text import starred
-from ..plan.budget import bytes_meant, said_of
+from ..plan.budget import Limit, bytes_meant
 from ..plan.choice import Choice, joined, stored_in
 from ..plan.plan import NOT_RECOMPUTED, Line, Plan, Prediction
 from ..plan.roles import inside
@@ -93,7 +93,7 @@ def decides(paths: Iterable[str], routers: Sequence[str]) -> bool:
 
 
 def planned(
-    profile: Profile, costs: Costs, solution: Solution, budget: int, peak: int | None = None, advice: str = ""
+    profile: Profile, costs: Costs, solution: Solution, budget: Limit, peak: int | None = None, advice: str = ""
 ) -> Plan:
     """The plan of a solution, with its prediction.
 
@@ -101,11 +101,11 @@ def planned(
         profile: What the plan is for.
         costs: What the solution was chosen from.
         solution: What was chosen.
-        budget: In bytes; a `Limit` says how it was written.
+        budget: In bytes, with how it was written.
         peak: Of the simulated step with this plan; None if it was not simulated.
         advice: What else would lower that peak.
     """
-    starts, said = begins(solution.options), said_of(budget)
+    starts = begins(solution.options)
     prediction = Prediction(
         budget_bytes=int(budget),
         peak_bytes=solution.peak_bytes if peak is None else peak,
@@ -121,11 +121,11 @@ def planned(
         host_bytes=sum(solution.options[i].host_bytes for i in starts),
         loop=profile.loop,
         advice=advice,
-        budget=said,
+        budget=budget.said,
         assumed=profile.assumed,
         uncounted=profile.uncounted,
     )
-    source, asked_of = f"a budget of {said}", replace(profile, costs=costs)
+    source, asked_of = f"a budget of {budget.said}", replace(profile, costs=costs)
     return Plan(choices_of(profile, solution), source, prediction, profile.modules, profile=asked_of)
 
 
@@ -170,12 +170,12 @@ def choose(costs: Costs, budget: int) -> Solution:
     """
     curves = _curves(costs)
     if all(curve.least > budget for curve in curves):
-        solution = _smallest(curves)
+        solution, said = _smallest(curves), budget.said if isinstance(budget, Limit) else Limit(budget).said
         moment = peak(costs, solution.options)
         exact = "" if moment.bytes < 2**10 else f" ({moment.bytes} bytes)"
         least = errors.size(moment.bytes, up=True)
         text = (
-            f"budget={said_of(budget)} is too small: no choice of what to recompute needs less than "
+            f"budget={said} is too small: no choice of what to recompute needs less than "
             f"{least}{exact}.\n"
             f"  With that choice the peak is {moment.where}, where {errors.size(moment.fixed)} are not for a plan to "
             "change: parameters, gradients, optimizer state and what is between the planned modules.\n"

@@ -141,33 +141,45 @@ def attempt(call: SegmentCall, choices: Sequence[Choice], pretend: FakeMode) -> 
             parameter.grad = gradient
 
 
-def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart, keeps: bool) -> Tried:
-    ran: Counter[Op] = Counter()
-    calls = watched = 0
-    own = True  # what runs is the trial's own: it makes the tensors that a layer before and one behind would make
-    before: set[int] | None = None  # the storages that are no part of `at_once`; None until backward begins
-    at_once = 0
+class _Watch:
+    """Counts the operations of a trial.
 
-    def see(operation: Operation) -> None:
-        nonlocal at_once, calls, watched
-        if before is not None:
+    Attributes:
+        own: Whether what runs is the trial's own: it makes the tensors that a layer before and one behind would make.
+        before: The storages that are no part of `at_once`; None until backward begins.
+        at_once: The most bytes of other storages that one operation reads and makes.
+    """
+
+    def __init__(self, keeps: bool) -> None:
+        self._keeps = keeps
+        self.ran: Counter[Op] = Counter()
+        self.calls = self.watched = self.at_once = 0
+        self.own = True
+        self.before: set[int] | None = None
+
+    def see(self, operation: Operation) -> None:
+        """Counts an operation."""
+        if self.before is not None:
             met = {id(storage): storage for _, storage in (*operation.given, *operation.results)}
-            at_once = max(at_once, sum(int(met[key].nbytes()) for key in met.keys() - before))
+            self.at_once = max(self.at_once, sum(int(met[key].nbytes()) for key in met.keys() - self.before))
         op = op_of(operation)
-        if op is not None and not own:
-            ran[op] += 1
-        if keeps and (inside := running()):
-            watched += 1
-            calls += op is not None and inside[-1].kind in ("saved call", "choice")
+        if op is not None and not self.own:
+            self.ran[op] += 1
+        if self._keeps and (inside := running()):
+            self.watched += 1
+            self.calls += op is not None and inside[-1].kind in ("saved call", "choice")
 
-    m = SimulatedMeasurement(None, pretend, see)
+
+def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApart, keeps: bool) -> Tried:
+    seen = _Watch(keeps)
+    m = SimulatedMeasurement(None, pretend, seen.see)
     like = call.inputs
     grads = any(tensor.requires_grad for tensor in like)
     with m.track(holder), observing():
         token = torch.empty((), device=like[0].device, requires_grad=grads) if like else None
         level = m.live_bytes
         inputs = list(_Source.apply(token, call)) if token is not None else []  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        start, own = len(m.timeline), False
+        start, seen.own = len(m.timeline), False
         result = call.run(inputs)
         there = [inputs, *(leaves for _, leaves, _ in call.steps), *holder.parameters(), *holder.buffers()]
         known = {id(storage) for _, storage in storages(there)}
@@ -180,12 +192,13 @@ def _run(call: SegmentCall, holder: nn.Module, pretend: FakeMode, host: HostApar
         host.settle()
         saved, host_bytes = m.live_bytes, host.host_bytes
         start = len(m.timeline)
-        own = True
+        seen.own = True
         given = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
-        own, before = False, known
+        seen.own, seen.before = False, known
         # as a training loop does, outside of autocast
         with nullcontext() if call.autocast is None else torch.autocast(call.autocast.device, enabled=False):
             torch.autograd.backward(edges, given)  # pyright: ignore[reportArgumentType]
         del given
         backward = max((sample.live_bytes for sample in m.timeline[start:]), default=saved)
-    return Tried(saved - level, forward - level, backward - level, ran, calls, watched, host_bytes, at_once)
+    levels = saved - level, forward - level, backward - level
+    return Tried(*levels, seen.ran, seen.calls, seen.watched, host_bytes, seen.at_once)
