@@ -30,11 +30,11 @@ from .sizes import BySize, Sizes
 from .wrappers import (
     Chain,
     ChainedRegion,
+    FirstCalls,
     ForwardWrapper,
     KeepCallsWithin,
     NamedCalls,
     Offloaded,
-    Promised,
     Region,
     SavedModule,
     described,
@@ -157,7 +157,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                 "budget=...)"
             )
     by_word = _stores(plan, stores or {})
-    sizes, promised = Sizes(plan), Promised(plan)
+    sizes, first = Sizes(plan), FirstCalls(plan)
     regions: list[Region] = []
     wanted: dict[tuple[int, int, str], str] = {}
     others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
@@ -196,7 +196,7 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
                 region = ChainedRegion(module, path, choice, store, chain)
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
-            region.when, region.promised = sizes.when([choice]), promised
+            region.when, region.first = sizes.when([choice]), first
             within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
             region.kept = [(modules[at] if at else None, kind) for at, kind in within if not at or at in modules]
             regions.append(region)
