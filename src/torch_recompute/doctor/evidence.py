@@ -27,6 +27,7 @@ from torch import nn
 from .. import _torch, arguments
 from ..arguments import Captures
 from ..memory.saved import CallState, module_names
+from ..observer import observing
 from ..state import DEFAULT, NumpyRng, PythonRng
 
 NOISE = 4.0
@@ -216,7 +217,8 @@ class ModelCall:
             return lambda _: order.setdefault(name)
 
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            # Observed, so that plans say nothing of their first calls: what they would say is found here.
+            with torch.inference_mode(False), torch.enable_grad(), observing():
                 args, kwargs, inputs = self._copies()
                 leaves = {**self._leaves, **inputs}
                 for name, leaf in leaves.items():

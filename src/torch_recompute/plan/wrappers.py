@@ -37,7 +37,7 @@ from .._torch.storages import is_fake
 from ..arguments import copied
 from ..engine.discard import Discard
 from ..engine.region_call import Options
-from ..observer import observing
+from ..observer import here, observing
 from ..region import keep, recompute, run, trace
 from ..stores import Store
 from ..values import Overrides, thread
@@ -94,10 +94,14 @@ class FirstCalls:
             )
 
     def run(self, region: Region, options: Options, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the first call of a region."""
+        """Runs the first call of a region that nobody else observes: the doctor has findings of its own."""
         self.compare(region.module)
-        looks = RepeatedAttention(options.name)
-        with observing(looks, *([] if region.figures is None else [region.figures])):
+        figures = [] if region.figures is None else [region.figures]
+        if here.observers is not None:
+            with observing(*figures):
+                return run(options, fn, args, kwargs)
+        region.first, looks = None, RepeatedAttention(options.name)
+        with observing(looks, *figures):
             result = run(options, fn, args, kwargs)
         if not any(map(is_fake, _torch.tensors_in(result))):
             self._say(region, looks, result)
@@ -254,8 +258,7 @@ class Region(ForwardWrapper):
         options = Options(self.name, self.store, owner=self._owner)
         fn = self.plain if self._bare else self.body
         if self.first is not None and torch.is_grad_enabled():
-            first, self.first = self.first, None
-            return first.run(self, options, fn, args, kwargs)
+            return self.first.run(self, options, fn, args, kwargs)
         if self.figures is None:
             return run(options, fn, args, kwargs)
         with observing(self.figures):
