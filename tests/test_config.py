@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laws.watch import equal
 from test_units import ANATOMY
-from torch_recompute import ArgumentError, OnHost, Plan, RecomputeConfig, apply, measure, saved_activations
+from torch_recompute import (
+    ArgumentError,
+    Choice,
+    OnHost,
+    Plan,
+    RecomputeConfig,
+    apply,
+    measure,
+    saved_activations,
+)
 from torch_recompute.plan.config import BELONGING, groups
 from torch_recompute.plan.labels import LABELS
 from torch_recompute.plan.settings import INSIDE
@@ -382,6 +392,107 @@ def test_fused_attention_runs_once(fused: bool, label: str, attentions: int, pro
         # q, k and v; without a fused attention its scores, and here what makes them, as well.
         assert freed >= (4 * 3 * 2 * 64 * WIDTH * 4 if fused else 4 * 2 * 2 * 64 * 64 * 4)
         assert config.plan(model, tokens) == plan
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    """Attention as other packages write it: a function that saves what it is given, its result and sums of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The fused kernel of PyTorch, where nothing sees it."""
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Its gradients."""
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, *ctx.saved_tensors, 0.0, True)
+
+
+class Fused(FlashAttnFunc):
+    """The same under a name that does not say so."""
+
+
+@torch.library.custom_op("rows::mixed", mutates_args=())
+def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as an operation of a library's own."""
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return out.clone(memory_format=torch.preserve_format), sums.clone()
+
+
+def _mixed_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
+    return FlashAttnFunc.backward(ctx, grad)
+
+
+mixed.register_autograd(
+    _mixed_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output)
+)
+KERNELS: dict[str, Any] = {
+    "FlashAttnFunc": FlashAttnFunc.apply,
+    "Fused": Fused.apply,
+    "rows_mixed": lambda q, k, v: mixed(q, k, v)[0],
+    "ScaledDotProduct": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+}
+
+
+class Kernel(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return KERNELS[self.name](q, k, v)
+
+
+def with_kernel(name: str) -> nn.Module:
+    model = GPT(4)
+    for block in model.h:
+        block.attn = SelfAttention(True)
+        block.attn.core_attention = Kernel(name)
+    return model
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_region_around_a_fused_attention_is_named(kernel: str, by_hand: bool) -> None:
+    """Of whatever package a fused attention is, a region around it alone is said once to run it again for nothing."""
+    model, tokens = with_kernel(kernel), torch.randint(0, 16, (2, 64))
+    wanted = gradients(model, tokens)
+    path = "h.*.attn.core_attention"
+    paths = [path.replace("*", str(layer)) for layer in range(4)]
+    apply(model, Plan(tuple(Choice((one,)) for one in paths)) if by_hand else selective(path).plan(model))
+    with pytest.warns(RuntimeWarning, match=rf"h\.\*\.attn\.core_attention is one fused attention \({kernel}") as said:
+        got = gradients(model, tokens)
+    assert len(said) == 1
+    assert all(map(torch.equal, gradients(model, tokens), got))  # without another word
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_attention_that_a_plan_cannot_keep_is_named() -> None:
+    """A label that keeps attention names a kernel of another package that it runs again; kept by path it runs once."""
+    model, tokens = with_kernel("FlashAttnFunc"), torch.randint(0, 16, (2, 64))
+    plan = selective("attention_output").plan(model)
+    handle = apply(model, plan)
+    with pytest.warns(RuntimeWarning, match="FlashAttnFunc there is run again"), Runs() as runs:
+        gradients(model, tokens)
+    assert runs.attentions == 8
+    handle.remove()
+    apply(model, Plan(tuple(replace(one, keep=("core_attention", *one.keep)) for one in plan)))
+    with Runs() as runs:
+        gradients(model, tokens)
+    assert runs.attentions == 4
+
+
+@pytest.mark.parametrize(
+    "config", [full("uniform", 1), selective("h.*.attn"), selective("layernorm"), selective("core_attn", "mlp")]
+)
+def test_other_regions_with_a_fused_attention_go_without_a_word(config: RecomputeConfig) -> None:
+    """A region that frees more than the result of its attention, or keeps it, is nothing to warn of."""
+    model = with_kernel("ScaledDotProduct")
+    apply(model, config.plan(model))
+    gradients(model, torch.randint(0, 16, (2, 64)))
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:

@@ -147,6 +147,27 @@ def test_steps_by_way_of_a_disk(way: str, ahead: int, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ahead", [0, 9])
+def test_a_graph_that_is_retained(way: str, ahead: int, tmp_path: Path) -> None:
+    """With retain_graph=True what is on the disk stays for the next backward, and goes with the graph."""
+    blocks, store = layers(), OnDisk(tmp_path, ahead=ahead, threads=2)
+    wanted = gradients(blocks, lambda block: block)
+    parameters = [p for block in blocks for p in block.parameters()]
+    y = torch.linspace(0, 1, 256 * WIDTH).view(256, WIDTH)
+    for block in blocks:
+        y = WAYS[way](store)(block)(y)
+    loss = y.square().sum()
+    held = store.disk_bytes
+    assert held >= 5 * 256 * WIDTH * 4
+    for _ in range(3):
+        assert equal(list(torch.autograd.grad(loss, parameters, retain_graph=True)), wanted)
+        assert store.disk_bytes == held
+    assert equal(list(torch.autograd.grad(loss, parameters)), wanted)
+    del y, loss
+    assert (store.disk_bytes, store.file_bytes) == (0, 0)
+
+
 def test_what_is_freed_is_used_again(tmp_path: Path) -> None:
     """The file grows to what is held at one time, whatever order tensors are dropped in."""
     store, held = OnDisk(tmp_path), []

@@ -1281,6 +1281,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     # ranks
     lambda: among(2, 0, lambda: ShardedOver().put(torch.ones(2, 3))),
     lambda: among(2, 0, opened_out_of_step),
+    lambda: among(2, 0, lambda: (store := ShardedOver(compared=0)).get(store.put(torch.ones(64, 64)))),
     lambda: among(2, 0, lambda: ShardedOver().put(split_over_all())),
     lambda: among(2, 0, lambda: ShardedOver().put(torch.eye(2).to_sparse())),
     lambda: among(2, 0, lambda: pickle.dumps(ShardedOver())),

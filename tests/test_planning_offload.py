@@ -17,12 +17,14 @@ from torch_recompute.memory.loop import Loop
 from torch_recompute.planner.cost import Host
 from torch_recompute.planner.hosts import LINKS, waited
 from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Roofline
 from torch_recompute.stores import Bandwidth
 from torch_recompute.stores.transfers import Depot, Direct
 from torch_recompute.training_step import TrainingStep
 
 X = torch.randn(512, 16)
 INPUT = X.nbytes
+FAST = Roofline("fast link", {1: 1e9}, 1e18, 1e-12, host=1e15, kind="cuda")
 
 
 class Copy:
@@ -68,12 +70,11 @@ class Away(OnHost):
 
 
 @functools.cache
-def planner(**options: Any) -> Planner:
+def planner(device: str = "h100", **options: Any) -> Planner:
     model, _ = deep_is_made()
     loss, loop = (lambda y: y.square().mean()), Loop(hold_output=False)
-    offload = options.pop("offload", False)
-    step = TrainingStep(model, (X,), loss=loss, loop=loop, **{"device": "h100", **options})
-    return Planner(step, offload=offload)
+    offload, where = options.pop("offload", False), FAST if device == FAST.name else device
+    return Planner(TrainingStep(model, (X,), loss=loss, loop=loop, device=where, **options), offload=offload)
 
 
 def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan) -> None:
@@ -104,6 +105,33 @@ def test_the_promise_is_kept_with_host_memory() -> None:
     assert "inputs in host memory" in str(plans[0])
     assert "in host memory, " in plans[0].summary
     assert Plan.from_json(plans[0].to_json()) == plans[0]
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.3])
+def test_layers_are_offloaded_where_that_is_cheaper_than_a_replay(budget: float) -> None:
+    """Over a fast link what layers save leaves instead of being recomputed; the peak is kept, the step is shorter."""
+    with_host, without = planner(FAST.name, offload=True), planner(FAST.name)
+    plan = with_host.plan(budget)
+    promise_is_kept(deep_is_made, plan)
+    assert plan.prediction is not None
+    other = without.plan(plan.prediction.budget_bytes)
+    assert other.prediction is not None
+    assert plan.prediction.step_seconds < other.prediction.step_seconds
+    assert plan.prediction.replay_flops < other.prediction.replay_flops
+    away = [choice for choice in plan if choice.offload]
+    assert away
+    assert f"{len(away)} offloaded" in plan.summary
+    assert "offloaded in host memory" in str(plan)
+    assert "offloaded" in plan.explain()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Profile.from_json(with_host.profile.to_json()) == with_host.profile
+
+
+def test_a_slow_link_makes_no_plan_worse() -> None:
+    """Where copies cost more than replays, a plan that may offload is no slower than one that may only recompute."""
+    for budget in (2**21, 2_600_000, 3_400_000, 4_300_000):
+        with_host, without = planner(offload=True).plan(budget), planner().plan(budget)
+        assert with_host.predicted_step_seconds <= without.predicted_step_seconds
 
 
 @pytest.mark.parametrize("inputs", [0, 3])

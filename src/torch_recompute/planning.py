@@ -66,8 +66,8 @@ def profile(
         optimizer: See `simulate`.
         device: Where the step is to run: a device of this machine, or by its data sheet "a100", "h100", "h200", "b200"
             or "rtx4090". By default where the model is.
-        offload: Whether inputs of regions may be kept in host memory: True for as much as there is, or the most bytes
-            of it, as a number or text as "64GiB".
+        offload: Whether inputs of regions, and what layers save without being recomputed, may be kept in host memory:
+            True for as much as there is, or the most bytes of it, as a number or text as "64GiB".
         hold_output: Whether the loop holds the model's output through backward, see `simulate`, as the next two.
         accumulate: How many forwards and backwards come before the optimizer's step. Seconds are those of all.
         set_to_none: Whether gradients are gone when forward begins.
@@ -195,7 +195,7 @@ def auto(
             code, shapes of the batch, loss, optimizer, budget, loop, settings, torch and device; else the model is
             planned again, and the sentence says what changed. With "fit" also where less is free than the plan takes.
         device: Where the step is to run.
-        offload: Whether inputs of regions may be kept in host memory.
+        offload: Whether host memory may be used, as for `profile`.
         hold_output: Whether the loop holds the model's output through backward.
         accumulate: How many forwards and backwards come before the optimizer's step.
         set_to_none: Whether gradients are gone when forward begins.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +75,70 @@ def in_one_process(whole: Net, ids: torch.Tensor, order: Iterable[int]) -> dict[
             parameter.grad /= MICROBATCHES
         optimizer.step()
     return {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+class Chunk(nn.Module):
+    """Some layers of a language model, with the embedding if they are the first and the head if they are the last."""
+
+    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+        super().__init__()
+        body, first, last = model.model, layers[0] == 0, layers[-1] == model.config.num_hidden_layers - 1
+        self.embed = body.embed_tokens if first else None
+        self.layers = nn.ModuleList(body.layers[number] for number in layers)
+        self.rotary = body.rotary_emb
+        self.norm, self.head = (body.norm, model.lm_head) if last else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embed is None else self.embed(x)
+        position = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_embeddings=position)
+        return x if self.norm is None else self.head(self.norm(x))
+
+
+def language_model(config: str) -> nn.Module:
+    """The model of a configuration file, with the weights of seed 0."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(config))
+
+
+def trained_from_files(config: str, files: str, layers: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
+    """One rank's training by the plan in its file: gradients, those without it and those of one process, and peaks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = Plan.from_json(Path(files.format(rank)).read_text())
+    mine, count, many = layers[rank], ranks * len(layers[rank]), 2 * ranks
+    ids = torch.randint(CLASSES, (many, ROWS), generator=torch.Generator().manual_seed(1))
+
+    def run(plan: Plan) -> tuple[dict[str, torch.Tensor], int]:
+        model = language_model(config)
+        apply(model, plan)
+        chunks = nn.ModuleDict({str(rank + ranks * n): Chunk(model, chunk) for n, chunk in enumerate(mine)})
+        stages = [PipelineStage(chunk, int(n), count, torch.device("cpu")) for n, chunk in chunks.items()]
+        pipeline = schedules.ScheduleInterleaved1F1B(stages, many, loss_fn=loss_of)
+        given, last = [ids] if rank == 0 else [], {"target": ids} if rank == ranks - 1 else {}
+        pipeline.step(*given, **last)  # which makes the buffers that the schedule keeps
+        chunks.zero_grad()
+        with measure(chunks).track(*given) as memory:
+            pipeline.step(*given, **last)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return found, memory.peak_bytes
+
+    plain, plain_peak = run(Plan())
+    ours, peak = run(plan)
+    whole = language_model(config)
+    for one in ids.split(1):
+        (loss_of(whole(one).logits, one) / many).backward()
+    held = {f"model.layers.{number}." for chunk in mine for number in chunk}
+    wanted = dict(whole.named_parameters())
+    return {
+        "regions": len(plan),
+        "its own": all(any(f"{path}.".startswith(layer) for layer in held) for one in plan for path in one.paths),
+        "equal": plain.keys() == ours.keys() != set() and all(torch.equal(plain[n], grad) for n, grad in ours.items()),
+        "as if not cut": all(torch.allclose(wanted[n].grad, grad, atol=1e-7) for n, grad in ours.items()),
+        "names": sorted(ours),
+        "peaks": (peak, plain_peak),
+    }
 
 
 def trained(schedule: str, plans: StagePlans) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_recompute import Choice, OnDisk, OnHost, Plan, apply
+from torch_recompute import Choice, OnDisk, OnHost, Plan, apply, is_recomputing
 
 WIDTH, TOKENS = 16, 8
+PATIENCE = datetime.timedelta(seconds=5)
 STORES = {"host": OnHost, "disk": lambda: OnDisk(tempfile.gettempdir())}
 
 
@@ -39,3 +44,48 @@ def test_offloaded_modules_on_two_ranks(ranks, where: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
         # The input of the first module, the result of each; what is the first's result is the second's input.
         assert (held, left) == (3 * TOKENS * WIDTH * 4, 0)
+
+
+class Dies(nn.Module):
+    """A layer in whose replay one rank may end, with files of both ranks on the disk."""
+
+    def __init__(self, dies: bool) -> None:
+        super().__init__()
+        self.linear, self.dies = nn.Linear(WIDTH, WIDTH), dies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if is_recomputing() and self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.linear(x).tanh()
+
+
+def through(folder: str, dies: bool, planned: bool = True) -> tuple[list[torch.Tensor], int, int]:
+    """The reduced gradients of a step whose inputs are on the disk, where rank 1 may be killed in it, and bytes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Dies(dies and number == 2 and dist.get_rank() == 1) for number in range(4)))
+    store = OnDisk(folder, ahead=0)
+    if planned:
+        apply(model, Plan(tuple(Choice((str(n),), store="disk") for n in range(4))), stores={"disk": store})
+    wrapped = DistributedDataParallel(model, process_group=dist.new_group(timeout=PATIENCE))
+    # A run reads what it has written: each has inputs of its own, so that those of the dead one would show.
+    seed = dist.get_rank() + 2 * dies
+    loss = wrapped(torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(seed))).square().sum()
+    held = store.file_bytes
+    loss.backward()
+    del loss
+    return [p.grad for p in model.parameters()], held, store.file_bytes
+
+
+def test_a_rank_that_is_killed_leaves_no_file(ranks, tmp_path: Path) -> None:
+    """One rank of two is killed in its backward; no file of either is left, and the next run has its own gradients."""
+    folder = str(tmp_path)
+    wanted = ranks.run(through, folder, False, False)
+    outcomes = ranks.outcomes(through, folder, True)
+    assert "exit code -9" in outcomes[1].error
+    assert "Error" in outcomes[0].error
+    assert list(tmp_path.iterdir()) == []
+    for (plain, *_), (found, held, left) in zip(wanted, ranks.run(through, folder, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+        assert held >= 4 * 512 * WIDTH * 4
+        assert left == 0
+    assert list(tmp_path.iterdir()) == []

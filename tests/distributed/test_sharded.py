@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from distributed.ranks import Ranks
-from torch_recompute import Choice, Plan, RecomputeConfig, RecomputeError, apply, measure, recompute
+from torch_recompute import Choice, Plan, RecomputeConfig, RecomputeError, StoreError, apply, measure, recompute
 from torch_recompute.distributed import ShardedOver
 from torch_recompute.distributed import sharded as module
 
@@ -117,12 +118,12 @@ def kept_bytes() -> Any:
             kept.append(m.live_bytes)
             del graphs
     inputs = sum(t.nbytes for t in (x, mask, scale))
-    parts = sum(-(-t.nbytes // 3) if t.nbytes > 3 * 512 else t.nbytes for t in (x, mask, scale))
+    parts = sum(-(-t.nbytes // 3) + 24 if t.nbytes > 3 * 512 else t.nbytes for t in (x, mask, scale))
     return kept[0] - kept[1], 4 * (inputs - parts)
 
 
 def test_an_nth_of_the_bytes(ranks) -> None:
-    """What regions keep of their inputs is a third of them, rounded up, except for the smallest."""
+    """What regions keep of their inputs is a third of them, rounded up, and a fingerprint; the smallest are whole."""
     for freed, expected in ranks.run(kept_bytes):
         assert freed == expected > 0
 
@@ -132,7 +133,7 @@ def order_of_gathers(tensors: int) -> Any:
     gather = module._all_gather
 
     def noting(out: Any, part: Any, **kwargs: Any) -> Any:
-        if part.dtype == torch.uint8:  # not the number of what is gathered ahead
+        if part.dtype == torch.uint8:  # not what is said of the part
             log.append("gather")
         return gather(out, part, **kwargs)
 
@@ -252,7 +253,7 @@ def test_parts_of_layers_keep_parts_of_their_inputs(ranks, count: int) -> None:
     for plain, whole, parts in zip(*(group.run(selective, one) for one in (None, False, True)), strict=True):
         assert plain[0] > whole[0]
         size = 2 * 64 * 64 * 4
-        assert whole[0] - parts[0] == 6 * (size - -(-size // count))  # two parts of three layers
+        assert whole[0] - parts[0] == 6 * (size - -(-size // count) - 24)  # two parts of three layers
         assert all(map(torch.equal, plain[1], parts[1]))
 
 
@@ -291,18 +292,31 @@ def test_ranks_that_differ_are_told_on_every_rank(ranks, how: str, text: str) ->
         assert "With sequence parallelism each rank has its own part" in said
 
 
-def later() -> Any:
+def later(how: str) -> Any:
     store = ShardedOver(compared=1)
     x = torch.randn(16, 64)
-    store.put(x)
-    second = x + dist.get_rank()
-    handle = store.put(second)
-    return bool(torch.equal(store.get(handle), second))
+    x[0, 0] = float("nan")
+    first = store.put(x)
+    second = x.clone()
+    if how == "one bit" and dist.get_rank() == 1:
+        second.view(torch.int32)[3, 5] ^= 1
+    handles = [first, store.put(second), store.put(x + 1)]
+    said = []
+    for handle in reversed(handles):
+        with contextlib.suppress(StoreError):
+            said.append(float(store.get(handle).nansum()))
+            continue
+        said.append(text_of(store.get, handle))
+    return said
 
 
-def test_only_as_many_as_asked_are_compared(ranks) -> None:
-    """Past the first ones nothing is compared: what comes back then is made of every rank's part."""
-    assert ranks.run(later) == [False] * 3
+@pytest.mark.parametrize("how", ["equal", "one bit"])
+def test_those_after_the_first_are_compared_when_they_are_gathered(ranks, how: str) -> None:
+    """Past those that are compared in forward, one bit that differs on one rank raises on all ranks in backward."""
+    for last, second, first in ranks.run(later, how):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        assert ("was not the same on all ranks" in str(second)) == (how == "one bit")
 
 
 def dtensors() -> Any:

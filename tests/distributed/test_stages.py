@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from torch.torch_version import TorchVersion
 
 from distributed.pipelines import SCHEDULES
 from distributed.ranks import Ranks
-from distributed.staged import plans_for, trained
+from distributed.staged import language_model, plans_for, trained, trained_from_files
 from torch_recompute import Plan, StagePlans
+from torch_recompute.commands import cli
 from torch_recompute.distributed import agree_on
 
 
@@ -46,6 +49,35 @@ def test_uneven_chunks_are_trained_as_promised(ranks: Any, schedule: str, count:
         if not TorchVersion(torch.__version__) >= (2, 15):
             assert rank["peak"] == rank["predicted"]
             assert rank["plain"][0] == rank["plain"][1]
+
+
+@pytest.mark.parametrize(("count", "of"), [(2, 5), (4, 10)])
+def test_plans_of_the_command_line_are_trained(
+    ranks: Any, count: int, of: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan --pp --vpp` writes a file per rank, by which uneven chunks train interleaved with the plain gradients."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": of}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "architectures": ["LlamaForCausalLM"]}
+    transformers.LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
+    config, out = str(tmp_path / "config.json"), tmp_path / "plan.json"
+    spread = ["--pp", str(count), "--vpp", "2", "--sequence", "64", "--optimizer", "none", "--device", "cpu"]
+    assert cli.main(["plan", config, *spread, "--budget", "30%", "--out", str(out), "--json"]) == cli.OK
+    found = json.loads(capsys.readouterr().out)
+    layers = [rank["layers"] for rank in found["ranks"]]
+    assert {len(chunk) for chunks in layers for chunk in chunks} == {1, 2}
+    for number, rank in enumerate(found["ranks"]):
+        assert json.loads(out.with_name(f"plan-rank{number}.json").read_text()) == rank["plan"]
+    files = str(out.with_name("plan-rank{}.json"))
+    trained = Ranks(ranks._pool, count).run(trained_from_files, config, files, layers)
+    for rank in trained:
+        assert rank["regions"] > 0
+        assert rank["its own"]
+        assert rank["equal"]
+        assert rank["as if not cut"]
+        assert rank["peaks"][0] < rank["peaks"][1]
+    whole = [name for name, _ in language_model(config).named_parameters()]
+    assert sorted(name for rank in trained for name in rank["names"]) == sorted(whole)
 
 
 def agreeing(plans: StagePlans) -> str:

@@ -8,12 +8,13 @@ caller's tensor, which other code may need; this does not.
 A tensor is taken as a row of bytes, cut into N equal parts, the last ones padded. Gathering takes time on the critical
 path, so each tensor that is opened starts the gathering of the next older one that is still waiting: with as many
 tensors in one region as in the next, that is one region ahead. The order in which tensors are put and opened must be
-the same on all ranks, as with any collective. The first few tensors are compared between ranks, since the mistakes in
-question (sequence parallelism, the wrong group) show in the first region.
+the same on all ranks, as with any collective. The first few tensors are compared between ranks when they are put, since
+the mistakes in question (sequence parallelism, the wrong group) show in the first region.
 
 What is gathered ahead is the next older shard that is alive, which need not be the same on all ranks: the garbage
-collector may have freed a graph on one of them only. So the ranks tell each other its number. On the CPU another number
-raises; on a device it is asserted there, for to look at it would be a host sync.
+collector may have freed a graph on one of them only. So with their parts the ranks tell each other the number of the
+tensor, and a fingerprint of the whole that each of them had, 24 bytes beside a part. On the CPU another number or
+fingerprint raises; on a device it is asserted there, for to look at it would be a host sync.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ class _Shard:
     """This rank's part of one tensor.
 
     Attributes:
-        index: How many tensors were put before.
+        about: int64 [3], how many tensors were put before, and the fingerprint of this one.
         part: uint8 [part], the bytes of this rank, padded at the end; all bytes where the tensor is kept whole.
         opened: Whether it has been put together once; if so, it is not gathered ahead again.
-        whole: uint8 [part x ranks] and the work that fills it, once gathering has begun; and, where that was ahead of
-            time, int64 [ranks], the numbers of the shards that the ranks gave, and the work that fills those.
+        whole: Once gathering has begun, uint8 [part x ranks] and the work that fills it, and int64 [ranks x 3], what
+            the ranks say of the shards that they gave, and the work that fills that.
     """
 
     def __init__(self, index: int, tensor: torch.Tensor, rank: int, ranks: int, wrap: Any) -> None:
         self.index = index
         self.opened = False
-        self.whole: tuple[torch.Tensor, Any, Any] | None = None
+        self.whole: tuple[torch.Tensor, Any, torch.Tensor, Any] | None = None
         self._wrap = functools.partial(wrap, tensor.shape)
         tensor = unexpanded(tensor).resolve_conj().resolve_neg()
         # By falling strides, so that a dense tensor comes back with the strides that it had.
@@ -67,6 +68,7 @@ class _Shard:
             mine = row[rank * length : (rank + 1) * length]
             self.part = row.new_zeros(length)
             self.part[: mine.numel()] = mine
+            self.about = torch.cat([torch.full_like(number := digest(tensor), index)[:1], number])
 
     def tensor(self, row: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that these bytes are; there may be more of them at the end."""
@@ -89,13 +91,14 @@ class ShardedOver:
     Args:
         group: The process group of the ranks that hold equal tensors, or None for all ranks.
         compared: How many tensors, from the first on, are compared between the ranks when they are put: shape, dtype
-            and bits. Each comparison is a collective of 24 bytes per rank and a host sync. None compares all.
+            and bits. Each comparison is a collective of 24 bytes per rank and a host sync. None compares all. The bits
+            of the others are compared when their parts are put together.
         ahead: Whether to gather one region ahead, which takes the memory of that region's inputs.
 
     Raises:
         ArgumentError: There is no process group, it has one rank, or this process is not in it.
         StoreError: On `put`, the ranks hold different tensors, or the tensor is split over the group already, or is
-            not strided. All ranks raise.
+            not strided; on `get`, the ranks held different ones, or open different ones. All ranks raise.
 
     The idea is Megatron-LM's `distribute_saved_activations`.
     """
@@ -148,45 +151,29 @@ class ShardedOver:
             if handle.small:
                 return handle.tensor(handle.part.clone())
             self._gather(handle)
-            row, work, numbers = handle.whole
+            row, work, about, told = handle.whole
             handle.opened, handle.whole = True, None
             if self._ahead:
                 self._gather_older(handle.index)
-            if numbers is not None:
-                numbers[1].wait()
-                self._same_shard((numbers[0] == handle.index).all())
+            told.wait()
+            same = about.view(-1, 3) == handle.about
+            _hold(same[:, 0].all(), _OTHERS)
+            _hold(same.all(), _UNEQUAL)
             work.wait()
             return handle.tensor(row)
 
-    def _gather(self, shard: _Shard, ahead: bool = False) -> None:
+    def _gather(self, shard: _Shard) -> None:
         if shard.whole is None:
-            numbers = None
-            if ahead:
-                mine = torch.full((1,), shard.index, dtype=torch.int64, device=shard.part.device)
-                all_of_them = mine.new_empty(self._ranks)
-                numbers = all_of_them, _all_gather(all_of_them, mine, group=self._group, async_op=True)
+            about = shard.about.new_empty(3 * self._ranks)
+            told = _all_gather(about, shard.about, group=self._group, async_op=True)
             row = shard.part.new_empty(shard.part.numel() * self._ranks)
-            shard.whole = row, _all_gather(row, shard.part, group=self._group, async_op=True), numbers
-
-    def _same_shard(self, same: torch.Tensor) -> None:
-        """Raises, on a device as soon as that gets there, unless all ranks have gathered the same shard."""
-        text = (
-            "ShardedOver gathered parts of different tensors: a graph that one rank still has was freed on another, "
-            "so the ranks disagree about which tensor comes next.\n"
-            "  Free the graphs of forwards that get no backward at the same moment on all ranks (leave no reference "
-            "cycle around an output; call gc.collect() on every rank), or gather nothing ahead: ShardedOver(group, "
-            "ahead=False)."
-        )
-        if same.device.type != "cpu":
-            _torch.assert_on_device(same, text)
-        elif not same:
-            raise errors.StoreError(text)
+            shard.whole = row, _all_gather(row, shard.part, group=self._group, async_op=True), about, told
 
     def _gather_older(self, index: int) -> None:
         for older in sorted((i for i in self._live if i < index), reverse=True):
             shard = self._live.get(older)
             if shard is not None and shard.whole is None and not (shard.opened or shard.small):
-                self._gather(shard, ahead=True)
+                self._gather(shard)
                 return
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -240,6 +227,28 @@ class ShardedOver:
                 "  Else the group is another one than that of the tensor parallel ranks, or something in the model "
                 "(dropout, a kernel that is not deterministic to the bit) differs between ranks where it should not."
             )
+
+
+_OTHERS = (
+    "ShardedOver gathered parts of different tensors: a graph that one rank still has was freed on another, so the "
+    "ranks disagree about which tensor comes next.\n"
+    "  Free the graphs of forwards that get no backward at the same moment on all ranks (leave no reference cycle "
+    "around an output; call gc.collect() on every rank), or gather nothing ahead: ShardedOver(group, ahead=False)."
+)
+_UNEQUAL = (
+    "ShardedOver has put together the parts of a tensor that was not the same on all ranks of its group, so the result "
+    "is none of theirs. The first few were compared in forward, and were equal.\n"
+    "  Find where the ranks begin to differ (dropout, a kernel that is not deterministic to the bit, other data): "
+    "ShardedOver(group, compared=None) raises in the forward of the first region that is given another tensor."
+)
+
+
+def _hold(same: torch.Tensor, text: str) -> None:
+    """Raises unless this is true; on a device as soon as that gets there."""
+    if same.device.type != "cpu":
+        _torch.assert_on_device(same, text)
+    elif not same:
+        raise errors.StoreError(text)
 
 
 def _expanded(shape: torch.Size, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from .. import _torch
 from ..engine.captures import Captures
 from ..engine.mismatch import digest
 from ..memory.saved import CallState, module_names
+from ..observer import observing
 from ..state import DEFAULT, NumpyRng, PythonRng
 
 NOISE = 4.0
@@ -217,7 +218,8 @@ class ModelCall:
             return lambda _: order.setdefault(name)
 
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            # Observed, so that plans say nothing of their first calls: what they would say is found here.
+            with torch.inference_mode(False), torch.enable_grad(), observing():
                 args, kwargs, inputs = self._copies()
                 leaves = {**self._leaves, **inputs}
                 for name, leaf in leaves.items():

@@ -30,11 +30,11 @@ from .sizes import BySize, Sizes
 from .wrappers import (
     Chain,
     ChainedRegion,
+    FirstCalls,
     ForwardWrapper,
     KeepCallsWithin,
     NamedCalls,
     Offloaded,
-    Promised,
     Region,
     SavedModule,
     described,
@@ -180,7 +180,7 @@ class _Placement:
         self, model: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, stores: Mapping[str, Store | None]
     ) -> None:
         self._model, self._modules, self._plan, self._stores = model, modules, plan, stores
-        self._sizes, self._promised = Sizes(plan), Promised(plan)
+        self._sizes, self._first = Sizes(plan), FirstCalls(plan)
         self._regions: list[Region] = []
         self._paths: dict[tuple[int, int, str], str] = {}
         self._others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
@@ -198,7 +198,7 @@ class _Placement:
                 region = ChainedRegion(module, path, choice, store, chain)
             else:
                 region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
-            region.when, region.promised = self._sizes.when([choice]), self._promised
+            region.when, region.first = self._sizes.when([choice]), self._first
             within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
             there = self._modules
             region.kept = [(there[at] if at else None, kind) for at, kind in within if not at or at in there]

@@ -9,6 +9,9 @@ other way; the shapes stay the same, so nothing fails, and the gradients are of 
 the indices are carried and the values gathered by them, and values read from the device (`item`, `nonzero`) are carried
 too. Where decisions are not carried, `Compare` counts those that a replay made otherwise.
 
+A fused attention of another package shows itself to no mode: flash-attn's and TransformerEngine's are
+`torch.autograd.Function`s. `RepeatedAttention` finds it afterwards, in the graph of a region's first call.
+
 DTensor makes most collectives while it dispatches an operation, so `KeepCollectives` is a dispatch mode (about 20 us
 per operation). It sees functional collectives only: `dist.all_reduce(x)` in place is left alone, because `fully_shard`
 gathers parameters so. Not seen: what other Python functions do that torch treats as one call.
@@ -17,8 +20,9 @@ gathers parameters so. Not seen: what other Python functions do that torch treat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +33,8 @@ from .. import _torch
 from .._torch import tracing
 from .._torch.modes import attention_in_parts
 from .._torch.ranks import call_next_mode, dispatches
+from ..memory.ledger import CountedOnce, storages
+from ..observer import Observer, Running
 from ..region import keep
 from ..stores import Store
 from ..values import Run, name_of, replay, thread
@@ -184,6 +190,79 @@ def run_keeping(
         if carry:
             stack.enter_context(Carry())
         return fn(*args, **kwargs)
+
+
+_FUSED = re.compile("attention|attn|fmha", re.IGNORECASE)
+_LITTLE = 0.25  # of an attention's result: the sums of its rows, a seed
+
+
+class RepeatedAttention(Observer):
+    """Finds the fused attentions that the replays of a region run again, by the graph of its first call.
+
+    A fused attention saves what it is given, its result and the sums of its rows. So a region around little else frees
+    no more than the result, which whatever reads it holds in most models, and pays the whole kernel for it. One is
+    known by the name of its node, or as a custom function of at least three tensors, none of which is a parameter. What
+    saved calls have made is not run again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first = _torch.sequence_number()
+        self._kept: list[range] = []
+        self._dropped = CountedOnce()
+
+    def around(self, running: Running) -> AbstractContextManager[Any]:
+        """Notes when saved calls of the region begin and end."""
+        return self._saved() if running.kind == "saved call" and running.run.name == self._name else nullcontext()
+
+    @contextmanager
+    def _saved(self) -> Generator[None]:
+        first = _torch.sequence_number()
+        try:
+            yield
+        finally:
+            self._kept.append(range(first, _torch.sequence_number()))
+
+    def dropped(self, frame: Any, tensor: torch.Tensor) -> None:
+        """Counts the memory of a tensor."""
+        self._dropped.add(tensor)
+
+    def found(self, result: Any) -> list[str]:
+        """The attentions that are run again and known by their name, by that of what they are."""
+        return [_said(node) for node in self._again(result) if _FUSED.search(node.name())]
+
+    def alone(self, result: Any) -> tuple[str, int]:
+        """An attention beside which the region frees little or nothing, and the bytes of the result; else ("", 0)."""
+        results = {id(storage): int(storage.nbytes()) for _, storage in storages(result)}
+        own = sum(nbytes for storage, nbytes in self._dropped.alive() if storage in results)
+        if not own or self._dropped.nbytes - own > _LITTLE * own:
+            return "", 0
+        return next(((_said(node), own) for node in self._again(result) if _is_attention(node)), ("", 0))
+
+    def _again(self, result: Any) -> Iterator[Any]:
+        """The nodes of the region's graph that a replay makes again."""
+        open_ = [tensor.grad_fn for tensor in _torch.tensors_in(result)]
+        seen = set[Any]()
+        while open_:
+            node: Any = open_.pop()
+            if node is None or node in seen or hasattr(node, "variable") or _torch.sequence_of(node) < self._first:
+                continue
+            seen.add(node)
+            open_.extend(before for before, _ in node.next_functions)
+            if not any(_torch.sequence_of(node) in kept for kept in self._kept):
+                yield node
+
+
+def _said(node: Any) -> str:
+    return re.sub(r"(Backward\d*)$", "", node.name()).removeprefix("GeneratedBackwardFor_")
+
+
+def _is_attention(node: Any) -> bool:
+    given = [before for before, _ in node.next_functions if before is not None]
+    if any(isinstance(getattr(before, "variable", None), torch.nn.Parameter) for before in given):
+        return False
+    custom = function_of(node) is not None
+    return bool(_FUSED.search(node.name())) or (custom and len(given) >= 3)
 
 
 def _has_parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

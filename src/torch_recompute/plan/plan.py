@@ -28,6 +28,7 @@ VERSION = 1
 MIB = 2**20
 T = TypeVar("T")
 NOT_RECOMPUTED = "not recomputed"
+OFFLOADED = "offloaded"
 WORDS: Mapping[str, str] = {
     "at the peak": "the most bytes alive at one moment of the step, with the plan and without recomputation: "
     "parameters, gradients, optimizer state, batch, output and activations",
@@ -62,6 +63,7 @@ WORDS: Mapping[str, str] = {
     NOT_RECOMPUTED: "as without a plan: the budget does not ask for its bytes",
     "recomputed together": "so many layers in a row are one region: only the input of the first is kept",
     "then each again": "in the replay of these layers each is a region again, so that one at a time is whole",
+    OFFLOADED: "not recomputed: what the layers, or the parts of them that are named, save for backward waits there",
     "inputs in host memory": "what the regions keep waits in the host's memory",
     "inputs sharded": "what the regions keep waits in parts on the ranks of a group",
 }
@@ -179,14 +181,16 @@ class Prediction:
         slower = f"{100 * abs(more):.1f} % {'faster' if more < 0 else 'slower'}"
         if not choices:
             return f"{peak}, {slower}, operations of the compiled graph recomputed"
-        recomputed = [line for line in self.lines if line.what != NOT_RECOMPUTED]
-        of, all_of = (sum(line.count * line.layers for line in lines) for lines in (recomputed, self.lines))
-        parts = "" if any(line.whole for line in recomputed) else "parts of "
+        moved = [line for line in self.lines if line.what.startswith(OFFLOADED)]
+        recomputed = [line for line in self.lines if line.what != NOT_RECOMPUTED and line not in moved]
+        of, away, all_of = (sum(x.count * x.layers for x in lines) for lines in (recomputed, moved, self.lines))
+        parts = "" if any(line.whole for line in recomputed) or not recomputed else "parts of "
         kinds = {target.calls for choice in choices for target in choice.kept}
         words = [word for kind, (word, _) in KINDS.items() if kind in kinds and word]
         kept = listed(words + ["modules"] * ("" in kinds))
         layers = f"{parts}{of} of {all_of} layers recomputed" if all_of else f"{counted(len(choices), 'region')}"
-        return f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
+        said = f"{peak}{hosted}, {slower}, {layers}" + (f" ({kept} kept)" if kept else "")
+        return said + (f", {away} offloaded" if away else "")
 
     def __str__(self) -> str:
         head = [

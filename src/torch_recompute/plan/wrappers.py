@@ -30,17 +30,19 @@ import torch
 from torch import nn
 
 from .. import _torch, errors
+from .._text import starred_path
 from .._torch import tracing
 from .._torch.modes import transforming
+from .._torch.storages import is_fake
 from ..engine.discard import Discard
 from ..engine.region_call import Options
-from ..observer import observing
+from ..observer import here, observing
 from ..region import keep, recompute, run, trace
 from ..stores import Store
 from ..values import Overrides, thread
 from . import traced
-from .calls import KeepCalls, run_keeping
-from .choice import KINDS, Choice, Target
+from .calls import KeepCalls, RepeatedAttention, run_keeping
+from .choice import ATTENTION, KINDS, Choice, Target
 from .observe import Figures
 from .plan import Plan
 
@@ -64,12 +66,16 @@ def wrappers_on(module: nn.Module) -> list[ForwardWrapper]:
     return found
 
 
-class Promised:
-    """Compares the autocast that a plan was made under with that of the first training step, once."""
+class FirstCalls:
+    """Looks at the first calls of a plan's regions in training, and says each thing that it finds once.
+
+    Is the autocast that of the plan, and is a fused attention run again for nothing?
+    """
 
     def __init__(self, plan: Plan) -> None:
         loop = None if plan.prediction is None else plan.prediction.loop
         self._autocast = None if loop is None else loop.autocast
+        self._said: set[str] = set()
 
     def compare(self, module: nn.Module) -> None:
         """Warns if the autocast around a region's module is another one."""
@@ -85,6 +91,47 @@ class Promised:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def run(self, region: Region, options: Options, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the first call of a region that nobody else observes: the doctor has findings of its own."""
+        self.compare(region.module)
+        figures = [] if region.figures is None else [region.figures]
+        if here.observers is not None:
+            with observing(*figures):
+                return run(options, fn, args, kwargs)
+        region.first, looks = None, RepeatedAttention(options.name)
+        with observing(looks, *figures):
+            result = run(options, fn, args, kwargs)
+        if not any(map(is_fake, _torch.tensors_in(result))):
+            self._say(region, looks, result)
+        return result
+
+    def _say(self, region: Region, looks: RepeatedAttention, result: Any) -> None:
+        """Warns if a fused attention is run again though the plan keeps attention, or for little more than nothing."""
+        where = starred_path(region.name)
+        named = looks.found(result) if any(keep.calls == ATTENTION for keep in region.choice.kept) else []
+        kernel, freed = looks.alone(result)
+        if named:
+            text = (
+                f"The plan keeps attention in {where} ({Target.of(calls=ATTENTION)}), and {named[0]} there is run "
+                "again in every backward: of fused attentions a plan knows scaled_dot_product_attention and "
+                "flex_attention. Keep the module that calls it, by its path below the region: "
+                f"Choice(({region.name!r},), keep=('core_attention',)); or write the call in the model as "
+                "no_recompute(fn)(q, k, v). (Said once.)"
+            )
+        elif kernel:
+            text = (
+                f"The region {where} is one fused attention ({kernel}) and little else: its scores are not stored "
+                f"without the region either, so it runs the kernel again in every backward and frees at most the "
+                f"result, {errors.size(freed)}, which the product behind it holds in most models. Leave it out; or "
+                "place the region around the whole attention and keep this in it (attention_output among "
+                "recompute_modules). (Said once.)"
+            )
+        else:
+            return
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 class ForwardWrapper:
@@ -167,7 +214,7 @@ class Region(ForwardWrapper):
         store: Where its inputs are kept; None for where they are.
         disabled: Whether it is a plain call, because the model's own checkpointing switch was turned off.
         figures: What it drops and costs, while it is watched; else None.
-        promised: Compared with the first call of a training step, then None.
+        first: Looks at its first call in training, then None.
         kept: What is not recomputed in it, as `torch.compile` is told.
     """
 
@@ -182,7 +229,7 @@ class Region(ForwardWrapper):
         self._bare = not (self._kinds or self._carry)
         self.disabled = False
         self.figures: Figures | None = None
-        self.promised: Promised | None = None
+        self.first: FirstCalls | None = None
         self.kept: Sequence[traced.Kept] = ()
 
     def put(self) -> None:
@@ -207,11 +254,10 @@ class Region(ForwardWrapper):
             return self.plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self.traced(self.plain, args, kwargs, self)
-        if self.promised is not None and torch.is_grad_enabled():
-            self.promised.compare(self.module)
-            self.promised = None
         options = Options(self.name, self.store, owner=self._owner)
         fn = self.plain if self._bare else self.body
+        if self.first is not None and torch.is_grad_enabled():
+            return self.first.run(self, options, fn, args, kwargs)
         if self.figures is None:
             return run(options, fn, args, kwargs)
         with observing(self.figures):

@@ -41,7 +41,7 @@ from ..engine.shape_only import ASK_FOR_LAYOUT, DROPOUT, goes_through
 from ..memory.ledger import storages
 from ..memory.operations import Operation
 from ..plan.calls import ALL_PRODUCTS, decided, kind_of
-from ..plan.choice import DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
+from ..plan.choice import ATTENTION, DOWN, PRODUCT, VALUES_UNUSED, Choice, Target
 from ..plan.roles import inside, relative
 from .cost import Graph, Node
 from .ops import Op, logging
@@ -404,6 +404,15 @@ def guesses(
     by_both = _nearest(best, lambda guess: guess.saved + guess.rebuilt)
     mixed = dict.fromkeys(itertools.chain.from_iterable(zip(by_saved, by_both, strict=True)))
     return list(mixed)[:most]
+
+
+def offloads(found: SegmentRecord) -> list[tuple[Choice, ...]]:
+    """What a segment may save in host memory without being recomputed: all, what its parts save, or its attention."""
+    attention = [
+        word for kind, words in zip(found.kinds, found.calls, strict=True) if kind == ATTENTION for word in words
+    ]
+    ways = [[""], *([part] for part in found.parts), *([found.parts] if len(found.parts) > 1 else []), attention]
+    return [tuple(Choice((path,), store="host", offload=True) for path in way) for way in ways if way]
 
 
 def _choices(found: SegmentRecord) -> Iterator[Regions]:

@@ -54,6 +54,11 @@ class Option:
         return self.regions[0].store if self.regions else ""
 
     @property
+    def offload(self) -> bool:
+        """Returns whether its regions are none: what they save is in the store, and not recomputed."""
+        return any(choice.offload for choice in self.regions)
+
+    @property
     def nested(self) -> bool:
         """Returns whether each segment of a span is a region of its own in the replay of them all (`Choice.nested`)."""
         return any(choice.nested for choice in self.regions)
@@ -234,7 +239,7 @@ def simplicity(option: Option) -> tuple[object, ...]:
     """Sorts options: few regions first, then nothing moved elsewhere, fewer kept calls, fewer layers at once."""
     kept = sum(len(choice.keep) for choice in option.regions)
     said = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
-    return len(option.regions), bool(option.store), kept, option.span, option.nested, said, option.store
+    return len(option.regions), bool(option.store), kept, option.span, option.nested, said, option.store, option.offload
 
 
 def check(costs: Costs) -> None:

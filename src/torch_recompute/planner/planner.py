@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -36,7 +36,7 @@ from ..plan.roles import inside
 from ..plan.wrappers import described
 from ..simulation import Moment, Simulation, simulate_step
 from ..training_step import MakeOptimizer, TrainingStep, loss_of
-from .candidates import Guess, SegmentRecord, guesses, record
+from .candidates import Guess, SegmentRecord, guesses, offloads, record
 from .clock import Clocked, Scale, clock, obstacle
 from .cost import Costs, Host, Kind, Option, Point, Segment, Solution, begins, highest_points, kinds_for_all, simplicity
 from .hosts import HostApart, limit_of, link_of, waited
@@ -171,10 +171,19 @@ class Planner:
     def _within(self, wanted: Limit) -> Checked | None:
         """The cheapest choice that fits into a budget, by its simulation."""
         best = (self._without, self.plain, self.costs) if self.plain.peak_bytes <= wanted else None
-        for found in self._checked(lambda costs: choose(costs, wanted)) if best is None else ():
-            if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
-                best = found
+        for costs in self._kinds_of_costs() if best is None else ():
+            for found in self._checked(lambda costs: choose(costs, wanted), costs):
+                if found[1].peak_bytes <= wanted and (best is None or found[0].seconds < best[0].seconds):
+                    best = found
         return best
+
+    def _kinds_of_costs(self) -> list[Costs]:
+        """The costs, and where layers may be offloaded, those without: what is in flight of neighbours is a guess."""
+        without = {
+            name: replace(kind, options=tuple(option for option in kind.options if not option.offload))
+            for name, kind in self.costs.kinds.items()
+        }
+        return [self.costs, *([replace(self.costs, kinds=without)] if without != self.costs.kinds else [])]
 
     @cached_property
     def floor(self) -> int:
@@ -196,15 +205,16 @@ class Planner:
     def least(self) -> Checked:
         """The choice with the smallest peak, by its simulation."""
         best = self._without, self.plain, self.costs
-        for found in self._checked(smallest):
-            if found[1].peak_bytes >= best[1].peak_bytes:
-                break
-            best = found
+        for costs in self._kinds_of_costs():
+            for found in self._checked(smallest, costs):
+                if found[1].peak_bytes >= best[1].peak_bytes:
+                    break
+                best = found
         return best
 
-    def _checked(self, solve: Callable[[Costs], Solution]) -> Iterator[Checked]:
+    def _checked(self, solve: Callable[[Costs], Solution], first: Costs) -> Iterator[Checked]:
         """Solutions, each from costs that were taken from the simulation before it; the last is exact or as before."""
-        costs, known = self.costs, None
+        costs, known = first, None
         for _ in range(ROUNDS):
             try:
                 solution = solve(costs)
@@ -216,7 +226,7 @@ class Planner:
             simulation = self._simulated(self._plan_of(solution))
             exact = simulation.peak_bytes == solution.peak_bytes
             if not exact:
-                costs = self._calibrated(simulation, known, costs.step_seconds, self.costs)
+                costs = replace(self._calibrated(simulation, known, costs.step_seconds, self.costs), kinds=first.kinds)
             yield solution, simulation, costs
             if exact:
                 return
@@ -329,7 +339,9 @@ class Planner:
                 graph = replace(found.graph(self._replayed), backward_bytes=plain.at_once_bytes)
                 if self._link is not None:
                     forward = sum(node.seconds for node in graph.nodes)
-                    options += self._offloaded(path, call, undominated(options), plain, forward)
+                    moved = [(option.saved_bytes, in_host_memory(option)) for option in undominated(options)[1:]]
+                    moved += [(plain.saved_bytes, way) for way in offloads(found)]
+                    options += self._offloaded(path, call, moved, plain, forward)
                 options += self._grouped(first, plain, found.kinds)
             ways[kind] = Kind(tuple(options) if path in several else undominated(options), graph)
         return ways
@@ -353,6 +365,7 @@ class Planner:
         choices: list[Choice] = []
         for region in regions:
             carry = decides(of, self._routers) if of else self._carries(path, region.paths)
+            carry = carry and not region.offload
             paths = tuple(joined(str(i), part) for i in range(len(of) or 1) for part in region.paths)
             choices.append(replace(region, paths=paths, carry=carry))
         try:
@@ -361,18 +374,20 @@ class Planner:
             return None
 
     def _offloaded(
-        self, path: str, call: SegmentCall, options: Sequence[Option], plain: Tried, forward: float
+        self, path: str, call: SegmentCall, ways: Iterable[tuple[int, tuple[Choice, ...]]], plain: Tried, forward: float
     ) -> Iterator[Option]:
-        """The options of one segment with the inputs of their regions in host memory."""
+        """The options of one segment that use host memory; `ways` says what each saves on the device without it."""
         assert self._link is not None
         step = sum(self.price(op) * count for op, count in plain.ops.items())
-        for option in options[1:]:
-            regions = tuple(replace(region, store="host") for region in option.regions)
-            tried = self._alone(path, call, regions)
-            if tried is not None and tried.saved_bytes < option.saved_bytes:
-                here = self._option(tried, regions, plain)
+        for saved_bytes, choices in ways:
+            tried = self._alone(path, call, choices)
+            if tried is not None and tried.saved_bytes < saved_bytes:
+                here = self._option(tried, choices, plain)
                 wait = waited(tried.host_bytes, self._link, forward, step - forward + here.seconds)
-                yield replace(here, seconds=here.seconds + wait)
+                beside = tried.host_bytes if here.offload else 0  # of its neighbour, which leaves or comes meanwhile
+                levels = here.forward_bytes + beside, here.backward_bytes + beside
+                seconds = here.seconds + wait
+                yield replace(here, forward_bytes=levels[0], backward_bytes=levels[1], seconds=seconds)
 
     def _grouped(self, first: int, plain: Tried, kinds: Sequence[str]) -> Iterator[Option]:
         """The options that take several segments of a kind at once.
@@ -392,6 +407,11 @@ class Planner:
                 three, four = tried(region, 3), found[4]
                 found.update({n: three.grown(four, n - 3) for n in numbers[2:]} if three and four else {})
             yield from (self._option(one, (region,), plain, span) for span, one in found.items() if one)
+
+
+def in_host_memory(option: Option) -> tuple[Choice, ...]:
+    """The regions of an option with their inputs in host memory."""
+    return tuple(replace(region, store="host") for region in option.regions)
 
 
 def undominated(options: Sequence[Option]) -> tuple[Option, ...]:

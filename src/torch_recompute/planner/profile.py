@@ -123,7 +123,7 @@ def _bad_profile(why: str) -> str:
 def _profile(data: dict[str, Any]) -> Profile:
     for kind in data["costs"]["kinds"].values():
         for option in kind["options"]:
-            words = {name: option.pop(name) for name in ("store", "nested") if name in option}
+            words = {name: option.pop(name) for name in ("store", "nested", "offload") if name in option}
             option["regions"] = [{"paths": path.split(" "), "keep": keep, **words} for path, keep in option["regions"]]
     return made(Profile, data)
 
@@ -132,8 +132,8 @@ def _option_data(option: Option) -> dict[str, Any]:
     """The option as JSON holds it: of each region its paths in one string and what it keeps, for all where and how."""
     data = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
     regions = [(" ".join(choice.paths), choice.keep) for choice in option.regions]
-    host_bytes = data.pop("host_bytes")
-    return {**data, "regions": regions, "store": option.store, "nested": option.nested, "host_bytes": host_bytes}
+    said = {"store": option.store, "nested": option.nested, **({"offload": True} if option.offload else {})}
+    return {**data, "regions": regions, **said, "host_bytes": data["host_bytes"]}
 
 
 _FIGURES = ("how many", "keeps MiB", "least MiB", "backward MiB", "least costs ms", "ways")

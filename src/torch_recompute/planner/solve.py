@@ -30,7 +30,7 @@ from .. import errors
 from .._text import starred
 from ..plan.budget import Limit, bytes_meant
 from ..plan.choice import Choice, joined, stored_in
-from ..plan.plan import NOT_RECOMPUTED, Line, Plan, Prediction
+from ..plan.plan import NOT_RECOMPUTED, OFFLOADED, Line, Plan, Prediction
 from ..plan.roles import inside
 from .bound import bound
 from .cost import Costs, Kind, Option, Segment, Solution, begins, check, peak, simplicity
@@ -83,7 +83,8 @@ def choices_of(profile: Profile, solution: Solution) -> tuple[Choice, ...]:
         together = tuple(names[start : start + option.span])
         for region in option.regions:
             paths = tuple(joined(path, part) for path in together for part in region.paths)
-            found[replace(region, paths=paths, carry=decides(paths, profile.carries))] = None
+            carry = decides(paths, profile.carries) and not region.offload
+            found[replace(region, paths=paths, carry=carry)] = None
     return tuple(found)
 
 
@@ -135,7 +136,7 @@ def _lines(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Lin
     for start in starts:
         segment, option = costs.segments[start], solution.options[start]
         freed = max(0, costs.kinds[segment.kind].options[0].saved_bytes * option.span - option.saved_bytes)
-        whole = any(path == "" for choice in option.regions for path in choice.paths)
+        whole = any(path == "" for choice in option.regions for path in choice.paths) and not option.offload
         figures = option.saved_bytes, freed, option.seconds, option.host_bytes
         line = Line(starred(segment.path), 1, _what(option), *figures, option.span, whole)
         groups.setdefault(line, []).append(segment.path)
@@ -148,6 +149,9 @@ def _lines(costs: Costs, solution: Solution, starts: Sequence[int]) -> tuple[Lin
 def _what(option: Option) -> str:
     if not option.regions:
         return NOT_RECOMPUTED
+    if option.offload:
+        parts = [path for choice in option.regions for path in choice.paths if path]
+        return f"{OFFLOADED} {stored_in(option.store)}" + (f": {', '.join(parts)}" if parts else "")
     whole = "recomputed" if option.span == 1 else f"{option.span} recomputed together"
     parts = [
         (f"{' with '.join(c.paths)} recomputed" if any(c.paths) else whole + ", then each again" * c.nested)
