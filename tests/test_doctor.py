@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from models import Made
+from test_doctor_faults import printed_code_runs
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
 from torch_recompute.commands import cli
@@ -262,12 +263,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.where}")
 def test_provoked(case: Case) -> None:
     """The model gets the finding, at the place, with the figures, and no other but what goes with it."""
-    report = doctor.examine(case.model(), (case.x(),), **{**STEP, **case.options()})
+    given = {"model": case.model(), "args": (case.x(),), **STEP, **case.options()}
+    report = doctor.examine(**given)
     found = [finding for finding in report.findings if finding.kind == case.kind]
     assert [finding.where for finding in found] == [case.where], report
     assert all(word in found[0].seen for word in case.words), report
     assert found[0].confirmed
     assert found[0].write
+    for finding in report.findings:
+        printed_code_runs(finding.write, {"given": given})
     assert {finding.kind for finding in report.findings} == {case.kind, *case.also}, report
     assert not report
 
@@ -330,7 +334,7 @@ def test_the_budget_that_is_said_is_the_one_that_was_tried(share: float, budget:
     report = doctor.examine(model, (batch(),), budget=least, **STEP)
     said = [found.write for found in report.findings if found.kind == "over_budget"]
     for text in said:
-        written = re.search(r"budget=([^)]+)\)", text)
+        written = re.search(r"`budget=([^`]+)`", text)
         assert written is not None
         make_plan(model, (batch(),), budget=ast.literal_eval(written[1]), **call)
     assert len(said) == 1

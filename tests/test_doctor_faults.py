@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import textwrap
 import types
 import warnings
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from torch_recompute import doctor
+from torch_recompute import Choice, checkpoint, doctor, make_plan
 from torch_recompute.engine.region_call import RegionCall
 from zoo import build, scalar_loss
 
@@ -464,7 +465,7 @@ FAULTS = [
         """,
         '["seen"] += x.shape[1]',
         '["seen"] += 0 if doing_recompute() else x.shape[1]',
-        says="if not doing_recompute():",
+        says="only if `not doing_recompute()`",
     ),
     Fault(
         "a list that the function empties",
@@ -574,7 +575,7 @@ FAULTS = [
         """,
         "loss.backward(retain_graph=True)",
         "loss.backward()",
-        says="loss.backward() without retain_graph=True",
+        says="`loss.backward()` without `retain_graph=True`",
     ),
     Fault(
         "losses summed with their graphs",
@@ -900,18 +901,34 @@ FAULTS = [
 
 def run(script: str) -> doctor.Report:
     """Runs a script and returns its report; what it leaves in the process is as before."""
+    return executed(script)["report"]
+
+
+def executed(script: str) -> dict[str, Any]:
+    """Runs a script and returns its names, among them those of the arguments that the doctor was given."""
     module = types.ModuleType("script")
-    before = shared()
+    before, names = shared(), vars(module)
     torch.manual_seed(0)
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given.update(inspect.signature(function).bind(*args, **kwargs).arguments)
+            return function(*args, **kwargs)
+
+        return call
+
+    given: dict[str, Any] = {}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("ignore")
-            exec(compile(PRELUDE + textwrap.dedent(script), "script.py", "exec"), vars(module))
+            for name in ("examine", "watch"):
+                patch.setattr(doctor, name, noting(getattr(doctor, name)))
+            exec(compile(PRELUDE + textwrap.dedent(script), "script.py", "exec"), names)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     assert shared() == before
-    return module.report
+    return {**names, "given": given}
 
 
 def shared() -> list[Any]:
@@ -945,7 +962,8 @@ def test_named_and_mended(fault: Fault) -> None:
     """The doctor names the fault, its place and what mends it; with that it finds it no more, and nothing else."""
     if "transformers" in fault.script:
         pytest.importorskip("transformers")
-    report = run(fault.script)
+    names = executed(fault.script)
+    report = names["report"]
     named = [finding for finding in report.findings if finding.kind == fault.kind]
     assert fault.where in [finding.where for finding in named], report
     assert any((fault.says or fault.right) in finding.write for finding in named), report
@@ -954,6 +972,63 @@ def test_named_and_mended(fault: Fault) -> None:
     mended = run(fault.script.replace(fault.wrong, fault.right))
     assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
     assert fault.row(report, mended) in recorded()["faulty"], RECORD
+    for finding in report.findings:
+        printed_code_runs(finding.write, names)
+
+
+CODE = re.compile(r"`([^`]+)`")
+LIKE_CODE = re.compile(r"[\w\])]\(|\w=[^ ]|\.\.\.|:$")
+ENVIRONMENT = re.compile(r"\b[A-Z_]+=\S+")
+TAKING = (torch_checkpoint, checkpoint, Choice, make_plan, torch.Tensor.backward, doctor.examine)
+
+
+def printed_code_runs(write: str, names: dict[str, Any]) -> None:
+    """Runs each piece of code in what a finding says to write, with a set-up's names; nothing else is like code."""
+    assert not LIKE_CODE.search(ENVIRONMENT.sub("", CODE.sub("", write))), write
+    given = names.get("given", {})
+    known = {**stand_ins(), **{key: value for key, value in names.items() if not key.startswith("__")}, **given}
+    own = names.get("Net")
+    if hasattr(own, "head_and_loss"):
+        model, tokens = given["model"], names["tokens"]
+        known |= {"head_and_loss": model.head_and_loss, "hidden": model.hidden(tokens)}
+        known["labels"] = known["hidden"] if hasattr(model, "teacher") else tokens
+    known["loss"] = torch.ones((), requires_grad=True).sum()
+    for code in CODE.findall(write):
+        changed = dict(known)
+        torch.manual_seed(0)
+        exec(compile(code, "written.py", "exec"), changed)
+        argument = re.fullmatch(r"(\w+)=[^=].*", code)
+        if argument:  # of a call that is named beside it
+            assert any(argument[1] in inspect.signature(call).parameters for call in TAKING), code
+        if code.startswith("budget="):
+            how = {"loss", "optimizer", "device", "hold_output", "accumulate", "set_to_none"} & given.keys()
+            call = given["model"], given.get("args", ()), given.get("kwargs")
+            make_plan(*call, budget=changed["budget"], **{name: given[name] for name in how})
+
+
+def stand_ins() -> dict[str, Any]:
+    """What the names are that advice uses for things of the reader's own."""
+    import torch_recompute
+    from torch_recompute.compiling import Partition
+
+    x = torch.rand(2, 4, 8)
+    return {
+        **{name: getattr(torch_recompute, name) for name in torch_recompute.__all__},
+        **vars(torch_recompute.state),
+        **dict.fromkeys(("x", "scores", "hidden", "labels", "tensor", "out"), x),
+        "torch": torch,
+        "torch_recompute": torch_recompute,
+        "Partition": Partition,
+        "fn": torch.sin,
+        "consumer": torch.cos,
+        "args": (x,),
+        "head_and_loss": lambda hidden, labels: (hidden - labels).sum(-1),
+        "total": 0.0,
+        "generator": torch.Generator(),
+        "ctx": torch.autograd.function.FunctionCtx(),
+        "model": nn.Linear(8, 8),
+        "optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)]),
+    }
 
 
 KEPT = {
@@ -997,13 +1072,15 @@ KEPT = {
     ("name", "where", "write"),
     [
         ("an attribute", "blocks.*.last", "into blocks.*.last"),
-        ("a result on ctx", "ctx.y of ExpBackward", "ctx.save_for_backward(...)"),
+        ("a result on ctx", "ctx.y of ExpBackward", "ctx.save_for_backward"),
     ],
 )
 def test_who_keeps_activations(name: str, where: str, write: str) -> None:
     """What refers to activations after their step is said by its name."""
     watched = "with doctor.watch(model) as watching:\n    train(model)\nreport = watching.report()\n"
-    (found,) = run(textwrap.dedent(KEPT[name]) + watched).findings
+    names = executed(textwrap.dedent(KEPT[name]) + watched)
+    (found,) = names["report"].findings
+    printed_code_runs(found.write, names)
     assert (found.kind, found.where) == ("kept_alive", where)
     assert write in found.write
     assert found.figures["nbytes"] > 0
