@@ -227,7 +227,7 @@ CASES = [
         "*.inner",
         ("marks its parameters",),
         x=lambda: batch().requires_grad_(),
-        also=("output_pins",),
+        also=("output_pins", "saves_nothing"),
     ),
     Case("frozen_input", wrapped(reentrant), "*.inner.*", ("got no gradient",)),
     Case("over_budget", stack, "Sequential", ("more than the budget",), lambda: {"budget": "300KiB"}),
@@ -283,10 +283,30 @@ def test_every_kind_is_provoked() -> None:
     assert len(doctor.KINDS) == len(doctor.CHECKS)
 
 
+class Swish(torch.autograd.Function):
+    """Its backward computes again what its forward did, by hand and without a graph: no checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        sigmoid = x.sigmoid()
+        return gradient * (sigmoid + x * sigmoid * (1 - sigmoid))
+
+
 HEALTHY: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]]]] = [
     ("plain", stack, lambda model: {}),
     ("products kept", stack, lambda model: {"plan": each("", keep=("@product", "@attention"))}),
     ("planned", stack, lambda model: planned(model)),
+    (
+        "a Function",
+        lambda: nn.Sequential(linear(), around(linear(), lambda fn, x: Swish.apply(fn(x)))),
+        lambda model: {},
+    ),
     ("counting buffers", wrapped(region, Counts), lambda model: {"run": True, "plan": None}),
     (
         "theirs, not reentrant",

@@ -101,6 +101,7 @@ class Fault:
         says: What of that the finding says, where it is not `right` itself.
         also: Kinds that are found with it, and may stay: they are true of the script.
         line: What mends it, for the page, where that is not `right`.
+        after: Kinds that are found in the mended script: they are true of it, and could not be seen before.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Fault:
     says: str = ""
     also: tuple[str, ...] = ()
     line: str = ""
+    after: tuple[str, ...] = ()
 
     def row(self, report: doctor.Report, mended: doctor.Report) -> dict[str, Any]:
         """What the doctor found in the script and in the mended one, for the table on its page."""
@@ -120,6 +122,95 @@ class Fault:
         also = sorted({found.kind for found in report.findings} - {self.kind})
         after = sorted({found.kind for found in mended.findings})
         return {"name": self.name, "kind": self.kind, "where": places, "also": also, "mend": mend, "after": after}
+
+
+COPIED = """
+        class Again(torch.autograd.Function):  # as it is copied from repository to repository
+            @staticmethod
+            def forward(ctx, run_function, length, *args):
+                ctx.run_function = run_function
+                ctx.input_tensors, ctx.input_params = list(args[:length]), list(args[length:])
+                with torch.no_grad():
+                    return ctx.run_function(*ctx.input_tensors)
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                ctx.input_tensors = [x.detach().requires_grad_(True) for x in ctx.input_tensors]
+                with torch.enable_grad():
+                    output = ctx.run_function(*[x.view_as(x) for x in ctx.input_tensors])
+                inputs = ctx.input_tensors + ctx.input_params
+                return (None, None, *torch.autograd.grad(output, inputs, gradients, allow_unused=True))
+
+
+        def again(fn, x):
+            return Again.apply(fn, 1, x, *fn.parameters())
+
+"""
+FAIRSCALE = """
+        class Wrapped(torch.autograd.Function):  # as fairscale's: a dummy input, keyword arguments beside
+            @staticmethod
+            def forward(ctx, dummy, run_function, parent, names, *args):
+                ctx.run_function, ctx.names, ctx.state = run_function, names, torch.get_rng_state()
+                ctx.save_for_backward(*args)
+                with torch.no_grad():
+                    output = run_function(*args[: len(args) - len(names)], **dict(zip(names, args[-len(names) :])))
+                parent["outputs"] = 1
+                return output
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+                with torch.random.fork_rng([]), torch.enable_grad():
+                    torch.set_rng_state(ctx.state)
+                    count = len(inputs) - len(ctx.names)
+                    output = ctx.run_function(*inputs[:count], **dict(zip(ctx.names, inputs[count:])))
+                torch.autograd.backward(output, gradients)
+                return (None, None, None, None, *(x.grad for x in inputs))
+
+
+        def again(fn, x):
+            return Wrapped.apply(torch.tensor([], requires_grad=True), fn, {}, ["x"], x)
+
+"""
+DEEPSPEED = """
+        class Stored(torch.autograd.Function):  # as DeepSpeed's: outputs go into a list, inputs onto the ctx
+            @staticmethod
+            def forward(ctx, run_function, all_outputs, *args):
+                ctx.run_function, ctx.stored = run_function, [x.detach() for x in args]
+                with torch.no_grad():
+                    outputs = run_function(*args)
+                all_outputs.append(outputs)
+                return outputs
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                inputs = [x.requires_grad_() for x in ctx.stored]
+                with torch.enable_grad():
+                    output = ctx.run_function(*inputs)
+                torch.autograd.backward([output], gradients)
+                return (None, None, *(x.grad for x in inputs))
+
+
+        def again(fn, x):
+            return Stored.apply(fn, [], x)
+
+"""
+AROUND_UP = """
+        class Net(Model):
+            def run(self, block, x):
+                return x + block.down(F.gelu(again(block.up, block.norm(x))))
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+"""
+AROUND_LAST = """
+        class Net(Model):
+            def run(self, block, x):
+                return again(block, x) if block is self.blocks[2] else block(x)
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+"""
 
 
 FAULTS = [
@@ -772,6 +863,7 @@ FAULTS = [
         "REENTRANT = False",
         says="use_reentrant=False",
         line="`use_reentrant=False`",
+        after=("saves_nothing",),
     ),
     Fault(
         "torch's checkpoint around a linear layer",
@@ -896,6 +988,59 @@ FAULTS = [
         says="a plan without blocks.1",
         line="a plan without `blocks.1`",
     ),
+    Fault(
+        "a copied CheckpointFunction around a linear layer",
+        "saves_nothing",
+        "blocks.*.up",
+        COPIED + AROUND_UP,
+        "again(block.up, block.norm(x))",
+        "block.up(block.norm(x))",
+        says="the plain call in the place of the region blocks.*.up",
+        line="the plain call",
+    ),
+    Fault(
+        "a checkpoint like fairscale's around the last layer",
+        "saves_nothing",
+        "blocks.2",
+        FAIRSCALE + AROUND_LAST.replace("again(block, x)", "again(block.forward, x)"),
+        "again(block.forward, x) if block is self.blocks[2] else block(x)",
+        "block(x)",
+        says="the plain call in the place of the region blocks.2",
+        line="the plain call",
+    ),
+    Fault(
+        "a checkpoint like DeepSpeed's around the last layer",
+        "saves_nothing",
+        "blocks.2",
+        DEEPSPEED + AROUND_LAST,
+        "again(block, x) if block is self.blocks[2] else block(x)",
+        "block(x)",
+        says="the plain call in the place of the region blocks.2",
+        line="the plain call",
+    ),
+    Fault(
+        "a copied CheckpointFunction inside another",
+        "double_recompute",
+        "blocks.*.up",
+        COPIED
+        + """
+        class Twice(Block):
+            def forward(self, x):
+                return x + self.down(F.gelu(again(self.up, self.norm(x))))
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return again(block, x)
+
+
+        report = doctor.examine(Net(Twice), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "again(self.up, self.norm(x))",
+        "self.up(self.norm(x))",
+        says="one of the two",
+        line="one of the two",
+    ),
 ]
 
 
@@ -970,7 +1115,7 @@ def test_named_and_mended(fault: Fault) -> None:
     assert {finding.kind for finding in report.findings} == {fault.kind, *fault.also}, report
     assert fault.script.count(fault.wrong) == 1
     mended = run(fault.script.replace(fault.wrong, fault.right))
-    assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
+    assert {finding.kind for finding in mended.findings} <= {*fault.also, *fault.after}, mended
     assert fault.row(report, mended) in recorded()["faulty"], RECORD
     for finding in report.findings:
         printed_code_runs(finding.write, names)

@@ -31,6 +31,7 @@ import torch
 import torch.utils.checkpoint as _checkpoint
 from torch._guards import TracingContext as _TracingContext
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._traceback import CapturedTraceback
@@ -370,6 +371,45 @@ def checkpoints_run_by(run: Callable[..., Any]) -> Generator[None]:
         yield
     finally:
         inner.__dynamo_disable = before
+
+
+@contextlib.contextmanager
+def functions_run_by(run: Callable[..., Any]) -> Generator[None]:
+    """A context in which `apply(...)` of an autograd Function is `run(original, its class, ...)`."""
+    base: Any = torch.autograd.Function
+    before = vars(base)["apply"]
+
+    def through(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return run(partial(before.__func__, kind), kind, *args, **kwargs)
+
+    base.apply = classmethod(through)
+    try:
+        yield
+    finally:
+        base.apply = before
+
+
+class _GradStaysOn(TorchFunctionMode):
+    """Takes no notice of the first `torch.no_grad()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._first and func is _C._set_grad_enabled and not args[0]:
+            self._first = False
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def forward_with_grad(kind: Any, *args: Any) -> Any:
+    """Runs the forward of an autograd Function without the `torch.no_grad()` that is in it, as any other code."""
+    ctx: Any = torch.autograd.function.FunctionCtx()
+    ctx.needs_input_grad = tuple(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+    apart = kind.setup_context is not torch.autograd.Function.setup_context
+    with _GradStaysOn():
+        return kind.forward(*args) if apart else kind.forward(ctx, *args)
 
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

@@ -552,7 +552,10 @@ def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]
 
 
 def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions with nothing to drop or that keep as much as they free, and choices whose modules were not called."""
+    """Regions with nothing to drop or that keep as much as they free, and choices whose modules were not called.
+
+    Also a single checkpoint of another library or written by hand, without which the peak is no higher.
+    """
     for account in simulated.outermost:
         if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
             yield _found(
@@ -576,6 +579,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
                 regions=account.calls,
                 dropped_bytes=0,
             )
+        yield from _lowers_no_peak(evidence, simulated, account)
     called = {path for account in simulated.accounts for path in account.paths}
     choices = () if evidence.plan is None else evidence.plan.choices
     idle = [choice.paths[0] for choice in choices if not called & set(choice.paths)]
@@ -586,6 +590,23 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
             "one simulated step, in which the calls of every region were counted.",
             f"a plan without {name}; or call the module: a model in eval mode may take another way.",
             regions=len(paths),
+        )
+
+
+def _lowers_no_peak(evidence: Evidence, simulated: SimulatedSteps, account: Account) -> Iterator[_Found]:
+    """A single checkpoint of others, without which the peak is no higher: around the last layer, mostly."""
+    if account.calls > 1 or account.freed_bytes <= 0 or not simulated.foreign.issuperset(account.paths):
+        return
+    peak, without = simulated.counted.peak_bytes, simulated.without(account.where).peak_bytes
+    if account.replay_ops and peak >= without:
+        yield _found(
+            account.where,
+            f"one checkpoint drops {_size(account.freed_bytes)} that are alive at the peak all the same: it is "
+            f"{_size(peak)}, and {_size(without)} without it, and {account.replay_ops} operations are run again.",
+            "two simulated steps, with the checkpoint as a region and without it.",
+            f"{evidence.without_it(account.where)}: what the last layer drops, backward needs at once.",
+            peak_bytes=peak,
+            peak_without_bytes=without,
         )
 
 
@@ -665,7 +686,7 @@ def _is_for_attention_alone(account: Account) -> bool:
 def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found]:
     """By name with `*` for numbers, regions that compute next to nothing but regions, and lower the peak by little."""
     found: dict[str, _Found] = {}
-    step = simulated.step
+    step = simulated.counted if simulated.foreign else simulated.step
     for account in simulated.outermost:
         inner = [one for one in simulated.accounts if _is_named(account.paths[0], one.inside)]
         own, ops = account.forward_ops, account.forward_ops + sum(one.forward_ops for one in inner)
