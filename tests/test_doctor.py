@@ -525,6 +525,28 @@ def test_after_the_close_look_one_hook_is_left() -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("count", [2, 40])
+def test_the_heap_is_walked_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds what outlived its step is read from one walk of all objects, however much it is."""
+    kept: list[torch.Tensor] = []
+    model = stack(lambda: around(linear(), lambda fn, x: [kept.append(y := fn(x)), y][1]), count)
+    walks: list[int] = []
+    everything = gc.get_objects
+
+    def walk() -> list[Any]:
+        walks.append(1)
+        return everything()
+
+    monkeypatch.setattr(gc, "get_objects", walk)
+    monkeypatch.setattr(gc, "get_referrers", None)
+    report = doctor.examine(model, (batch(),), **STEP)
+    found = [finding for finding in report.findings if finding.kind == "kept_alive"]
+    assert [finding.where for finding in found] == [
+        "closure variable 'kept' of test_the_heap_is_walked_once.<locals>.<lambda>.<locals>.<lambda>[*]"
+    ]
+    assert len(walks) == 1
+
+
 def test_under_ddp() -> None:
     """Around DDP the finding says that it is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
