@@ -32,6 +32,7 @@ from torch_recompute.doctor import observed
 from torch_recompute.doctor.checks import CHECKS, _budget, look_for
 from torch_recompute.doctor.observed import AllocatorStats, Observations
 from torch_recompute.doctor.simulated import SimulatedSteps
+from torch_recompute.memory.free import heap
 from torch_recompute.memory.loop import COMMON
 from torch_recompute.plan.budget import read_budget
 from unchanged import unchanged
@@ -545,6 +546,63 @@ def test_the_heap_is_walked_once(count: int, monkeypatch: pytest.MonkeyPatch) ->
         "closure variable 'kept' of test_the_heap_is_walked_once.<locals>.<lambda>.<locals>.<lambda>[*]"
     ]
     assert len(walks) == 1
+
+
+def watched_late(steps: int, keeps: Callable[[int], bool]) -> tuple[doctor.Report, nn.Module]:
+    """A training in which some steps keep an inner result of 2 MiB without its graph, closely watched for two steps."""
+    kept: list[torch.Tensor] = []
+    number = itertools.count()
+
+    def keep(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = fn(x)
+        if keeps(next(number)):
+            kept.append(y.detach())
+        return y * 2
+
+    model = nn.Sequential(around(nn.Linear(SIZE, SIZE), keep))
+    with doctor.watch(model, closely=2) as watching:
+        train(model, steps, torch.ones(64, 256, SIZE))
+    return watching.report(), model
+
+
+def test_bytes_that_grow_later_are_looked_into() -> None:
+    """Inner results that only later steps keep are found by the bytes alive, and the report says by which."""
+    if heap() is None:
+        pytest.skip("the C library says nothing of the heap")
+    report, _ = watched_late(16, lambda number: number >= 5)
+    assert [(found.kind, found.where) for found in report.findings] == [
+        ("kept_alive", "closure variable 'kept' of watched_late.<locals>.keep[*]")
+    ]
+    said = "bytes in use of this process's heap, outputs and graphs that outlive their step"
+    assert report.watched == json.loads(report.to_json())["watched"] == said
+    assert f"compared after the first steps: {said}" in " ".join(str(report).split())
+    sound, _ = watched_late(16, lambda number: False)
+    assert sound, sound
+    short, _ = watched_late(1, lambda number: False)
+    assert short.watched == ""
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_allocator_says_what_is_alive(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the allocator's bytes are compared: where they grow, all hooks are back."""
+    alive = iter([*range(0, 300, 100), *([2**23] * 9 if grows else [200] * 9)])
+    monkeypatch.setattr(observed, "_cuda_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(observed, "_allocator_stats", lambda model: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(alive))
+    model = stack(linear)
+    with doctor.watch(model, closely=2) as watching:
+        train(model, 3)
+        assert not any(module._forward_pre_hooks for module in model[0].modules())
+        train(model, 1)
+        assert any(module._forward_pre_hooks for module in model[0].modules()) == grows
+        assert watching.report().watched.startswith("bytes alive by the allocator of cuda:0, outputs and graphs")
+
+
+def test_where_nothing_says_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a meter outputs and graphs are compared alone, and that is said."""
+    monkeypatch.setattr(observed, "heap", lambda: None)
+    report, _ = watched_late(4, lambda number: False)
+    assert report.watched == "outputs and graphs that outlive their step"
 
 
 def test_under_ddp() -> None:

@@ -81,12 +81,14 @@ class Report:
         findings: What is wrong, in the order of `looked_for`.
         looked_for: The kinds that were looked for.
         not_looked_for: The kinds that were not, each with the reason.
+        watched: What was compared in the steps after those that were looked at closely; "" where there were none.
     """
 
     model: str
     findings: tuple[Finding, ...]
     looked_for: tuple[str, ...]
     not_looked_for: tuple[tuple[str, str], ...]
+    watched: str = ""
 
     @property
     def ok(self) -> bool:
@@ -104,6 +106,7 @@ class Report:
             "findings": [asdict(finding) for finding in self.findings],
             "looked_for": self.looked_for,
             "not_looked_for": dict(self.not_looked_for),
+            "watched": self.watched,
         }
         return document("doctor", SCHEMA_VERSION, data)
 
@@ -123,9 +126,10 @@ class Report:
         return f"{found}; {len(self.looked_for)} kinds looked for"
 
     def reasons(self) -> list[str]:
-        """What was not looked for and why, a line for each reason."""
+        """What was not looked for and why, a line for each reason; and how later steps were watched."""
         kinds = grouped(self.not_looked_for, lambda pair: pair[1])
-        return [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
+        said = [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
+        return [*said, *([f"compared after the first steps: {self.watched}"] if self.watched else [])]
 
 
 # --- evidence ---------------------------------------------------------------------------------------------------------
@@ -231,7 +235,8 @@ def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
     looked = [check for check, why in why_not.items() if not why]
     findings = tuple(finding for check in looked for finding in check.look(evidence))
     missing = tuple((check.kind, why) for check, why in why_not.items() if why)
-    return Report(evidence.name, findings, tuple(check.kind for check in looked), missing)
+    watched = "" if evidence.observed is None else evidence.observed.watched
+    return Report(evidence.name, findings, tuple(check.kind for check in looked), missing, watched)
 
 
 def _audited(
