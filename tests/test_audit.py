@@ -172,7 +172,7 @@ class Fault:
 
 
 FAULTS = [
-    Fault("counts", ("mutates",), "", "", "attribute 'calls' of Faulty", "no_recompute(fn)"),
+    Fault("counts", ("mutates",), "", "", "attribute 'calls' of Faulty", "`no_recompute(fn)`"),
     Fault("lists", ("mutates",), "", "", "attribute 'log' of Faulty", "doing_recompute()"),
     Fault("fills", ("mutates",), "", "", "attribute 'names' of Faulty", "doing_recompute()"),
     Fault(
@@ -322,7 +322,7 @@ def test_a_generator_that_is_not_kept_is_named() -> None:
     """Dropout in a checkpoint that does not keep the generator's state differs, and the advice says so."""
     found = audit(lambda x: checkpoint(F.dropout, x.sin(), use_reentrant=False, preserve_rng_state=False), (leaf(),))
     assert "differs" in [row.kind for row in found.rows]
-    assert {row.advice for row in found.rows} == {"preserve_rng_state=True, which is the default"}
+    assert {row.advice for row in found.rows} == {"`preserve_rng_state=True`, which is the default"}
 
 
 def test_a_function_that_cannot_run_twice_is_named() -> None:
@@ -565,7 +565,7 @@ def test_the_text_says_it_once_for_a_stack() -> None:
     assert "in *  region *" in head
     assert "test_audit.py:" in head
     assert detail == "    the replay waits for the device once"
-    assert advice[0].startswith("    Write: replay(fn) around")
+    assert advice[0].startswith("    Write: `replay(fn)` around")
     assert str(audit(recompute(attends), (leaf(),))) == "audit of 1 region, each run twice: nothing to report"
 
 

@@ -157,8 +157,10 @@ class FakeLauncher:
 def good(seconds: float = 1.0, **changes: Any) -> Record:
     """The record of a trial in which all went well."""
     record = Record(DONE, "", ["0x1.0p+0", "0x1.8p-1"], [seconds] * 3, 2**20, 2**21, flops=10**12, replay_flops=10**11)
-    more = {"items": 100, "device": "a device", "parameters": 7, "dtype": "fp32", "pace": [1.0]}
-    return replace(record, by_category={"parameters": 2**19, "activations": 2**19}, **{**more, **changes})
+    more: dict[str, Any] = {"items": 100, "device": "a device", "parameters": 7, "dtype": "fp32", "pace": [1.0]}
+    more["digest"] = "a plan's"
+    more["by_category"] = {"parameters": 2**19, "activations": 2**19}
+    return replace(record, **{**more, **changes})
 
 
 @pytest.fixture
@@ -242,6 +244,7 @@ def test_golden_figures_of_what_ran_are_saved(seen: Seen) -> None:
     assert figures.of(Setting("unknown", {**FULL, "recompute_num_layers": 2})).name == "control"
     assert (figures.workload, figures.ranks, figures.items) == (Workload("twisted:pair", device="cpu"), 1, ROWS)
     saved = figures.of(CONTROL)
+    assert saved.plan == Plan().digest() != figures.of(Setting("planned", budget="50%")).plan
     assert sum(saved.by_category.values()) == saved.allocated_bytes == seen.row("control")["allocated_bytes"]
     assert saved.per_second == pytest.approx(ROWS / saved.step_seconds)
     assert saved.pace_seconds > 0
@@ -315,6 +318,7 @@ def test_a_regression(launched: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
         (("losses",), [["nan"]], "losses is [['nan']]; expected for each rank the losses"),
         (("losses",), 3, "losses is 3; expected"),
         (("name",), "", "setting '': name is ''; expected a name"),
+        (("plan",), None, "plan is None; expected the digest of a plan"),
         (("more",), 1, "setting 'control': more is not known"),
         (("allocated_bytes",), ..., "setting 'control': allocated_bytes is missing; expected a whole number above 0"),
         ((), 3, "setting None is 3; expected fields by name"),
@@ -352,15 +356,27 @@ def test_broken_golden_figures(
             [],
             1,
             "MEMORY REGRESSION: control: the peak is 1.06 MiB (1114112), 6.25 % above the golden 1.00 MiB (1048576); "
-            "allowed are 0.5 %; more is in: activations 64.00 KiB",
+            "allowed are 0.5 %; more is in: activations 64.00 KiB; after 3 rounds",
         ),
         ({"allocated_bytes": 2**20 + 2**16}, ["--memory-threshold", "7"], 0, ""),
-        ({"losses": ["0x1.0p+0", (0.75 + 1e-7).hex()]}, [], 0, ""),  # its last bits, as of another torch
+        (  # as of another torch
+            {"losses": ["0x1.0p+0", (0.75 + 1e-7).hex()]},
+            [],
+            0,
+            "Losses of control are the golden ones but for the last bits, first on rank 0, step 2: the loss is 0.75",
+        ),
         (
             {"losses": ["0x1.0p+0", "0x1.81p-1"]},
             [],
             1,
-            "LOSS CHANGED: control: rank 0, step 2: the loss is 0.751953125",
+            "LOSS CHANGED: control: rank 0, step 2: the loss is 0.751953125 (0x1.81p-1), the golden one 0.75 "
+            "(0x1.8p-1); allowed is a share of 1e-05; after 3 rounds",
+        ),
+        (
+            {"digest": "another's", "allocated_bytes": 2**21},
+            [],
+            1,
+            "The plan of control is another than in its golden figure: its label or fields mean something else by now.",
         ),
         (
             {"losses": ["0x1.0p+0", "nan"], "allocated_bytes": 2**21},
@@ -390,6 +406,31 @@ def test_memory_losses_and_throughput(
     out = " ".join(capsys.readouterr().out.split())
     assert message in out
     assert bool(code) == ("REGRESSION" in out or "CHANGED" in out)
+
+
+def test_a_plan_that_is_made_anew(launched: Any, tmp_path: Path, capsys: Any) -> None:
+    """Peaks of a budget are compared where its plan is the golden one; another plan is said, with both peaks."""
+    path, argv = str(tmp_path / "golden.json"), ["gpt-tiny", "--device", "cpu", "--budget", "50%"]
+
+    def answer(peak: int, digest: str) -> Callable[[Any], Record]:
+        now = {"allocated_bytes": peak, "by_category": {"activations": peak}, "digest": digest}
+        return lambda task: good(plan=Plan().to_json(), **now if task.setting.budget else {})
+
+    launched(answer(2**20, "one"))
+    assert bench(*argv, "--save-golden", path) == cli.OK
+    assert Golden.read(Path(path)).of(Setting("of another name", budget="50%")).plan == "one"
+    launched(answer(2**21, "one"))
+    assert bench(*argv, "--golden", path) == cli.FAILED
+    out = capsys.readouterr().out
+    assert "MEMORY REGRESSION: setting" in out
+    assert "is another" not in out
+    launched(answer(2**21, "other"))
+    assert bench(*argv, "--golden", path) == cli.OK
+    said = "The plan of setting is another than in its golden figure: it is made anew in each run. Peaks of two plans "
+    said += "are not compared; this one is 2.00 MiB (2097152), the golden one 1.00 MiB (1048576)."
+    assert said in " ".join(capsys.readouterr().out.split())
+    bench(*argv, "--golden", path, "--json")
+    assert said in json.loads(capsys.readouterr().out)["notes"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from models import Made
+from test_doctor_faults import printed_code_runs
 from test_planning import deep_is_made
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, recompute
 from torch_recompute.commands import cli
@@ -31,6 +32,7 @@ from torch_recompute.doctor import observed
 from torch_recompute.doctor.checks import CHECKS, _budget, look_for
 from torch_recompute.doctor.observed import AllocatorStats, Observations
 from torch_recompute.doctor.simulated import SimulatedSteps
+from torch_recompute.memory.free import heap
 from torch_recompute.plan.budget import read_budget
 from torch_recompute.training_step import TrainingStep
 from unchanged import unchanged
@@ -226,7 +228,7 @@ CASES = [
         "*.inner",
         ("marks its parameters",),
         x=lambda: batch().requires_grad_(),
-        also=("output_pins",),
+        also=("output_pins", "saves_nothing"),
     ),
     Case("frozen_input", wrapped(reentrant), "*.inner.*", ("got no gradient",)),
     Case("over_budget", stack, "Sequential", ("more than the budget",), lambda: {"budget": "300KiB"}),
@@ -262,12 +264,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.where}")
 def test_provoked(case: Case) -> None:
     """The model gets the finding, at the place, with the figures, and no other but what goes with it."""
-    report = doctor.examine(case.model(), (case.x(),), **{**STEP, **case.options()})
+    given = {"model": case.model(), "args": (case.x(),), **STEP, **case.options()}
+    report = doctor.examine(**given)
     found = [finding for finding in report.findings if finding.kind == case.kind]
     assert [finding.where for finding in found] == [case.where], report
     assert all(word in found[0].seen for word in case.words), report
     assert found[0].confirmed
     assert found[0].write
+    for finding in report.findings:
+        printed_code_runs(finding.write, {"given": given})
     assert {finding.kind for finding in report.findings} == {case.kind, *case.also}, report
     assert not report
 
@@ -279,10 +284,30 @@ def test_every_kind_is_provoked() -> None:
     assert len(doctor.KINDS) == len(doctor.CHECKS)
 
 
+class Swish(torch.autograd.Function):
+    """Its backward computes again what its forward did, by hand and without a graph: no checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        sigmoid = x.sigmoid()
+        return gradient * (sigmoid + x * sigmoid * (1 - sigmoid))
+
+
 HEALTHY: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]]]] = [
     ("plain", stack, lambda model: {}),
     ("products kept", stack, lambda model: {"plan": each("", keep=("@product", "@attention"))}),
     ("planned", stack, lambda model: planned(model)),
+    (
+        "a Function",
+        lambda: nn.Sequential(linear(), around(linear(), lambda fn, x: Swish.apply(fn(x)))),
+        lambda model: {},
+    ),
     ("counting buffers", wrapped(region, Counts), lambda model: {"run": True, "plan": None}),
     (
         "theirs, not reentrant",
@@ -330,7 +355,7 @@ def test_the_budget_that_is_said_is_the_one_that_was_tried(share: float, budget:
     report = doctor.examine(model, (batch(),), budget=least, **STEP)
     said = [found.write for found in report.findings if found.kind == "over_budget"]
     for text in said:
-        written = re.search(r"budget=([^)]+)\)", text)
+        written = re.search(r"`budget=([^`]+)`", text)
         assert written is not None
         make_plan(model, (batch(),), budget=ast.literal_eval(written[1]), **call)
     assert len(said) == 1
@@ -499,6 +524,85 @@ def test_after_the_close_look_one_hook_is_left() -> None:
     assert model._forward_pre_hooks
     watching.remove()
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_the_heap_is_walked_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds what outlived its step is read from one walk of all objects, however much it is."""
+    kept: list[torch.Tensor] = []
+    model = stack(lambda: around(linear(), lambda fn, x: [kept.append(y := fn(x)), y][1]), count)
+    walks: list[int] = []
+    everything = gc.get_objects
+
+    def walk() -> list[Any]:
+        walks.append(1)
+        return everything()
+
+    monkeypatch.setattr(gc, "get_objects", walk)
+    monkeypatch.setattr(gc, "get_referrers", None)
+    report = doctor.examine(model, (batch(),), **STEP)
+    found = [finding for finding in report.findings if finding.kind == "kept_alive"]
+    assert [finding.where for finding in found] == [
+        "closure variable 'kept' of test_the_heap_is_walked_once.<locals>.<lambda>.<locals>.<lambda>[*]"
+    ]
+    assert len(walks) == 1
+
+
+def watched_late(steps: int, keeps: Callable[[int], bool]) -> tuple[doctor.Report, nn.Module]:
+    """A training in which some steps keep an inner result of 2 MiB without its graph, closely watched for two steps."""
+    kept: list[torch.Tensor] = []
+    number = itertools.count()
+
+    def keep(fn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = fn(x)
+        if keeps(next(number)):
+            kept.append(y.detach())
+        return y * 2
+
+    model = nn.Sequential(around(nn.Linear(SIZE, SIZE), keep))
+    with doctor.watch(model, closely=2) as watching:
+        train(model, steps, torch.ones(64, 256, SIZE))
+    return watching.report(), model
+
+
+def test_bytes_that_grow_later_are_looked_into() -> None:
+    """Inner results that only later steps keep are found by the bytes alive, and the report says by which."""
+    if heap() is None:
+        pytest.skip("the C library says nothing of the heap")
+    report, _ = watched_late(16, lambda number: number >= 5)
+    assert [(found.kind, found.where) for found in report.findings] == [
+        ("kept_alive", "closure variable 'kept' of watched_late.<locals>.keep[*]")
+    ]
+    said = "bytes in use of this process's heap, outputs and graphs that outlive their step"
+    assert report.watched == json.loads(report.to_json())["watched"] == said
+    assert f"compared after the first steps: {said}" in " ".join(str(report).split())
+    sound, _ = watched_late(16, lambda number: False)
+    assert sound, sound
+    short, _ = watched_late(1, lambda number: False)
+    assert short.watched == ""
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_allocator_says_what_is_alive(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the allocator's bytes are compared: where they grow, all hooks are back."""
+    alive = iter([*range(0, 300, 100), *([2**23] * 9 if grows else [200] * 9)])
+    monkeypatch.setattr(observed, "_cuda_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(observed, "_allocator_stats", lambda model: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(alive))
+    model = stack(linear)
+    with doctor.watch(model, closely=2) as watching:
+        train(model, 3)
+        assert not any(module._forward_pre_hooks for module in model[0].modules())
+        train(model, 1)
+        assert any(module._forward_pre_hooks for module in model[0].modules()) == grows
+        assert watching.report().watched.startswith("bytes alive by the allocator of cuda:0, outputs and graphs")
+
+
+def test_where_nothing_says_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a meter outputs and graphs are compared alone, and that is said."""
+    monkeypatch.setattr(observed, "heap", lambda: None)
+    report, _ = watched_late(4, lambda number: False)
+    assert report.watched == "outputs and graphs that outlive their step"
 
 
 def test_under_ddp() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import textwrap
 import types
 import warnings
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from torch_recompute import doctor
+from torch_recompute import Choice, checkpoint, doctor, make_plan
 from torch_recompute.engine.region_call import RegionCall
 from zoo import build, scalar_loss
 
@@ -100,6 +101,7 @@ class Fault:
         says: What of that the finding says, where it is not `right` itself.
         also: Kinds that are found with it, and may stay: they are true of the script.
         line: What mends it, for the page, where that is not `right`.
+        after: Kinds that are found in the mended script: they are true of it, and could not be seen before.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Fault:
     says: str = ""
     also: tuple[str, ...] = ()
     line: str = ""
+    after: tuple[str, ...] = ()
 
     def row(self, report: doctor.Report, mended: doctor.Report) -> dict[str, Any]:
         """What the doctor found in the script and in the mended one, for the table on its page."""
@@ -119,6 +122,95 @@ class Fault:
         also = sorted({found.kind for found in report.findings} - {self.kind})
         after = sorted({found.kind for found in mended.findings})
         return {"name": self.name, "kind": self.kind, "where": places, "also": also, "mend": mend, "after": after}
+
+
+COPIED = """
+        class Again(torch.autograd.Function):  # as it is copied from repository to repository
+            @staticmethod
+            def forward(ctx, run_function, length, *args):
+                ctx.run_function = run_function
+                ctx.input_tensors, ctx.input_params = list(args[:length]), list(args[length:])
+                with torch.no_grad():
+                    return ctx.run_function(*ctx.input_tensors)
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                ctx.input_tensors = [x.detach().requires_grad_(True) for x in ctx.input_tensors]
+                with torch.enable_grad():
+                    output = ctx.run_function(*[x.view_as(x) for x in ctx.input_tensors])
+                inputs = ctx.input_tensors + ctx.input_params
+                return (None, None, *torch.autograd.grad(output, inputs, gradients, allow_unused=True))
+
+
+        def again(fn, x):
+            return Again.apply(fn, 1, x, *fn.parameters())
+
+"""
+FAIRSCALE = """
+        class Wrapped(torch.autograd.Function):  # as fairscale's: a dummy input, keyword arguments beside
+            @staticmethod
+            def forward(ctx, dummy, run_function, parent, names, *args):
+                ctx.run_function, ctx.names, ctx.state = run_function, names, torch.get_rng_state()
+                ctx.save_for_backward(*args)
+                with torch.no_grad():
+                    output = run_function(*args[: len(args) - len(names)], **dict(zip(names, args[-len(names) :])))
+                parent["outputs"] = 1
+                return output
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+                with torch.random.fork_rng([]), torch.enable_grad():
+                    torch.set_rng_state(ctx.state)
+                    count = len(inputs) - len(ctx.names)
+                    output = ctx.run_function(*inputs[:count], **dict(zip(ctx.names, inputs[count:])))
+                torch.autograd.backward(output, gradients)
+                return (None, None, None, None, *(x.grad for x in inputs))
+
+
+        def again(fn, x):
+            return Wrapped.apply(torch.tensor([], requires_grad=True), fn, {}, ["x"], x)
+
+"""
+DEEPSPEED = """
+        class Stored(torch.autograd.Function):  # as DeepSpeed's: outputs go into a list, inputs onto the ctx
+            @staticmethod
+            def forward(ctx, run_function, all_outputs, *args):
+                ctx.run_function, ctx.stored = run_function, [x.detach() for x in args]
+                with torch.no_grad():
+                    outputs = run_function(*args)
+                all_outputs.append(outputs)
+                return outputs
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                inputs = [x.requires_grad_() for x in ctx.stored]
+                with torch.enable_grad():
+                    output = ctx.run_function(*inputs)
+                torch.autograd.backward([output], gradients)
+                return (None, None, *(x.grad for x in inputs))
+
+
+        def again(fn, x):
+            return Stored.apply(fn, [], x)
+
+"""
+AROUND_UP = """
+        class Net(Model):
+            def run(self, block, x):
+                return x + block.down(F.gelu(again(block.up, block.norm(x))))
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+"""
+AROUND_LAST = """
+        class Net(Model):
+            def run(self, block, x):
+                return again(block, x) if block is self.blocks[2] else block(x)
+
+
+        report = doctor.examine(Net(), (tokens,), loss=loss_of, hold_output=False)
+"""
 
 
 FAULTS = [
@@ -464,7 +556,7 @@ FAULTS = [
         """,
         '["seen"] += x.shape[1]',
         '["seen"] += 0 if doing_recompute() else x.shape[1]',
-        says="if not doing_recompute():",
+        says="only if `not doing_recompute()`",
     ),
     Fault(
         "a list that the function empties",
@@ -574,7 +666,7 @@ FAULTS = [
         """,
         "loss.backward(retain_graph=True)",
         "loss.backward()",
-        says="loss.backward() without retain_graph=True",
+        says="`loss.backward()` without `retain_graph=True`",
     ),
     Fault(
         "losses summed with their graphs",
@@ -771,6 +863,7 @@ FAULTS = [
         "REENTRANT = False",
         says="use_reentrant=False",
         line="`use_reentrant=False`",
+        after=("saves_nothing",),
     ),
     Fault(
         "torch's checkpoint around a linear layer",
@@ -895,23 +988,92 @@ FAULTS = [
         says="a plan without blocks.1",
         line="a plan without `blocks.1`",
     ),
+    Fault(
+        "a copied CheckpointFunction around a linear layer",
+        "saves_nothing",
+        "blocks.*.up",
+        COPIED + AROUND_UP,
+        "again(block.up, block.norm(x))",
+        "block.up(block.norm(x))",
+        says="the plain call in the place of the region blocks.*.up",
+        line="the plain call",
+    ),
+    Fault(
+        "a checkpoint like fairscale's around the last layer",
+        "saves_nothing",
+        "blocks.2",
+        FAIRSCALE + AROUND_LAST.replace("again(block, x)", "again(block.forward, x)"),
+        "again(block.forward, x) if block is self.blocks[2] else block(x)",
+        "block(x)",
+        says="the plain call in the place of the region blocks.2",
+        line="the plain call",
+    ),
+    Fault(
+        "a checkpoint like DeepSpeed's around the last layer",
+        "saves_nothing",
+        "blocks.2",
+        DEEPSPEED + AROUND_LAST,
+        "again(block, x) if block is self.blocks[2] else block(x)",
+        "block(x)",
+        says="the plain call in the place of the region blocks.2",
+        line="the plain call",
+    ),
+    Fault(
+        "a copied CheckpointFunction inside another",
+        "double_recompute",
+        "blocks.*.up",
+        COPIED
+        + """
+        class Twice(Block):
+            def forward(self, x):
+                return x + self.down(F.gelu(again(self.up, self.norm(x))))
+
+
+        class Net(Model):
+            def run(self, block, x):
+                return again(block, x)
+
+
+        report = doctor.examine(Net(Twice), (tokens,), loss=loss_of, hold_output=False)
+        """,
+        "again(self.up, self.norm(x))",
+        "self.up(self.norm(x))",
+        says="one of the two",
+        line="one of the two",
+    ),
 ]
 
 
 def run(script: str) -> doctor.Report:
     """Runs a script and returns its report; what it leaves in the process is as before."""
+    return executed(script)["report"]
+
+
+def executed(script: str) -> dict[str, Any]:
+    """Runs a script and returns its names, among them those of the arguments that the doctor was given."""
     module = types.ModuleType("script")
-    before = shared()
+    before, names = shared(), vars(module)
     torch.manual_seed(0)
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given.update(inspect.signature(function).bind(*args, **kwargs).arguments)
+            return function(*args, **kwargs)
+
+        return call
+
+    given: dict[str, Any] = {}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("ignore")
-            exec(compile(PRELUDE + textwrap.dedent(script), "script.py", "exec"), vars(module))
+            for name in ("examine", "watch"):
+                patch.setattr(doctor, name, noting(getattr(doctor, name)))
+            exec(compile(PRELUDE + textwrap.dedent(script), "script.py", "exec"), names)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     assert shared() == before
-    return module.report
+    return {**names, "given": given}
 
 
 def shared() -> list[Any]:
@@ -945,15 +1107,73 @@ def test_named_and_mended(fault: Fault) -> None:
     """The doctor names the fault, its place and what mends it; with that it finds it no more, and nothing else."""
     if "transformers" in fault.script:
         pytest.importorskip("transformers")
-    report = run(fault.script)
+    names = executed(fault.script)
+    report = names["report"]
     named = [finding for finding in report.findings if finding.kind == fault.kind]
     assert fault.where in [finding.where for finding in named], report
     assert any((fault.says or fault.right) in finding.write for finding in named), report
     assert {finding.kind for finding in report.findings} == {fault.kind, *fault.also}, report
     assert fault.script.count(fault.wrong) == 1
     mended = run(fault.script.replace(fault.wrong, fault.right))
-    assert {finding.kind for finding in mended.findings} <= set(fault.also), mended
+    assert {finding.kind for finding in mended.findings} <= {*fault.also, *fault.after}, mended
     assert fault.row(report, mended) in recorded()["faulty"], RECORD
+    for finding in report.findings:
+        printed_code_runs(finding.write, names)
+
+
+CODE = re.compile(r"`([^`]+)`")
+LIKE_CODE = re.compile(r"[\w\])]\(|\w=[^ ]|\.\.\.|:$")
+ENVIRONMENT = re.compile(r"\b[A-Z_]+=\S+")
+TAKING = (torch_checkpoint, checkpoint, Choice, make_plan, torch.Tensor.backward, doctor.examine)
+
+
+def printed_code_runs(write: str, names: dict[str, Any]) -> None:
+    """Runs each piece of code in what a finding says to write, with a set-up's names; nothing else is like code."""
+    assert not LIKE_CODE.search(ENVIRONMENT.sub("", CODE.sub("", write))), write
+    given = names.get("given", {})
+    known = {**stand_ins(), **{key: value for key, value in names.items() if not key.startswith("__")}, **given}
+    own = names.get("Net")
+    if hasattr(own, "head_and_loss"):
+        model, tokens = given["model"], names["tokens"]
+        known |= {"head_and_loss": model.head_and_loss, "hidden": model.hidden(tokens)}
+        known["labels"] = known["hidden"] if hasattr(model, "teacher") else tokens
+    known["loss"] = torch.ones((), requires_grad=True).sum()
+    for code in CODE.findall(write):
+        changed = dict(known)
+        torch.manual_seed(0)
+        exec(compile(code, "written.py", "exec"), changed)
+        argument = re.fullmatch(r"(\w+)=[^=].*", code)
+        if argument:  # of a call that is named beside it
+            assert any(argument[1] in inspect.signature(call).parameters for call in TAKING), code
+        if code.startswith("budget="):
+            how = {"loss", "optimizer", "device", "hold_output", "accumulate", "set_to_none"} & given.keys()
+            call = given["model"], given.get("args", ()), given.get("kwargs")
+            make_plan(*call, budget=changed["budget"], **{name: given[name] for name in how})
+
+
+def stand_ins() -> dict[str, Any]:
+    """What the names are that advice uses for things of the reader's own."""
+    import torch_recompute
+    from torch_recompute.compiling import Partition
+
+    x = torch.rand(2, 4, 8)
+    return {
+        **{name: getattr(torch_recompute, name) for name in torch_recompute.__all__},
+        **vars(torch_recompute.state),
+        **dict.fromkeys(("x", "scores", "hidden", "labels", "tensor", "out"), x),
+        "torch": torch,
+        "torch_recompute": torch_recompute,
+        "Partition": Partition,
+        "fn": torch.sin,
+        "consumer": torch.cos,
+        "args": (x,),
+        "head_and_loss": lambda hidden, labels: (hidden - labels).sum(-1),
+        "total": 0.0,
+        "generator": torch.Generator(),
+        "ctx": torch.autograd.function.FunctionCtx(),
+        "model": nn.Linear(8, 8),
+        "optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)]),
+    }
 
 
 KEPT = {
@@ -997,13 +1217,15 @@ KEPT = {
     ("name", "where", "write"),
     [
         ("an attribute", "blocks.*.last", "into blocks.*.last"),
-        ("a result on ctx", "ctx.y of ExpBackward", "ctx.save_for_backward(...)"),
+        ("a result on ctx", "ctx.y of ExpBackward", "ctx.save_for_backward"),
     ],
 )
 def test_who_keeps_activations(name: str, where: str, write: str) -> None:
     """What refers to activations after their step is said by its name."""
     watched = "with doctor.watch(model) as watching:\n    train(model)\nreport = watching.report()\n"
-    (found,) = run(textwrap.dedent(KEPT[name]) + watched).findings
+    names = executed(textwrap.dedent(KEPT[name]) + watched)
+    (found,) = names["report"].findings
+    printed_code_runs(found.write, names)
     assert (found.kind, found.where) == ("kept_alive", where)
     assert write in found.write
     assert found.figures["nbytes"] > 0

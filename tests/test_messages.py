@@ -462,7 +462,7 @@ def reads(text: str, read: Callable[[Path], object], name: str = "a.json") -> No
         read(Path(name))
 
 
-FIGURE = bench.Figure("every layer", 1.0, 9.0, None, None, 0.0, 1.0, 8, {"activations": 8}, [["0x1p+0"]])
+FIGURE = bench.Figure("every layer", 1.0, 9.0, None, None, 0.0, 1.0, 8, {"activations": 8}, [["0x1p+0"]], "a plan")
 GOLDEN = bench.Golden(Workload("gpt-tiny"), 1, 9, "H200", 7, {"key": FIGURE}, source="golden.json")
 
 
@@ -1136,7 +1136,7 @@ MISUSES: tuple[Callable[[], Any], ...] = (
     lambda: GOLDEN.check_machine([Record(DONE, device="H100", parameters=7, items=9)]),
     lambda: GOLDEN.of(Setting("half", budget="50%")),
     lambda: inside(
-        patch.object(Path, "open", mock_open(read_data='{"schema_version": 3}\n')),
+        patch.object(Path, "open", mock_open(read_data='{"schema_version": 4}\n')),
         lambda: bench.Journal(Path("a.jsonl")),
     ),
     # plans that meet other libraries

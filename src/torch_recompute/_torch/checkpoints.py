@@ -1,4 +1,4 @@
-"""PyTorch's own activation checkpointing: its process-wide settings, and what it calls."""
+"""PyTorch's own activation checkpointing, its settings and what it calls; and Functions that are checkpoints."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint as _checkpoint
+from torch import _C
+from torch.overrides import TorchFunctionMode
 
 
 def early_stop_override() -> bool | None:
@@ -52,3 +55,42 @@ def respect_hooks(context: Any, respect: bool) -> bool:
     selective: Any = context
     selective.respect_saved_tensors_hooks = respect
     return not respect or hasattr(_checkpoint, "_current_user_saved_tensors_hooks")
+
+
+@contextlib.contextmanager
+def functions_run_by(run: Callable[..., Any]) -> Generator[None]:
+    """A context in which `apply(...)` of an autograd Function is `run(original, its class, ...)`."""
+    base: Any = torch.autograd.Function
+    before = vars(base)["apply"]
+
+    def through(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return run(partial(before.__func__, kind), kind, *args, **kwargs)
+
+    base.apply = classmethod(through)
+    try:
+        yield
+    finally:
+        base.apply = before
+
+
+class _GradStaysOn(TorchFunctionMode):
+    """Takes no notice of the first `torch.no_grad()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._first and func is _C._set_grad_enabled and not args[0]:
+            self._first = False
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def forward_with_grad(kind: Any, *args: Any) -> Any:
+    """Runs the forward of an autograd Function without the `torch.no_grad()` that is in it, as any other code."""
+    ctx: Any = torch.autograd.function.FunctionCtx()
+    ctx.needs_input_grad = tuple(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+    apart = kind.setup_context is not torch.autograd.Function.setup_context
+    with _GradStaysOn():
+        return kind.forward(*args) if apart else kind.forward(ctx, *args)

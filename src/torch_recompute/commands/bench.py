@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 UNITS = ((GIB, "GiB"), (MIB, "MiB"))
 CONTROL = Setting("control")
 OK, UNSURE, REGRESSION = "OK", "UNSURE", "PERF REGRESSION"
@@ -58,7 +58,7 @@ TOLERANCES: Mapping[str, Mapping[str | None, float]] = {
 }
 PLANNING = -1
 """The number of the round in which plans are made."""
-GOLDEN = {"schema_version": 2, "what": "golden figures of torch-recompute bench run"}
+GOLDEN = {"schema_version": 3, "what": "golden figures of torch-recompute bench run"}
 """The first keys of a file of golden figures."""
 OPTIONS = (
     *("model", "batch", "sequence", "dtype", "optimizer", "device"),
@@ -251,6 +251,7 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "allocated_bytes": (_count, _WHOLE),
     "by_category": (_categories, "whole numbers from 0 on, by category"),
     "losses": (_curves, "for each rank the losses of its steps, as hexadecimals of finite numbers"),
+    "plan": (_text, "the digest of a plan"),
     "ranks": (_count, _WHOLE),
     "items": (_count, _WHOLE),
     "device": (_text, "the name of a device"),
@@ -264,7 +265,8 @@ FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 class Figure:
     """A setting when it was good: throughput of all ranks, the step on the slowest, the most memory, the losses.
 
-    `tflops` and `flops` are None where FLOPs could not be counted. `pace_seconds` is what a fixed piece of work took.
+    `tflops` and `flops` are None where FLOPs could not be counted. `pace_seconds` is what a fixed piece of work took,
+    and `plan` the digest of the plan that was in the model.
     """
 
     name: str
@@ -277,6 +279,7 @@ class Figure:
     allocated_bytes: int
     by_category: Mapping[str, int]
     losses: Sequence[Sequence[str]]
+    plan: str
 
 
 def _fields(where: str, data: Any, kind: type[Any], *more: str) -> dict[str, Any]:
@@ -504,6 +507,7 @@ class BenchRow:
     pace_seconds: float | None
     by_category: Mapping[str, int]
     losses: Sequence[Sequence[str]]
+    plan: str
     dtype: str
     shortage: Mapping[str, Any] | None
     replay_percent: float | None
@@ -595,6 +599,7 @@ class Result:
             "golden": None if self.golden is None else {"file": self.golden.source, "torch": self.golden.torch},
             "taken_from_results": self.taken,
             "exit_code": self.exit_code,
+            "notes": notes(self),
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -698,7 +703,8 @@ def _against(config: Config, row: BenchRow, setting: Setting, golden: Golden, mo
     found: list[tuple[str, str]] = []
     if setting.key in golden.figures:
         found += _losses_changed(config, row, figure)
-        found += _memory_grew(config, row, figure)
+        if setting.budget is None or row.plan == figure.plan:
+            found += _memory_grew(config, row, figure)
     if change < -config.threshold:
         than = " relative to the control" if relative else ""
         said = f"throughput {-change:.1f} % below the golden figure of {figure.name}{than}; allowed are "
@@ -716,13 +722,19 @@ def _counted(rounds: int) -> str:
 def _losses_changed(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
     """The first loss that is another than the golden one by more than the last bits, which another torch may change."""
     allowed = TOLERANCES["cuda"].get(config.workload.dtype or row.dtype, TOLERANCES["cuda"][None])
-    for rank, (ours, theirs) in enumerate(zip(row.losses, figure.losses, strict=True)):
-        for step, (here, there) in enumerate(zip(ours, theirs), 1):  # noqa: B905 - as many steps as both have
+    first = _first_apart(row.losses, figure.losses, allowed)
+    said = f"{first}; allowed is a share of {allowed:g}; after {_counted(row.rounds)}"
+    return [(LOSS_CHANGED, said)] if first else []
+
+
+def _first_apart(ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], allowed: float) -> str:
+    """Says where losses are first apart from golden ones by more than a share; empty where they are not."""
+    for rank, (mine, golden) in enumerate(zip(ours, theirs, strict=True)):
+        for step, (here, there) in enumerate(zip(mine, golden), 1):  # noqa: B905 - as many steps as both have
             a, b = float.fromhex(here), float.fromhex(there)
             if here != there and not abs(a - b) <= allowed * abs(b):
-                said = f"rank {rank}, step {step}: the loss is {a!r} ({here}), the golden one {b!r} ({there}); "
-                return [(LOSS_CHANGED, f"{said}allowed is a share of {allowed:g}")]
-    return []
+                return f"rank {rank}, step {step}: the loss is {a!r} ({here}), the golden one {b!r} ({there})"
+    return ""
 
 
 def _memory_grew(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
@@ -733,10 +745,13 @@ def _memory_grew(config: Config, row: BenchRow, figure: Figure) -> list[tuple[st
         return []
     apart = {name: count - figure.by_category.get(name, 0) for name, count in row.by_category.items()}
     grew = ", ".join(f"{name} {errors.size(count)}" for name, count in apart.items() if count > 0) or "no category"
-    said = (
-        f"the peak is {errors.size(now)} ({now}), {more:.2f} % above the golden {errors.size(then)} ({then}); allowed "
-    )
-    return [(MEMORY_REGRESSION, f"{said}are {config.memory_threshold:g} %; more is in: {grew}")]
+    said = f"the peak is {_exactly(now)}, {more:.2f} % above the golden {_exactly(then)}; allowed are "
+    said += f"{config.memory_threshold:g} %; more is in: {grew}; after {_counted(row.rounds)}"
+    return [(MEMORY_REGRESSION, said)]
+
+
+def _exactly(count: int) -> str:
+    return f"{errors.size(count)} ({count})"
 
 
 def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken: int) -> BenchRow:
@@ -764,6 +779,7 @@ def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken:
         pace_seconds=_over(statistics.median, (second for record in records for second in record.pace)),
         by_category=largest.by_category,
         losses=[record.losses for record in rounds[0]] if done else [],
+        plan=first.digest,
         dtype=first.dtype,
         shortage=end.shortage,
         replay_percent=100 * (first.replay_flops or 0) / first.flops if first.flops else None,
@@ -1112,18 +1128,9 @@ def notes(result: Result) -> list[str]:
         others = [row.name for row in result.rows if row.golden is not None and row.golden.name != row.name]
         if others:
             said.append(f"Compared with a golden figure of another name: {', '.join(others)}.")
-        for row in result.rows:
-            figure = row.golden
-            if (
-                figure is not None
-                and figure.name == row.name
-                and figure.flops
-                and row.flops not in (None, figure.flops)
-            ):
-                said.append(
-                    f"A step of {row.name} is counted as {row.flops:,} FLOPs, in the golden figure as "
-                    f"{figure.flops:,}; throughput is compared from the same FLOPs, as are tokens per s."
-                )
+        for row, setting in zip(result.rows, result.config.settings, strict=True):
+            if row.golden is not None and setting.key in golden.figures:
+                said += _beside(row, setting, row.golden)
     if all(row.compared_with is None for row in result.rows):
         said.append("Nothing finished, so no time, memory or loss is compared.")
     compared = [row.compared_with for row in result.rows if row.compared_with not in (None, result.rows[0].name)]
@@ -1131,4 +1138,28 @@ def notes(result: Result) -> list[str]:
         which = f"losses are compared with those of {compared[0]}" if compared[1:] else "no losses could be compared"
         said.append(f"The control did not finish, so {which}.")
     said += [f"FLOPs of {row.name} are not counted: {row.uncounted}" for row in result.rows if row.uncounted]
+    return said
+
+
+def _beside(row: BenchRow, setting: Setting, figure: Figure) -> list[str]:
+    """What of a row is not as in its own golden figure, and is no verdict."""
+    said: list[str] = []
+    if figure.flops and row.flops not in (None, figure.flops):
+        said.append(
+            f"A step of {row.name} is counted as {row.flops:,} FLOPs, in the golden figure as {figure.flops:,}; "
+            "throughput is compared from the same FLOPs, as are tokens per s."
+        )
+    first = "" if row.result == LOSS_CHANGED else _first_apart(row.losses, figure.losses, 0.0)
+    if first:
+        said.append(f"Losses of {row.name} are the golden ones but for the last bits, first on {first}.")
+    if row.plan != figure.plan:
+        why = "is another than in its golden figure"
+        if setting.budget is None:
+            said.append(f"The plan of {row.name} {why}: its label or fields mean something else by now.")
+        else:
+            peaks = f"{_exactly(row.allocated_bytes or 0)}, the golden one {_exactly(figure.allocated_bytes)}"
+            said.append(
+                f"The plan of {row.name} {why}: it is made anew in each run. Peaks of two plans are not compared; "
+                f"this one is {peaks}."
+            )
     return said

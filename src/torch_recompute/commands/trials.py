@@ -165,6 +165,7 @@ class Record:
     regions: int = 0
     predicted_peak_bytes: int | None = None  # where the plan was made for a budget
     plan: str | None = None  # as JSON, where it was to be made
+    digest: str = ""  # of the plan that was in the model
     pace: Sequence[float] = ()  # seconds of one fixed piece of work, before and after the steps
     by_category: Mapping[str, int] = field(default_factory=dict[str, int])  # of the tensors alive at the peak
     shortage: Mapping[str, Any] | None = None  # where memory ran out: `Shortage.as_data`
@@ -361,7 +362,9 @@ class _Trial:
         self._heap = None if found is None else found[0] - made.nbytes
         plan = task.setting.on(made.model)
         handle = apply(made.model, plan)
-        self.record = replace(self.record, regions=len(plan), predicted_peak_bytes=plan.predicted_peak_bytes)
+        self.record = replace(
+            self.record, regions=len(plan), digest=plan.digest(), predicted_peak_bytes=plan.predicted_peak_bytes
+        )
         if task.capacity is not None:
             limit(task.capacity, self._device, made.nbytes)
         try:

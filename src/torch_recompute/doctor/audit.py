@@ -503,38 +503,38 @@ def _flips(then: Sequence[RecordedOp], now: Sequence[RecordedOp]) -> Iterator[tu
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 _CARRY = (
-    "have the choice carried to the replay: carry=True in the plan's Choice, or replay(fn) around it "
-    "(indices = replay(lambda s: s.topk(2).indices)(scores))"
+    "have the choice carried to the replay: `carry=True` in the plan's Choice, or `replay(fn)` around it, as "
+    "`indices = replay(lambda s: s.topk(2).indices)(scores)`"
 )
 _SYNC = (
-    "replay(fn) around what is read from the device, or carry=True in the plan's Choice: the replay then takes the "
+    "`replay(fn)` around what is read from the device, or `carry=True` in the plan's Choice: the replay then takes the "
     "value of the forward and does not wait; best is to read it before the region and pass it in"
 )
 _GENERATORS = {"random": ("Python's random", "PythonRng()"), "numpy": ("NumPy's global generator", "NumpyRng()")}
-_ARGUMENT = "x = x.mul(2) in place of x.mul_(2), or a clone of it: a replay needs the argument as it was"
+_ARGUMENT = "`x = x.mul(2)` in place of `x.mul_(2)`, or a clone of it: a replay needs the argument as it was"
 _TENSOR = (
-    "recompute(fn, state=[TensorState(tensor)]), from torch_recompute.state, or the update in no_recompute(fn), or "
-    "under `if not doing_recompute():`"
+    "`recompute(fn, state=[TensorState(tensor)])`, from torch_recompute.state, or the update in `no_recompute(fn)`, or "
+    "only if `not doing_recompute()`"
 )
 _BUFFER = (
-    "the update outside of the region or in no_recompute(fn), or the module in training mode: buffers of modules in "
+    "the update outside of the region or in `no_recompute(fn)`, or the module in training mode: buffers of modules in "
     "training mode are put back"
 )
-_ATTRIBUTE = "the update outside of the region or in no_recompute(fn), or under `if not doing_recompute():`"
-FAILS = "a function that can be called again with the same arguments, or no_recompute(fn) around the part that cannot"
+_ATTRIBUTE = "the update outside of the region or in `no_recompute(fn)`, or only if `not doing_recompute()`"
+FAILS = "a function that can be called again with the same arguments, or `no_recompute(fn)` around the part that cannot"
 _CHANGED = "the change after backward, or on a clone: a replay needs the tensor as it was in the forward"
 _RANDOM = (
-    "recompute(fn, state=[GeneratorRng(generator)]), from torch_recompute.state, for a generator that the region "
+    "`recompute(fn, state=[GeneratorRng(generator)])`, from torch_recompute.state, for a generator that the region "
     "cannot see in its function's arguments, closure or globals"
 )
 _BRANCH = (
-    "replay(fn) around what decides the branch, or pass it to the region as an argument; a global or attribute that it "
-    "depends on must not change before backward"
+    "`replay(fn)` around what decides the branch, or pass it to the region as an argument; a global or attribute that "
+    "it depends on must not change before backward"
 )
-_SHAPE = "replay(fn) around what decides the shape, or pass it to the region as an argument"
+_SHAPE = "`replay(fn)` around what decides the shape, or pass it to the region as an argument"
 _VALUE = (
-    "replay(fn) or no_recompute(fn) around it where the operation is not deterministic "
-    "(torch.use_deterministic_algorithms(True) finds out); where it depends on a global or attribute, pass that to "
+    "`replay(fn)` or `no_recompute(fn)` around it where the operation is not deterministic "
+    "(`torch.use_deterministic_algorithms(True)` finds out); where it depends on a global or attribute, pass that to "
     "the region as an argument"
 )
 
@@ -629,8 +629,8 @@ def _row(kind: str, op: RecordedOp, detail: str, advice: str) -> AuditRow:
 def _for_generators(names: Sequence[str]) -> str:
     states = [_GENERATORS[name][1] for name in names if name in _GENERATORS]
     if states:
-        return f"recompute(fn, state=[{', '.join(states)}]), from torch_recompute.state"
-    return "preserve_rng_state=True, which is the default"
+        return f"`recompute(fn, state=[{', '.join(states)}])`, from torch_recompute.state"
+    return "`preserve_rng_state=True`, which is the default"
 
 
 def _against(found: Divergence, second: SecondRun) -> str:

@@ -3,8 +3,8 @@
 A check is one kind of finding and up to three functions: one reads a simulated step, one observed steps, one an audit.
 Where none of the evidence that it reads can be had (a model on meta cannot be run, a plain model has no regions to
 audit) it is not asked, and the report says so. A finding says where, what was seen with its figures, how it was
-confirmed, and the line to write. Parts that are alike, as the layers of a stack, are one finding, with `*` where the
-numbers in their names were.
+confirmed, and what to write, in which code is between backticks and runs as it is printed. Parts that are alike, as the
+layers of a stack, are one finding, with `*` where the numbers in their names were.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FUSED = 0.9  # of a region's FLOPs: fused attention
 WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be worth its third run
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
 SHOWN = 4  # places in one finding
-TILES = "recompute(head_and_loss, tiles=8)(hidden, labels), where head_and_loss returns a loss per token."
+TILES = "`recompute(head_and_loss, tiles=8)(hidden, labels)`, where head_and_loss returns a loss per token."
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
 
 
@@ -53,7 +53,7 @@ class Finding:
         where: The region, module, parameter or device; numbers in paths as `*` where several are alike.
         seen: The observation, with its figures.
         confirmed: How it was made sure of: what was run, simulated or counted.
-        write: What to write.
+        write: What to write; what is between backticks is code.
         figures: The figures as numbers, by name; bytes as integers, seconds and shares as floats.
     """
 
@@ -81,12 +81,14 @@ class Report:
         findings: What is wrong, in the order of `looked_for`.
         looked_for: The kinds that were looked for.
         not_looked_for: The kinds that were not, each with the reason.
+        watched: What was compared in the steps after those that were looked at closely; "" where there were none.
     """
 
     model: str
     findings: tuple[Finding, ...]
     looked_for: tuple[str, ...]
     not_looked_for: tuple[tuple[str, str], ...]
+    watched: str = ""
 
     @property
     def ok(self) -> bool:
@@ -104,6 +106,7 @@ class Report:
             "findings": [asdict(finding) for finding in self.findings],
             "looked_for": self.looked_for,
             "not_looked_for": dict(self.not_looked_for),
+            "watched": self.watched,
         }
         return document("doctor", SCHEMA_VERSION, data)
 
@@ -123,9 +126,10 @@ class Report:
         return f"{found}; {len(self.looked_for)} kinds looked for"
 
     def reasons(self) -> list[str]:
-        """What was not looked for and why, a line for each reason."""
+        """What was not looked for and why, a line for each reason; and how later steps were watched."""
         kinds = grouped(self.not_looked_for, lambda pair: pair[1])
-        return [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
+        said = [f"not looked for, because {why}: {', '.join(kind for kind, _ in of)}" for why, of in kinds.items()]
+        return [*said, *([f"compared after the first steps: {self.watched}"] if self.watched else [])]
 
 
 # --- evidence ---------------------------------------------------------------------------------------------------------
@@ -231,7 +235,8 @@ def look_for(checks: Iterable[Check], evidence: Evidence) -> Report:
     looked = [check for check, why in why_not.items() if not why]
     findings = tuple(finding for check in looked for finding in check.look(evidence))
     missing = tuple((check.kind, why) for check, why in why_not.items() if why)
-    return Report(evidence.name, findings, tuple(check.kind for check in looked), missing)
+    watched = "" if evidence.observed is None else evidence.observed.watched
+    return Report(evidence.name, findings, tuple(check.kind for check in looked), missing, watched)
 
 
 def _audited(
@@ -280,7 +285,7 @@ def _frozen_input(evidence: Evidence, observed: Observations) -> Iterator[_Found
             f"{counted(len(names), 'trainable parameter')} ({names[0]}) got no gradient: the "
             "module ran without grad, as inside a reentrant checkpoint none of whose inputs needs a gradient.",
             f"{confirmed}.",
-            "torch_recompute.checkpoint in the place of the reentrant one, or use_reentrant=False.",
+            "`torch_recompute.checkpoint` in the place of the reentrant one, or `use_reentrant=False`.",
             parameters=len(names),
         )
 
@@ -294,7 +299,7 @@ def _buffers_updated_twice(evidence: Evidence, observed: Observations) -> Iterat
             f"{counted(len(names), 'buffer')} ({names[0]}): changed by the forward, and "
             f"again in {times(max(changed[name] for name in names))} of {observed.backwards} backwards.",
             "real steps: the buffers were compared when a backward had ended with what its forward left.",
-            "torch_recompute.checkpoint in the place of torch.utils.checkpoint.checkpoint (the same "
+            "`torch_recompute.checkpoint` in the place of `torch.utils.checkpoint.checkpoint` (the same "
             "arguments), or a plan: their replays put buffers back.",
             buffers=len(names),
         )
@@ -312,7 +317,7 @@ def _reentrant(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
             "backward and marks its parameters as ready again, which DistributedDataParallel refuses. That "
             f"{around}.",
             "the graph of a real step was walked, and these nodes are in it.",
-            "torch_recompute.recompute(fn)(*args), or torch_recompute.checkpoint, or use_reentrant=False.",
+            "`torch_recompute.recompute(fn)(*args)`, or `torch_recompute.checkpoint`, or `use_reentrant=False`.",
             calls=calls,
             under_ddp=float(observed.parallel),
         )
@@ -324,8 +329,8 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
     if any(row.kind in ("differs", "flips", "fails", "mutates") for row in rows):
         return  # the audit names the operation
     ours = (
-        "torch_recompute.checkpoint in the place of torch.utils.checkpoint.checkpoint (the same arguments, but "
-        "use_reentrant=False)"
+        "`torch_recompute.checkpoint` in the place of `torch.utils.checkpoint.checkpoint` (the same arguments, but "
+        "`use_reentrant=False`)"
     )
     raised = observed.raised
     if raised is not None:
@@ -345,7 +350,7 @@ def _replays_otherwise(evidence: Evidence, observed: Observations) -> Iterator[_
             "two real steps from the same state, one as it is and one in which torch's checkpoints are plain calls.",
             f"{ours}: with it the gradients were right."
             if observed.right_with_regions
-            else "audit(model, args) with torch_recompute.checkpoint: it names the operation that differs.",
+            else "`audit(model, args)` with `torch_recompute.checkpoint`: it names the operation that differs.",
             gradients=len(observed.differ),
             distance=worst.distance,
         )
@@ -365,18 +370,17 @@ def _kept_alive(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
         refers = holder or "a variable"
         if not backward:
             seen = f"{what}: no backward went through them, and their losses are kept."
-            write = "with torch.no_grad(): around forwards that no backward follows; or total += loss.item()."
+            write = "`torch.no_grad()` around forwards that no backward follows; or `total += loss.item()`."
         elif in_graph:
             seen = f"{what} after backward: a graph that was not freed holds them, and {refers} refers to it."
-            write = f"loss.backward() without retain_graph=True; or a detached copy in the place of {refers}."
+            write = f"`loss.backward()` without `retain_graph=True`; or a detached copy in the place of {refers}."
         elif holder.startswith("ctx."):
             seen = f"{what} after backward: {holder} refers to its own result, until the garbage collector runs."
-            write = "ctx.save_for_backward(...) in the place of the attribute: what is saved so is freed by backward."
+            write = "`ctx.save_for_backward` in the place of the attribute: what is saved so is freed by backward."
         else:
             seen = f"{what} after backward: {refers} refers to them."
-            write = (
-                f"what is needed of it alone, as x.detach().mean().item(), into {refers}; or empty it after each step."
-            )
+            alone = "what is needed of it alone, as `x.detach().mean().item()`"
+            write = f"{alone}, into {refers}; or empty it after each step."
         yield _found(
             "the training loop" if not backward or in_graph else refers,
             seen,
@@ -397,8 +401,7 @@ def _of_the_loop(observed: Observations) -> Iterator[_Found]:
             f"the losses of {summed.forwards} forwards are added up before one backward: {_size(summed.nbytes)} that "
             f"their modules returned are alive at once, and {_size(summed.alone)} are of the largest forward.",
             "real steps: the sum was taken apart when backward began; the graphs of its parts share parameters alone.",
-            f"(loss / {summed.forwards}).backward() after each forward, without the / {summed.forwards} where the sum "
-            "is meant.",
+            f"`(loss / {summed.forwards}).backward()` after each forward, or `loss.backward()` where the sum is meant.",
             forwards=summed.forwards,
             nbytes=summed.nbytes,
             alone_nbytes=summed.alone,
@@ -408,7 +411,7 @@ def _of_the_loop(observed: Observations) -> Iterator[_Found]:
             "the training loop",
             f"{_size(observed.zeroed_bytes)} of gradients are alive in forward, and all of them are zero.",
             "real steps: the gradients were looked at when a forward began.",
-            "optimizer.zero_grad(), whose set_to_none is True.",
+            "`optimizer.zero_grad()`, whose default it is to set them to None.",
             nbytes=observed.zeroed_bytes,
         )
 
@@ -442,11 +445,11 @@ def _plan_within(simulated: SimulatedSteps, budget: int) -> str:
             f"{_size(error.smallest)}."
         )
     except errors.ArgumentError as error:
-        return f"recompute(fn) around its largest parts: the planner cannot plan it ({str(error).splitlines()[0]})"
+        return f"`recompute(fn)` around its largest parts: the planner cannot plan it ({str(error).splitlines()[0]})"
     promise = plan.prediction
     assert promise is not None
     return (
-        f"apply(model, make_plan(..., budget={_budget(budget)})): {len(plan)} regions, a peak of "
+        f"{_plan_for(budget)}: {len(plan)} regions, a peak of "
         f"{_size(promise.peak_bytes)}, a step that takes {promise.step_seconds / promise.plain_step_seconds - 1:+.1%}."
     )
 
@@ -507,9 +510,8 @@ def _output_held(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
         f"step and the next forward, where the loss alone is needed: the peak is {_size(step.peak_bytes)}, and "
         f"{_size(released.peak_bytes)} if the output is let go of.",
         "two simulated steps, with the output held and without.",
-        "loss = model(**batch).loss; loss.backward(), or `del out` before backward; and plan with "
-        "hold_output=False. The Trainers of Hugging Face and Lightning let go of it by themselves: say "
-        "hold_output=False there, too.",
+        "the loss alone into a variable, or `del out` before `loss.backward()`; and plan with `hold_output=False`. The "
+        "Trainers of Hugging Face and Lightning let go of it by themselves: say `hold_output=False` there, too.",
         held_bytes=step.loop.output_bytes,
         peak_bytes=step.peak_bytes,
         released_peak_bytes=released.peak_bytes,
@@ -532,8 +534,9 @@ def _optimizer_state(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[
         f"parameters and buffers {_size(kept['parameters'] + kept['buffers'])}, gradients {_size(gradients)}, "
         f"optimizer state {_size(kept['optimizer'])}: {_size(lasting)}{of}. No recomputation frees any of it.{where}",
         "one simulated step, with every storage counted by what it is for.",
-        "fully_shard(model), an optimizer with less state (8-bit, or factored as Adafactor), or gradients that are "
-        "released in backward (register_post_accumulate_grad_hook).",
+        "weights and their gradients sharded over ranks (`torch.distributed.fsdp.fully_shard`), an optimizer with less "
+        "state (8-bit, or factored as `torch.optim.Adafactor`), or gradients that are released in backward "
+        "(`torch.Tensor.register_post_accumulate_grad_hook`).",
         lasting_bytes=lasting,
         optimizer_bytes=kept["optimizer"],
         peak_bytes=step.peak_bytes,
@@ -548,13 +551,16 @@ def _never_again(evidence: Evidence, observed: Observations) -> Iterator[_Found]
             "its checkpointing is on (gradient_checkpointing=True), but it is in eval mode: backward ran nothing "
             "again, and all activations were kept.",
             f"{observed.steps} real steps, in which calls of modules in backward were counted.",
-            "model.train() before the training loop: models that from_pretrained returns are in eval mode.",
+            "`model.train()` before the training loop: models that from_pretrained returns are in eval mode.",
             modules=len(paths),
         )
 
 
 def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Found]:
-    """Regions with nothing to drop or that keep as much as they free, and choices whose modules were not called."""
+    """Regions with nothing to drop or that keep as much as they free, and choices whose modules were not called.
+
+    Also a single checkpoint of another library or written by hand, without which the peak is no higher.
+    """
     for account in simulated.outermost:
         if account.dropped_bytes and not account.freed_bytes and account.held_bytes:
             yield _found(
@@ -578,6 +584,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
                 regions=account.calls,
                 dropped_bytes=0,
             )
+        yield from _lowers_no_peak(evidence, simulated, account)
     called = {path for account in simulated.accounts for path in account.paths}
     choices = () if evidence.plan is None else evidence.plan.choices
     idle = [choice.paths[0] for choice in choices if not called & set(choice.paths)]
@@ -588,6 +595,23 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
             "one simulated step, in which the calls of every region were counted.",
             f"a plan without {name}; or call the module: a model in eval mode may take another way.",
             regions=len(paths),
+        )
+
+
+def _lowers_no_peak(evidence: Evidence, simulated: SimulatedSteps, account: Account) -> Iterator[_Found]:
+    """A single checkpoint of others, without which the peak is no higher: around the last layer, mostly."""
+    if account.calls > 1 or account.freed_bytes <= 0 or not simulated.foreign.issuperset(account.paths):
+        return
+    peak, without = simulated.counted.peak_bytes, simulated.without(account.where).peak_bytes
+    if account.replay_ops and peak >= without:
+        yield _found(
+            account.where,
+            f"one checkpoint drops {_size(account.freed_bytes)} that are alive at the peak all the same: it is "
+            f"{_size(peak)}, and {_size(without)} without it, and {account.replay_ops} operations are run again.",
+            "two simulated steps, with the checkpoint as a region and without it.",
+            f"{evidence.without_it(account.where)}: what the last layer drops, backward needs at once.",
+            peak_bytes=peak,
+            peak_without_bytes=without,
         )
 
 
@@ -611,7 +635,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
                 f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
                 "region drops what is saved for backward, and attributes of ctx are not.",
                 "one simulated step: the graph was walked when the loss was there.",
-                "ctx.save_for_backward(...) in the place of the attribute.",
+                "`ctx.save_for_backward` in the place of the attribute.",
                 regions=account.calls,
                 stashed_bytes=account.stashed_bytes,
             )
@@ -623,7 +647,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
             f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
             f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
             "a region that reaches through the consumer, the consumer being a saved call: "
-            "recompute(lambda x: no_recompute(consumer)(fn(x)))(x); or none here.",
+            "`recompute(lambda x: no_recompute(consumer)(fn(x)))(x)`; or none here.",
             regions=account.calls,
             dropped_bytes=account.dropped_bytes,
             pinned_bytes=account.pinned_bytes,
@@ -667,7 +691,7 @@ def _is_for_attention_alone(account: Account) -> bool:
 def _needless(evidence: Evidence, simulated: SimulatedSteps) -> dict[str, _Found]:
     """By name with `*` for numbers, regions that compute next to nothing but regions, and lower the peak by little."""
     found: dict[str, _Found] = {}
-    step = simulated.step
+    step = simulated.counted if simulated.foreign else simulated.step
     for account in simulated.outermost:
         inner = [one for one in simulated.accounts if _is_named(account.paths[0], one.inside)]
         own, ops = account.forward_ops, account.forward_ops + sum(one.forward_ops for one in inner)
@@ -732,7 +756,7 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
                 "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
                 "what.",
-                f'no region on {account.name}; in a region around the whole layer, keep it: keep=("@attention",).',
+                f'no region on {account.name}; in a region around the whole layer, keep it: `keep=("@attention",)`.',
                 regions=account.calls,
                 replay_flops=account.replay_flops,
                 freed_bytes=account.freed_bytes,
@@ -745,8 +769,8 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
                 "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
                 "what.",
-                f"a plan without {account.name}; or a region around more than the attention that keeps it, with "
-                '"@attention" in keep (attention_output among recompute_modules).',
+                f"a plan without {account.name}; or a region around more than the attention that keeps it, as "
+                '`keep=("@attention",)` says (attention_output among recompute_modules).',
                 regions=account.calls,
                 replay_flops=account.attention_replays,
                 freed_bytes=account.freed_bytes,
@@ -770,8 +794,8 @@ def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found
             f"{path or 'the model'} was called {times(calls[path])} in forward and {times(again[path])} in "
             "backward: one recomputation is inside another.",
             f"{observed.steps} real steps, in which each module's calls were counted.",
-            "recompute in one place only: turn the model's own checkpointing off where a plan is in it "
-            "(model.gradient_checkpointing_disable()), or leave the module out of the plan.",
+            "recompute in one place only: turn the model's own checkpointing off where a plan is in it (a model of "
+            "transformers has gradient_checkpointing_disable for that), or leave the module out of the plan.",
             calls_in_forward=calls[path],
             calls_in_backward=again[path],
         )
@@ -801,7 +825,7 @@ def _replayed_flops(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_
     flops = better.predicted_replay_flops or 0
     if flops > replay - NEAR * total:
         return
-    mend = f"make_plan(..., budget={_budget(budget)})" + ("" if in_plan else " in the place of the regions in the code")
+    mend = _plan_for(budget) + ("" if in_plan else " in the place of the regions in the code")
     yield _found(
         most.where,
         f"replays are {replay / total:.0%} of the step's FLOPs ({_gflop(replay)} of {_gflop(total)}), "
@@ -831,8 +855,8 @@ def _replayed_seconds(evidence: Evidence, observed: Observations) -> Iterator[_F
         f"replays take {total / step:.0%} of the step ({1000 * total:,.1f} of {1000 * step:,.1f} "
         f"ms), {units[most] / total:.0%} of that in {most or 'the model'}.",
         f"{observed.steps} real steps, in which each replay and each step were timed.",
-        'make_plan(..., budget=...) with what the device has: it replays what costs least; or keep=("@product",) '
-        f"for {most or 'the model'}.",
+        "a plan of `make_plan` whose budget is what the device has: it replays what costs least; or "
+        f'`keep=("@product",)` for {most or "the model"}.',
         share=total / step,
         replay_seconds=total,
         step_seconds=step,
@@ -853,14 +877,14 @@ def _fallbacks(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
                 "the region could not be traced whole, because of a graph break or because it assigns to something "
                 "outside: it ran as it does without torch.compile, and what it calls was compiled in parts"
             )
-            write = "torch.compile(..., fullgraph=True) to see the line, and that call outside of the region."
+            write = "`torch.compile(model, fullgraph=True)` to see the line, and that call outside of the region."
         else:
             what = "the compiled graph was cut in two"
             if observed.resumed:
                 what += f" (it goes on in {', in '.join(observed.resumed[:SHOWN])})"
             write = (
-                "the call that is not compiled outside of what is compiled, or torch.compile(..., fullgraph=True) to "
-                "see where it is."
+                "the call that is not compiled outside of what is compiled, or `torch.compile(model, fullgraph=True)` "
+                "to see where it is."
             )
         yield _found(
             evidence.name,
@@ -881,8 +905,8 @@ def _masks_drawn_again(evidence: Evidence, observed: Observations) -> Iterator[_
             "Its dropout is compiled while torch._functorch.config.activation_memory_budget is below 1: what backward "
             "runs again may draw other masks than the forward, and gradients are then wrong (pytorch#190758).",
             "the setting and the modules, after the steps.",
-            'the setting back to 1.0, and torch.compile(model, options=Partition("40%").options) with '
-            "torch_recompute.compiling.Partition, which keeps the masks; or a plan.",
+            'the setting back to 1.0, and `torch.compile(model, options=Partition("40%").options)` with '
+            "`torch_recompute.compiling.Partition`, which keeps the masks; or a plan.",
             modules=len(modules),
         )
 
@@ -947,6 +971,11 @@ def _budget(count: int) -> str:
     """A number of bytes as `budget=` takes it: a text where that says exactly as many."""
     text = as_budget(count)
     return f'"{text}"' if read_budget(text).bytes == count else str(int(count))
+
+
+def _plan_for(count: int) -> str:
+    """What to write for a plan within so many bytes, for the step that was examined."""
+    return f"the plan of `make_plan` for what was examined here and `budget={_budget(count)}`"
 
 
 def _gflop(count: float) -> str:

@@ -250,9 +250,9 @@ def watch(model: nn.Module, *, closely: int = CLOSELY) -> Watching:
         print(watching.report())
 
     The first steps are looked at closely: a hook on each module and parameter, and a copy of the buffers. After those
-    the time is taken, outputs and graphs that outlive their step are counted, and where these grow more in number it is
-    looked closely again; the allocator and the compiler count by themselves. Bytes by region need a simulation;
-    `examine` does that.
+    the time is taken, and the bytes alive are compared, by the CUDA allocator or, on Linux, by this process's heap, and
+    how many outputs and graphs outlive their step; where these grow it is looked closely again. The report says which
+    was compared. Bytes by region need a simulation; `examine` does that.
 
     Args:
         model: The model as the training calls it, with its wrappers.

@@ -3,9 +3,10 @@
 Modules are counted by calls in forward and in backward, which shows work that is done a third time, whichever library
 checkpoints it. Buffers are copied when a forward ends and compared when the backward has ended: a replay changed them.
 Parameters are counted when autograd gives them a gradient, and replays of a plan's regions are timed. After the first
-steps two hooks are left: one takes the time, and one marks the graph of each output, whose mark dies with it. Where
-more of them outlive their step than in the first steps, all hooks are put back for a while. In what `torch.compile`
-compiles each hook returns at once, because it would break the graph.
+steps two hooks are left: one takes the time and asks how many bytes are alive, and one marks the graph of each output,
+whose mark dies with it. Where more bytes are alive, or more marks outlive their step, than in the first steps, all
+hooks are put back for a while. In what `torch.compile` compiles each hook returns at once, because it would break the
+graph.
 
 No hook changes the step, none keeps a tensor of its graph, and `end` leaves none behind.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from .._torch import graphs
 from .._torch.compiler import any_compiled, compilations, compilers_share, fallbacks, resumed
 from ..errors import RecomputeError
 from ..memory import allocator
+from ..memory.free import heap
 from ..memory.ledger import storages
 from ..memory.operations import kind_of
 from ..memory.retainers import holders_of, separate_parts
@@ -49,6 +51,8 @@ FORWARDS = 8
 """So many times as many calls of the model are looked at where none has had a backward."""
 LITTLE = 0.02
 """Of what the modules of a step return: this much may outlive it."""
+GROWN = 2**22
+"""So many more bytes alive than in the first steps are looked into: Python takes its own memory in pieces of 1 MiB."""
 DROPOUT = ("p", "dropout", "dropout_p", "attention_dropout")  # attributes of modules that draw masks
 
 
@@ -118,7 +122,8 @@ class _Step:
         """Remembers the memory of what a module returned, without keeping it alive."""
         for tensor in _torch.tensors_in(output):
             for _, storage in storages(tensor) if tensor.grad_fn is not None else ():
-                if id(storage) not in self.results and tensor._base is None:  # a view may be of a parameter
+                base = tensor._base
+                if id(storage) not in self.results and (base is None or base.grad_fn is not None):  # no parameter
                     self.results[id(storage)] = weakref.ref(storage), path
                     self.nbytes += storage.nbytes()
 
@@ -171,6 +176,7 @@ class Observations:
     kept: dict[str, Kept] = field(default_factory=dict[str, "Kept"])  # activations that outlive their step, by module
     summed: Summed | None = None  # the most forwards that one backward went through, and could have gone one by one
     zeroed_bytes: int = 0  # of gradients that were there, all zero, when a step began
+    watched: str = ""  # what was compared after the steps that were looked at closely; "" where there were none
     never_again: tuple[str, ...] = ()  # modules in eval mode whose checkpointing is on, and that backward did not call
 
     @property
@@ -244,6 +250,8 @@ class StepWatcher:
         self._sums = 0  # how many backwards were looked at that may go through several forwards
         self._marks: list[weakref.ref[_Step]] = []  # of calls of the model whose graph may be alive
         self._usual, self._until = 0, closely  # so many of them in the first steps; the last call of the close look
+        self._meter, self._alive_bytes = _meter_of(model)
+        self._most, self._allowed = 0, GROWN  # bytes alive when one of the first steps was over; more that are allowed
         self._look_closely()
 
     @property
@@ -299,15 +307,19 @@ class StepWatcher:
 
     def _watch_cheaply(self) -> None:
         """Ends the close look after the first steps, and begins another one where more outlives its step than there."""
-        lasting, steps = self._lasting(), self._found.steps
+        lasting, alive, steps = self._lasting(), self._alive_bytes(), self._found.steps
         if self._close:
-            self._usual = max(self._usual, lasting)
+            self._usual, self._most = max(self._usual, lasting), max(self._most, alive)
             # Forwards before the first backward are of one step.
             if steps >= (self._until if self._found.backwards else FORWARDS * self._until):
                 self._end_close_look()
-        elif lasting > self._usual:
+                self._found.watched = f"{self._meter}outputs and graphs that outlive their step"
+                of_a_step = max((step.nbytes for step in self._steps), default=0)
+                self._allowed = max(self._allowed, round(LITTLE * of_a_step))
+        elif lasting > self._usual or alive > self._most + self._allowed:
+            self._allowed *= 1 if lasting > self._usual else 2  # it may be no tensor that grows
             # What happens every so many steps is to be seen twice.
-            self._usual, self._until = lasting, steps + 2 * (steps - self._until) + self._closely
+            self._usual, self._until = max(self._usual, lasting), steps + 2 * (steps - self._until) + self._closely
             self._look_closely()
 
     def _end_close_look(self) -> None:
@@ -478,6 +490,17 @@ def _is_share(value: Any) -> bool:
 
 def _cuda_device(model: nn.Module) -> torch.device | None:
     return next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+
+
+def _meter_of(model: nn.Module) -> tuple[str, Callable[[], int]]:
+    """What says how many bytes are alive without a mode: its name, "" where there is none, and the bytes."""
+    device = _cuda_device(model)
+    if device is not None:
+        return f"bytes alive by the allocator of {device}, ", lambda: torch.cuda.memory_allocated(device)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if not on_cpu or heap() is None:
+        return "", lambda: 0
+    return "bytes in use of this process's heap, ", lambda: (heap() or (0, 0))[0]
 
 
 def _allocator_stats(model: nn.Module) -> AllocatorStats | None:

@@ -7,6 +7,10 @@ held by something else is *pinned*, memory that a region holds and nothing else 
 - pinned - held, and that is, to the byte, how much less the step keeps with it. Regions inside others are counted with
 the outermost; operations and their FLOPs by the region they run in, forward and replay apart.
 
+Checkpoints of others are counted as regions. Torch's are known by their function. One that is written by hand is an
+autograd Function whose forward's operations its backward runs again, with gradients, as the first simulated step shows;
+its forward is then run as a region, without the `torch.no_grad()` in it.
+
 The layers of a stack that are alike are one account, with `*` for the numbers in their names; the few that differ have
 their own.
 """
@@ -21,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,7 +33,8 @@ from torch import nn
 
 from .. import _torch
 from .._text import grouped, starred_path
-from .._torch.checkpoints import checkpoints_run_by
+from .._torch.checkpoints import checkpoints_run_by, forward_with_grad, functions_run_by
+from .._torch.graphs import function_of
 from ..compat.torch_utils import checkpoint
 from ..engine.region_call import RegionCall
 from ..memory.free import free_bytes
@@ -45,7 +51,9 @@ from ..planner.ops import op_of
 from ..planner.planner import Planner
 from ..simulation import Simulation, simulate_step
 from ..training_step import TrainingStep, loss_of
-from ..values import thread
+from ..values import name_of, thread
+
+AGAIN = 0.9  # of the operations of a forward, which a checkpoint's backward runs: a last one may be left out
 
 
 @dataclass
@@ -214,6 +222,41 @@ class Accounts(Observer):
                 account.paths.append(frame.name)
 
 
+class Repeats:
+    """Finds the autograd Functions that are checkpoints: their backward runs what their forward ran."""
+
+    def __init__(self) -> None:
+        self._first: dict[type, Counter[str]] = {}
+        self._again: dict[type, Counter[str]] = {}
+        self._running: list[type] = []
+
+    def call(self, apply: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+        """Calls a Function, whose class is `kind`."""
+        self._running.append(kind)
+        try:
+            return apply(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def operation(self, _: str, ran: Operation) -> None:
+        """Called with each operation of the step."""
+        name = str(ran.func)
+        if thread.run is not None or name == "aten.detach.default":
+            return
+        if not _torch.in_backward():
+            for kind in self._running:
+                self._first.setdefault(kind, Counter())[name] += 1
+        elif torch.is_grad_enabled() or self._running:
+            kind = function_of(_torch.current_node())
+            if kind is not None:
+                self._again.setdefault(kind, Counter())[name] += 1
+
+    def has(self, kind: type) -> bool:
+        """Whether a Function is a checkpoint."""
+        first, again = self._first.get(kind, Counter()), self._again.get(kind, Counter())
+        return 0 < first.total() * AGAIN <= (first & again).total()
+
+
 @dataclass
 class _Outermost:
     """One call of a region that is in no other, and the memory that it, or a region in it, drops."""
@@ -229,18 +272,21 @@ class SimulatedSteps:
     Attributes:
         step: The step as it is to be: with the plan, and with the regions in the model's own code.
         plain: The step without the plan.
-        regions: What each region of `step` drops and runs again; torch's checkpoints are counted as regions.
-        foreign: How many calls of torch's checkpoint there were.
+        regions: What each region of `step` drops and runs again; checkpoints of others are counted as regions.
+        counted: The step in which that was counted, of one forward.
+        foreign: The names of these checkpoints of others.
     """
 
     step: Simulation
     plain: Simulation
+    counted: Simulation
 
     def __init__(self, step: TrainingStep, plan: Plan | None) -> None:
         self._asked, self._plan = replace(step, loss=step.loss or loss_of), plan or Plan()
         self.regions = Accounts()
-        self.foreign = 0
+        self.foreign: set[str] = set()
         self._paths: dict[int, str] = {}
+        self._repeats = Repeats()
 
     def run(self) -> None:
         """Simulates the step with the plan and the one without."""
@@ -251,32 +297,52 @@ class SimulatedSteps:
             self.regions.close(value)
             return value
 
-        def counting(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
-            self.foreign += 1
-            return as_region(original, self._called_by_path(function), *args, **options)
-
         closing.__name__ = getattr(loss, "__name__", type(loss).__name__)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real step says the same, and means it
-            self.plain = self.planned(Plan())
-            # regions are counted in a step of one forward
-            alone = replace(self._asked.loop, accumulate=1, set_to_none=True)
-            with observing(self.regions), checkpoints_run_by(counting):
-                self.step = self.planned(self._plan, loop=alone, loss=closing, watch=self.regions.operation)
+            with functions_run_by(self._repeats.call):
+                self.plain = self.planned(Plan(), watch=self._repeats.operation)
+            with observing(self.regions):
+                self.step = self.counted = self._as_regions(loss=closing, watch=self.regions.operation)
             if self._asked.loop.keeps_gradients or self.foreign:
                 self.step = self.planned(self._plan)
 
-    def _called_by_path(self, function: Any) -> Any:
-        """A module of the copy as a function of the name of its path; anything else as it is."""
-        path = self._paths.get(id(function)) if isinstance(function, nn.Module) else None
-        if not path:
+    def _as_regions(self, **how: Any) -> Simulation:
+        """The step of one forward with the plan, with checkpoints of others as regions."""
+
+        def checkpointed(original: Callable[..., Any], function: Any = None, *args: Any, **options: Any) -> Any:
+            return as_region(original, self._called(function, self._name_of(function)), *args, **options)
+
+        def applied(original: Callable[..., Any], kind: type, *args: Any, **options: Any) -> Any:
+            if options or not self._repeats.has(kind):
+                return original(*args, **options)
+            functions = (one for one in args if callable(one) and not isinstance(one, (torch.Tensor, type)))
+            name = self._name_of(next(functions, kind))
+            return as_region(original, self._called(partial(forward_with_grad, kind), name), *args)
+
+        alone = replace(
+            self._asked.loop, accumulate=1, set_to_none=True
+        )  # regions are counted in a step of one forward
+        with checkpoints_run_by(checkpointed), functions_run_by(applied):
+            return self.planned(self._plan, loop=alone, **how)
+
+    def _name_of(self, function: Any) -> str:
+        """The path of a module of the copy, or of the one whose method this is; else the function's own name."""
+        module = getattr(function, "__self__", function)
+        path = self._paths.get(id(module)) if isinstance(module, nn.Module) else None
+        return path if path and function in (module, getattr(module, "forward", None)) else name_of(function)
+
+    def _called(self, function: Any, name: str) -> Any:
+        """A function as one of another name, which is remembered."""
+        self.foreign.add(name)
+        if isinstance(function, FunctionType) and function.__qualname__ == name:
             return function
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
 
-        call.__qualname__ = path
+        call.__qualname__ = name
         return call
 
     @cached_property
@@ -313,7 +379,7 @@ class SimulatedSteps:
     def without(self, name: str) -> Simulation:
         """The step in which the regions of a name, numbers as `*`, are plain calls."""
         with without_recomputation(regions=name):
-            return self.planned(self._plan)
+            return self._as_regions() if self.foreign else self.planned(self._plan)
 
     @cached_property
     def _planner(self) -> Planner:

@@ -20,7 +20,8 @@ import gc
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -33,9 +34,13 @@ from ..engine.region_call import RegionCall
 from ..engine.saved_call import SavedCall
 from .ledger import storages
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _CLOSED = (nn.Module, type, types.ModuleType, types.CodeType, types.FrameType, TorchDispatchMode)
 _LIMIT = 20_000  # objects to look at from one saved tensor
 _DEPTH = 6  # referrers to go up from a tensor that escaped
+_WATCHERS = f"{__name__.partition('.')[0]}.doctor"  # what it remembers of a model is there before it looks
 _TORCH_CHECKPOINT = "torch.utils.checkpoint"
 _CHECKPOINT_NODES = ("CheckpointFunctionBackward", "_NoopSaveInputsBackward")
 
@@ -234,17 +239,74 @@ _OF_PARAMETERS = ("torch::autograd::AccumulateGrad", "ToCopyBackward0")  # autoc
 # --- the other direction: from memory to who refers to it -------------------------------------------------------------
 
 
-def python_tensors(wanted: Collection[int]) -> list[torch.Tensor]:
-    """Returns all Python tensors over the storages with these identities."""
-    found: list[torch.Tensor] = []
-    for value in gc.get_objects():
-        if issubclass(type(value), torch.Tensor):
-            try:
+class Heap:
+    """All objects that the garbage collector knows at one moment, and who refers to whom: one walk, whatever is asked.
+
+    It keeps them alive until its block ends. What is made in the block is not in it, so a search finds nothing of its
+    own.
+    """
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._objects = gc.get_objects()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._objects.clear()  # itself is among them
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields all Python tensors."""
+        return (value for value in self._objects if issubclass(type(value), torch.Tensor))
+
+    def tensors_over(self, wanted: Collection[int]) -> list[torch.Tensor]:
+        """Returns all Python tensors over the storages with these identities."""
+        found: list[torch.Tensor] = []
+        for value in self.tensors():
+            with contextlib.suppress(RuntimeError):  # a tensor of functorch, or one that is only half made
                 if any(id(storage) in wanted for _, storage in storages(value)):
                     found.append(value)
-            except RuntimeError:  # a tensor of functorch, or one that is only half made
-                continue
-    return found
+        return found
+
+    @cached_property
+    def _referrers(self) -> dict[int, list[int]]:
+        """By `id` of an object, the places of those that refer to it."""
+        index: dict[int, list[int]] = {}
+        for place, holder in enumerate(self._objects):
+            if type(holder) is not types.FrameType:  # isinstance asks objects that answer with a warning
+                for child in gc.get_referents(holder):
+                    if gc.is_tracked(child):
+                        index.setdefault(id(child), []).append(place)
+        return index
+
+    def name_referrers(
+        self, tensors: list[torch.Tensor], names: Callable[[nn.Module], str]
+    ) -> Iterator[tuple[torch.Tensor, str]]:
+        """Yields each tensor with the named things that refer to it, nearest first."""
+        level: list[Any] = list(tensors)
+        paths: dict[int, list[tuple[int, str]]] = {id(tensor): [(i, "")] for i, tensor in enumerate(tensors)}
+        for _ in range(_DEPTH):
+            above: list[Any] = []
+            found: dict[int, list[tuple[int, str]]] = {}
+            for place in sorted({place for child in level for place in self._referrers.get(id(child), ())}):
+                holder = self._objects[place]
+                ways: list[tuple[int, str]] = []
+                for child in gc.get_referents(holder):
+                    for index, path in paths.get(id(child), ()):
+                        name, done = _name(holder, child, path, names)
+                        if name is None:
+                            continue
+                        if done:
+                            yield tensors[index], name
+                        else:
+                            ways.append((index, name))
+                if ways:
+                    found[id(holder)] = ways
+                    above.append(holder)
+            if not above:
+                return
+            level, paths = above, found
 
 
 def holders_of(wanted: Collection[int], names: Callable[[nn.Module], str]) -> tuple[dict[int, str], dict[int, str]]:
@@ -260,20 +322,17 @@ def holders_of(wanted: Collection[int], names: Callable[[nn.Module], str]) -> tu
     graphs: dict[int, str] = {}
     if not wanted:
         return named, graphs
-    tensors = python_tensors(wanted)
-    for tensor, holder in name_referrers(tensors, names):
-        for _, storage in storages(tensor):
-            named.setdefault(id(storage), holder)
-    del tensors
-    alive: list[torch.Tensor] = []
-    for value in gc.get_objects():
-        if issubclass(type(value), torch.Tensor):
+    with Heap() as heap:
+        for tensor, holder in heap.name_referrers(heap.tensors_over(wanted), names):
+            for _, storage in storages(tensor):
+                named.setdefault(id(storage), holder)
+        alive: list[torch.Tensor] = []
+        for value in heap.tensors():
             with contextlib.suppress(RuntimeError):  # a tensor of functorch, or a view whose base was changed in place
                 if value.grad_fn is not None:
                     alive.append(value)
-    graphs.update(dict.fromkeys(_held_by_graphs(alive, wanted), ""))
-    if graphs:
-        for tensor, holder in name_referrers(alive, names):
+        graphs.update(dict.fromkeys(_held_by_graphs(alive, wanted), ""))
+        for tensor, holder in heap.name_referrers(alive, names) if graphs else ():
             if not holder.startswith("ctx."):
                 for key in _held_by_graphs([tensor], wanted):
                     graphs[key] = graphs[key] or holder
@@ -289,40 +348,6 @@ def _held_by_graphs(tensors: list[torch.Tensor], wanted: Collection[int]) -> lis
     return [key for key, hold in holds if hold.savers or hold.regions]
 
 
-def name_referrers(
-    tensors: list[torch.Tensor], names: Callable[[nn.Module], str]
-) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yields each tensor with the named things that refer to it, nearest first."""
-    level: list[Any] = list(tensors)
-    paths: dict[int, list[tuple[int, str]]] = {id(tensor): [(i, "")] for i, tensor in enumerate(tensors)}
-    mine: set[int] = {id(tensors), id(paths)}
-    for _ in range(_DEPTH):
-        mine.add(id(level))
-        above: list[Any] = []
-        mine.add(id(above))
-        found: dict[int, list[tuple[int, str]]] = {}
-        for holder in gc.get_referrers(*level):
-            if id(holder) in mine or id(holder) in found or isinstance(holder, types.FrameType):
-                continue
-            ways: list[tuple[int, str]] = []
-            for child in gc.get_referents(holder):
-                for index, path in paths.get(id(child), ()):
-                    name, done = _name(holder, child, path, names)
-                    if name is None:
-                        continue
-                    if done:
-                        yield tensors[index], name
-                    else:
-                        ways.append((index, name))
-            if ways:
-                found[id(holder)] = ways
-                above.append(holder)
-        if not above:
-            return
-        level, paths = above, found
-        mine.add(id(paths))
-
-
 def _name(holder: Any, child: Any, path: str, names: Callable[[nn.Module], str]) -> tuple[str | None, bool]:
     """Returns the name of `path` seen from `holder`, and whether one can look for it; None to give up."""
     if isinstance(holder, dict):
@@ -330,7 +355,7 @@ def _name(holder: Any, child: Any, path: str, names: Callable[[nn.Module], str])
         return f"[{key!r}]{path}", False
     if isinstance(holder, types.FunctionType):
         cells = holder.__closure__ or ()
-        if cells is not child:
+        if cells is not child or holder.__module__ == nn.Module.__module__:  # of the call of a module that runs now
             return None, False
         index, _, rest = path.removeprefix("[").partition("]")
         return f"closure variable '{holder.__code__.co_freevars[int(index)]}' of {holder.__qualname__}{rest}", True
@@ -347,7 +372,7 @@ def _name(holder: Any, child: Any, path: str, names: Callable[[nn.Module], str])
         key, _, rest = path.removeprefix("['").partition("']")
     else:
         key, rest = next((str(key) for key, value in attributes.items() if value is child), ""), path
-    if not key or isinstance(holder, type):
+    if not key or isinstance(holder, type) or type(holder).__module__.startswith(_WATCHERS):
         return None, False
     if isinstance(holder, nn.Module):
         return f"{names(holder)}.{key}{rest}".removeprefix("."), True

@@ -40,7 +40,7 @@ from ..state import DEFAULT, NumpyRng, PythonRng
 from .batch import Batch, call_of
 from .ledger import storages
 from .operations import Allocation, Allocations
-from .retainers import Hold, Retainers, name_referrers, python_tensors
+from .retainers import Heap, Hold, Retainers
 
 KINDS = ("saved", "region", "escaped")
 _LINES = 40
@@ -123,12 +123,13 @@ def _explain_the_rest(
     unknown = {key for key in alive if key not in retainers.of}
     if not unknown:
         return unknown
-    tensors = python_tensors(unknown)
-    retainers.start(tensors)  # the graph behind a tensor that a module has put aside is kept as well
-    retainers.walk()
-    tensors[:] = [t for t in tensors if any(id(s) in unknown and id(s) not in retainers.of for _, s in storages(t))]
-    for tensor, holder in name_referrers(tensors, name):
-        retainers.note(tensor, "stashes", holder)
+    with Heap() as heap:
+        tensors = heap.tensors_over(unknown)
+        retainers.start(tensors)  # the graph behind a tensor that a module has put aside is kept as well
+        retainers.walk()
+        tensors[:] = [t for t in tensors if any(id(s) in unknown and id(s) not in retainers.of for _, s in storages(t))]
+        for tensor, holder in heap.name_referrers(tensors, name):
+            retainers.note(tensor, "stashes", holder)
     del tensors[:]
     gc.collect()
     return {key for key in unknown if made[key].storage() is None}

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 from .._torch import tracing
+from .._torch.graphs import function_of
 from .._torch.modes import attention_in_parts
 from .._torch.ranks import call_next_mode, dispatches
 from ..memory.ledger import CountedOnce, storages
