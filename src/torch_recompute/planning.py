@@ -242,7 +242,9 @@ def _still_fits(file: PlanFile, step: TrainingStep, budget: int | float | str) -
 
 
 def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
-    """The plan with the lowest peak of all ranks whose models have the same parameters; a text is a rank's error.
+    """Chooses the plan with the lowest peak of all ranks whose models have the same parameters.
+
+    `mine` is this rank's plan, or its error message if it failed.
 
     Prices are measured and memory is free on each rank by itself, so ranks find different plans for one budget.
     """

@@ -1,4 +1,4 @@
-"""The books: which storages are alive on one device, their bytes, what they are for, and the peak.
+"""The ledger: which storages are alive on one device, their bytes, what they are for, and the peak.
 
 PyTorch keeps the Python object of a storage for as long as the C++ storage lives, so a weak reference to that object
 dies with the memory, also when only C++ holds it. The weak reference *is* the ledger's entry. Its callback only appends
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):
-    """A storage in the books: a weak reference that remembers what it refers to."""
+    """A tracked storage: a weak reference that remembers what it refers to."""
 
     __slots__ = ("exact", "key", "nbytes", "place", "rank")
 
@@ -80,7 +80,7 @@ Entries = list[tuple[Entry, int]]
 
 
 class Ledger:
-    """The books of one device. Callers hold the measurement's lock.
+    """The ledger of one device. Callers hold the measurement's lock.
 
     Args:
         rounding: Sizes are rounded up to multiples of this many bytes.
@@ -110,7 +110,7 @@ class Ledger:
         self._dead: deque[Entry] = deque()
 
     def touch(self, storage: torch.UntypedStorage) -> bool:
-        """Reads a storage's size again; False if it is not in the books."""
+        """Reads a storage's size again; False if it is not tracked."""
         self.book_deaths()
         entry = self._entries.get(id(storage))
         if entry is None:
@@ -120,7 +120,7 @@ class Ledger:
         return True
 
     def mark(self, storage: torch.UntypedStorage, rank: int, place: Place | None = None) -> None:
-        """Says what a storage is for. It enters the books if it must; a category earlier in the list stays.
+        """Says what a storage is for. It is tracked from now on; a category earlier in the list stays.
 
         Args:
             storage: The storage.
@@ -179,15 +179,15 @@ class Ledger:
         self._pending.clear()
 
     def alive(self) -> Entries:
-        """Returns what is in the books."""
+        """Returns the storages that are tracked."""
         return [(entry, entry.nbytes) for entry in self._entries.values()]
 
     def alive_after(self, event: int) -> Entries:
-        """Returns what was in the books after an event."""
+        """Returns the storages that were tracked after an event."""
         return _last((entry, nbytes) for at, entry, nbytes in self.changes if at <= event)
 
     def at_peak(self) -> Entries:
-        """Returns what was in the books at the peak."""
+        """Returns the storages that were tracked at the peak."""
         changed = chain(((entry, nbytes) for _, entry, nbytes in self.changes), self._pending)
         return _last(islice(changed, self._until_peak))
 
@@ -321,16 +321,16 @@ class _Life:
     died: int | None = None
 
 
-def blocks_of(*books: Sequence[tuple[int, Entry, int]]) -> tuple[Block, ...]:
+def blocks_of(*ledgers: Sequence[tuple[int, Entry, int]]) -> tuple[Block, ...]:
     """Returns the blocks of a ledger's changes, in the order of their beginning.
 
     Args:
-        books: The changes of one ledger, or of several of which each took over what was alive in the one before, as
+        ledgers: The changes of one ledger, or of several of which each took over what was alive in the one before, as
             its first event. Of what is new there, an optimizer's state counts as there from the beginning.
     """
     lives: list[_Life] = []
     now: dict[int, _Life] = {}
-    for number, changes in enumerate(books):
+    for number, changes in enumerate(ledgers):
         taking_over = changes[0][0] if number and changes else -1  # the event
         for key in now.keys() - {entry.key for event, entry, _ in changes if event == taking_over}:
             now.pop(key).died = taking_over

@@ -1,13 +1,13 @@
 """`measure`: a block of code, watched operation by operation, and the figures that come out.
 
-A dispatch mode books the storages of every operation's results under "activations"; better names come later. A tensor
+A dispatch mode counts the storages of every operation's results under "activations"; better names come later. A tensor
 hook on each tracked parameter sees what backward delivers, an optimizer's own step hooks bracket what it allocates.
 Nothing else of the model or of torch is touched, and all hooks are gone after the block.
 
 The categories sum to the total, at the peak and now. A storage made before the block counts only if it is named
 (`measure(model, optimizer)`, `track`), and so does one that no operator made (`torch.load`). After the block nothing
 new is counted, but deaths still are: `live_bytes` then says what the block has left behind. Devices have separate
-books.
+ledgers.
 
 Not seen: threads that the user starts (autograd's own are seen), sparse tensors, and what no operator returns, such as
 the 5 kB of a random generator's state in each checkpoint. Under any dispatch mode autograd sums the gradients of a
@@ -266,7 +266,7 @@ class Measurement:
         ended.close()
 
     def _book(self, ran: Operation) -> None:
-        """Books one operation: its new storages, and any known one that changed size."""
+        """Counts one operation: its new storages, and any known one that changed size."""
         func = ran.func
         with self._lock:
             self._events += 1
@@ -285,7 +285,7 @@ class Measurement:
             self._close("" if taken else name)
 
     def _take(self, op: str, nbytes: int, device: torch.device, place: Place) -> None:
-        """Books an operation's workspace; that it is given back is an event of its own, which begins."""
+        """Counts an operation's workspace; its release is the next event."""
         ledger = self._ledgers[device]
         taken = torch.UntypedStorage(nbytes, device="meta")
         ledger.mark(taken, OPTIMIZER if self._in_step else ACTIVATIONS, place._replace(shape=()))
@@ -293,7 +293,7 @@ class Measurement:
         self._events += 1
 
     def _close(self, op: str) -> None:
-        """Closes the books of one event."""
+        """Ends one event in each ledger."""
         for ledger in self._ledgers.values():
             ledger.book_deaths()
             ledger.settle()
@@ -333,7 +333,7 @@ class Measurement:
         return [thing for reference in self._tracked.values() if (thing := reference()) is not None]
 
     def _look(self) -> None:
-        """Brings the books up to date with what parameters and optimizers hold at this moment."""
+        """Updates sizes from parameters, gradients and optimizer state."""
         for thing in self._alive():
             if isinstance(thing, torch.Tensor):
                 self._mark(thing.grad, GRADIENTS)

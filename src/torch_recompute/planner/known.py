@@ -127,7 +127,7 @@ class _Describer(pickle.Pickler):
         return NotImplemented if parts is None or obj is _described else (_described, (), parts)
 
     def _parts(self, obj: Any) -> Any:
-        """What an object is described by; None for one that is pickled as always."""
+        """The parts that describe an object; None to pickle it normally."""
         if isinstance(obj, torch.Tensor):
             return self._tensor(obj)
         if isinstance(obj, nn.Module):

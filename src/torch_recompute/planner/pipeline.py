@@ -104,7 +104,7 @@ class PipelinePlanner:
         return self.profile.costs.segments[start:stop]
 
     def _described(self, stage: int) -> tuple[object, ...]:
-        """What decides on what a stage takes: its layers, and what the first one and the last one do besides."""
+        """The key under which two stages cost the same: their layers, and what the first and the last do besides."""
         layers = [self.planner.step.model.get_submodule(segment.path) for segment in self.segments(stage)]
         held = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
         end = stage if stage in (0, len(self.pipeline.bounds) - 1) else None

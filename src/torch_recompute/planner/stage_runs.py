@@ -113,9 +113,9 @@ class StageRunner:
                 stack.callback(layer.module.register_forward_hook(layer.leave).remove)
             self.model(*self.call[0], **self.call[1])
 
-    def books(self, watch: Any) -> _Books:
-        """Empty books."""
-        return _Books(self.pretend, self.modules, self.device, self._rounding, watch)
+    def recording(self, watch: Any) -> _StageRecording:
+        """Returns an empty recording."""
+        return _StageRecording(self.pretend, self.modules, self.device, self._rounding, watch)
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """The bytes of tensors on the device, each storage once."""
@@ -166,18 +166,18 @@ class StageRunner:
             optimizer = make(parameters)
             step_as_there(optimizer, self.device, self.pretend)
             optimizer.step()
-            books = self.books(lambda _, operation: ran.update(filter(None, [op_of(operation)])))
-            books.track(optimizer)
-            before = books.on(self.device)
-            books.counting = True
-            with books:
+            recording = self.recording(lambda _, operation: ran.update(filter(None, [op_of(operation)])))
+            recording.track(optimizer)
+            before = recording.on(self.device)
+            recording.counting = True
+            with recording:
                 optimizer.step()
-                peak = books.on(self.device).peak_bytes
+                peak = recording.on(self.device).peak_bytes
                 optimizer.zero_grad()
             return (before.live_by_category["optimizer"], peak - before.live_bytes), ran
 
 
-class _Books(Recording):
+class _StageRecording(Recording):
     """A recording that counts only while it is told to."""
 
     counting = False
@@ -185,8 +185,8 @@ class _Books(Recording):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.prepared: dict[int, torch.UntypedStorage] = {}  # made then; booked when the stage reads them
-        self.labels: dict[int, torch.UntypedStorage] = {}  # read by the loss, and made by no operation; never booked
+        self.prepared: dict[int, torch.UntypedStorage] = {}  # made then; counted when the stage reads them
+        self.labels: dict[int, torch.UntypedStorage] = {}  # read by the loss, and made by no operation; never counted
 
     def _book(self, ran: Operation) -> None:
         if self.counting:
@@ -214,7 +214,7 @@ class _Run:
         self._is_first, self._is_last = stage == 0, stage == len(runner.stages) - 1
         self._read: set[int] = set()
         self._ran: Counter[Op] = Counter()
-        self._books = runner.books(self._seen)
+        self._recording = runner.recording(self._seen)
         self._given: list[torch.Tensor] = []
         self._out: Any = None
         self._kept: list[Any] = []
@@ -227,16 +227,16 @@ class _Run:
 
     @property
     def _live(self) -> int:
-        return self._books.on(self._of.device).live_bytes
+        return self._recording.on(self._of.device).live_bytes
 
     @property
     def _timeline(self) -> tuple[Any, ...]:
-        return self._books.on(self._of.device).timeline
+        return self._recording.on(self._of.device).timeline
 
     def result(self) -> StageRun:
         """Runs them."""
-        of, at = self._of, self._books.at
-        with of.modules.following(), self._books, self._gates():
+        of, at = self._of, self._recording.at
+        with of.modules.following(), self._recording, self._gates():
             self._microbatch(again=False)
             before, start = self._live, len(self._timeline)
             self._ran.clear()
@@ -271,7 +271,7 @@ class _Run:
         """Bytes of the call's tensors that operations of the stage read, and of what the loss reads besides."""
         of = self._of
         weights = {id(storage) for _, storage in storages([*of.model.parameters(), *of.model.buffers()])}
-        known = {**{id(storage): storage for _, storage in storages(of.call)}, **self._books.labels}
+        known = {**{id(storage): storage for _, storage in storages(of.call)}, **self._recording.labels}
         return of.rounded(s for key, s in known.items() if key in self._read and key not in weights)
 
     @property
@@ -287,7 +287,7 @@ class _Run:
         level, start = self._live, len(self._timeline)
         self._given = [] if self._is_first else [_like(x) for x in of.layers[self._start].inputs]
         if of.release:
-            self._books.track(*self._given)
+            self._recording.track(*self._given)
         self._forward()
         self._note(FORWARD, again, start, level)
         outputs: list[Any] = (
@@ -299,21 +299,21 @@ class _Run:
             outputs = list(outputs) if self._is_last else [torch.autograd.graph.get_gradient_edge(x) for x in outputs]
         whole = self._live - level
         if of.release and not again:  # gradients have buffers, which no first backward has to make
-            self._given, outputs, self._books.counting = [], [], True
+            self._given, outputs, self._recording.counting = [], [], True
             for parameter in filter(self._owns, of.model.parameters()):
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             return whole, 0, 0
-        of.modules.step, self._books.counting = "backward", of.release
+        of.modules.step, self._recording.counting = "backward", of.release
         gradients = [torch.empty_strided(*shape, dtype=dtype, device=of.device) for *shape, dtype in like] or None
         half = 0
-        self._books.counting = True
+        self._recording.counting = True
         start = len(self._timeline)
         if self._halves:
             half = self._in_halves(outputs, gradients, again, level)
         else:
             torch.autograd.backward(outputs, gradients)
             self._gradients_made(BACKWARD, again, start, level)
-        self._books.counting = False
+        self._recording.counting = False
         self._given, self._out, outputs, gradients = [], None, [], None
         if self._kept:
             let_go(self._kept[-1])
@@ -357,9 +357,9 @@ class _Run:
 
     def _forward(self) -> None:
         """The forward of the stage, on the last one with the loss; leaves its output in `_out`."""
-        of, books = self._of, self._books
+        of, recording = self._of, self._recording
         args, kwargs = of.call
-        of.modules.step, books.counting, books.preparing = "forward", self._is_first, not self._is_first
+        of.modules.step, recording.counting, recording.preparing = "forward", self._is_first, not self._is_first
         try:
             with torch.set_grad_enabled(self._is_first):
                 self._out = of.model(*args, **kwargs)
@@ -368,8 +368,8 @@ class _Run:
         if self._is_last:
             of.modules.step = "loss"
             self._kept.append((*_tensors(self._out), of.loss(self._out)))
-        books.counting = books.preparing = False
-        books.prepared.clear()
+        recording.counting = recording.preparing = False
+        recording.prepared.clear()
 
     @contextlib.contextmanager
     def _gates(self) -> Generator[None]:
@@ -394,7 +394,7 @@ class _Run:
             args, kwargs = _torch.tree_unflatten(leaves, spec)
             del leaves
             torch.set_grad_enabled(True)
-            self._books.counting = True
+            self._recording.counting = True
             return forward(*args, **kwargs)
 
         return enter

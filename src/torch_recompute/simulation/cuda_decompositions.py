@@ -47,7 +47,7 @@ def capability_of(target: str) -> tuple[int, int] | None:
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Calls what CUDA's way leads to, in the place of functions whose ways differ, for a device of a capability."""
+    """Replaces functions whose decomposition differs on CUDA, for a device of a capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ class SimulatedMeasurement(Measurement):
     Args:
         device: The device whose figures the properties show.
         pretend: What runs the operations.
-        booked: Called with each operation when it is booked.
+        booked: Called with each operation when it has been counted.
     """
 
     def __init__(self, device: torch.device | None, pretend: FakeMode, booked: Seen | None = None) -> None:
@@ -59,7 +59,7 @@ class SimulatedMeasurement(Measurement):
         return taken
 
     def _uncounted(self, ran: Operation, why: str) -> None:
-        """Is called with an operation of which is not known what it takes while it runs, and why not."""
+        """Called with an operation whose workspace is not known, and why it is not."""
 
     def _place(self, func: object) -> Place:
         return Place()
@@ -71,7 +71,7 @@ class SimulatedMeasurement(Measurement):
 
 
 class Recording(SimulatedMeasurement):
-    """The books of one simulated step: those of `measure`, where the step is, what it keeps for backward, and FLOPs.
+    """A measurement of one simulated step, with the place of each event, what is kept for backward, and FLOPs.
 
     Attributes:
         at: Where each event was.
@@ -105,11 +105,11 @@ class Recording(SimulatedMeasurement):
 
     @property
     def here(self) -> Ledger:
-        """The books of the device."""
+        """The ledger of the device."""
         return self._ledgers[self._here]
 
     def hold(self, nbytes: int) -> None:
-        """Books memory that is there from the beginning and stays, which no forward keeps for its backward."""
+        """Adds memory that is there from the beginning and stays, which no forward keeps for its backward."""
         self._held = torch.UntypedStorage(nbytes, device="meta")
         self.here.mark(self._held, ACTIVATIONS, Place())
 
@@ -137,7 +137,7 @@ class Recording(SimulatedMeasurement):
         self.unknown[kind] = max(self.unknown.get(kind, found), found, key=lambda one: one.level)
 
     def _mark_new(self, found: Storages) -> None:
-        """Books storages that no operation has made, as from now on."""
+        """Adds storages that no operation has made, as of the present event."""
         for device, storage in found:
             if not self._ledgers[device].touch(storage):
                 self._mark(storage, OTHER)
@@ -150,7 +150,7 @@ class Recording(SimulatedMeasurement):
         self.at[self._events] = place._replace(event=self._events, op="")
 
     def forward_is_over(self) -> None:
-        """Notes what is kept for backward."""
+        """Records the activations that are kept for backward."""
         self.here.book_deaths()
         alive = ((entry, nbytes) for entry, nbytes in self.here.alive() if entry.rank == ACTIVATIONS)
         self.kept = [(entry, nbytes) for entry, nbytes in alive if self._held is None or entry() is not self._held]
@@ -165,14 +165,14 @@ class Recording(SimulatedMeasurement):
         return sums
 
     def go_on_from(self, other: Recording, phase: str) -> None:
-        """Takes over what another recording knows of the storages that are alive, as an event that begins a phase."""
+        """Takes over the storages that are alive in another recording, as an event that begins a phase."""
         self._events = other._events + 1
         self.at[self._events] = Place(self._events, phase)
-        for device, books in other._ledgers.items():
-            books.book_deaths()
-            books.stamp(self._events)
+        for device, ledger in other._ledgers.items():
+            ledger.book_deaths()
+            ledger.stamp(self._events)
             mine = self._ledgers[device]
-            for entry, _ in books.alive():
+            for entry, _ in ledger.alive():
                 storage = entry()
                 if storage is not None:
                     mine.mark(storage, entry.rank, entry.place)
@@ -192,7 +192,7 @@ class _Heads:
         self._of: dict[int, frozenset[int]] = {}  # by operation
 
     def follow(self, ran: Operation, place: Place) -> None:
-        """Is told of each operation, before it is booked."""
+        """Called with each operation, before it is counted."""
         before = [found for _, storage in ran.given if (found := self._before.get(id(storage)))]
         after = frozenset[int]().union(*before) - self._consumed if before else frozenset[int]()
         if place.op.startswith(_PRODUCTS):
