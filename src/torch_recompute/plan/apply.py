@@ -140,90 +140,125 @@ def apply(model: nn.Module, plan: Plan, *, stores: Mapping[str, Store] | None = 
             "this plan is for the graph of torch.compile, and names no modules that could be regions.\n"
             "  Write torch_recompute.compiling.compile(model, plan), or make the plan without compiled=True."
         )
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for path, module in modules.items():
-        if wrappers_on(module):
-            raise errors.ArgumentError(
-                f"{type(model).__name__} has a plan already: {path or 'the model itself'} is placed. Two plans on one "
-                "model would nest their regions.\n"
-                "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
-            )
-    for path, said in plan.modules:
-        found = described(modules[path]) if path in modules else "nothing"
-        if found != said:
-            raise errors.ArgumentError(
-                f"the plan was made for a model with {said} at {path!r}; this model has {found} there.\n"
-                "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, "
-                "budget=...)"
-            )
-    by_word = _stores(plan, stores or {})
-    sizes, promised = Sizes(plan), Promised(plan)
-    regions: list[Region] = []
-    wanted: dict[tuple[int, int, str], str] = {}
-    others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
-
-    def find(path: str) -> nn.Module:
-        if path not in modules:
-            near = difflib.get_close_matches(path, modules, n=3)
-            hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
-            if "_orig_mod" in modules:
-                hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
-            raise errors.ArgumentError(
-                f"{type(model).__name__} has no module {path!r}.{hint}\n"
-                "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
-                "plan made for another model, or for the whole of which this is a part, has other paths."
-            )
-        return modules[path]
-
-    def place(one: ForwardWrapper, kind: str, choice: Choice) -> None:
-        others.setdefault((type(one).__name__, id(one.module), kind), (one, []))[1].append(choice)
-
-    for choice in plan.all_choices:
-        chain = Chain([find(path) for path in choice.modules], model)
-        for path, module in zip(choice.paths, chain.modules, strict=True):
-            for when in sizes.of(choice):
-                key = when, id(module), Target(path).calls
-                if wanted.setdefault(key, path) != path:
-                    raise errors.ArgumentError(
-                        f"{path!r} and {wanted[key]!r} are one and the same module, which can be placed only once.\n"
-                        "  Leave one of the two paths out; the region is there whenever the module is called."
-                    )
-            store = by_word[choice.store]
-            if choice.offload:
-                place(Offloaded(module, path, choice, store), path, choice)
-                continue
-            if len(choice.paths) > 1:
-                region = ChainedRegion(module, path, choice, store, chain)
-            else:
-                region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
-            region.when, region.promised = sizes.when([choice]), promised
-            within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
-            region.kept = [(modules[at] if at else None, kind) for at, kind in within if not at or at in modules]
-            regions.append(region)
-    for choice in plan.all_choices:
-        for keep in choice.kept:
-            kind = keep.calls
-            every = [joined(path, keep.module) for path in choice.paths]
-            for path in ([path for path in every if path in modules] or every[:1]) if keep.module or not kind else ():
-                module = find(path)
-                place(KeepCallsWithin(module, path, kind) if kind else SavedModule(module, path), kind, choice)
-    for path in (path for path, module in modules.items() if type(module).__name__ == "CheckpointWrapper"):
-        if any(inside(path, Target(one.path).module) or inside(Target(one.path).module, path) for one in regions):
-            raise errors.ArgumentError(errors.other_checkpointing_inside(path))
-    tops = list(roots(model))
-    for one in regions:
-        if tops and one.module not in tops:
-            place(CachesFromSnapshot(one.module, one.path), "", one.choice)
-    for one, choices in others.values():
-        one.when = sizes.when(choices)
-    inner = [one for one, _ in others.values() if isinstance(one, CachesFromSnapshot)]
-    kept = [one for one, _ in others.values() if not isinstance(one, CachesFromSnapshot)]
-    outer = [*(NoCacheInTraining(top, "") for top in tops), *([BySize(model, "", sizes)] if plan.sizes else [])]
-    placed = [*inner, *regions, *kept, *outer, CheckpointingSwitch(model, regions)]
+    placement = _Placement(model, plan)
+    placement.check_model()
+    placement.add_regions(_stores(plan, stores or {}))
+    placement.add_kept_calls()
+    placement.check_other_checkpoints()
+    placed = placement.wrappers()
     for one in placed:
         one.put()
     planned_models[model] = plan
     return Applied(model, plan, placed)
+
+
+class _Placement:
+    """The wrappers of a plan for a model, before any of them is put into it."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model, self._plan = model, plan
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._sizes, self._promised = Sizes(plan), Promised(plan)
+        self._regions: list[Region] = []
+        self._wanted: dict[tuple[int, int, str], str] = {}  # the path under which a module is placed
+        self._others: dict[tuple[str, int, str], tuple[ForwardWrapper, list[Choice]]] = {}
+
+    def check_model(self) -> None:
+        """Refuses a model that has a plan, or that the plan was not made for."""
+        for path, module in self._modules.items():
+            if wrappers_on(module):
+                raise errors.ArgumentError(
+                    f"{type(self._model).__name__} has a plan already: {path or 'the model itself'} is placed. Two "
+                    "plans on one model would nest their regions.\n"
+                    "  Take the first one out:  handle.remove()   (the handle is what apply returned)"
+                )
+        for path, said in self._plan.modules:
+            found = described(self._modules[path]) if path in self._modules else "nothing"
+            if found != said:
+                raise errors.ArgumentError(
+                    f"the plan was made for a model with {said} at {path!r}; this model has {found} there.\n"
+                    "  Make the plan again for this model, as it is when the plan is applied:  make_plan(model, args, "
+                    "budget=...)"
+                )
+
+    def _find(self, path: str) -> nn.Module:
+        if path not in self._modules:
+            near = difflib.get_close_matches(path, self._modules, n=3)
+            hint = f" Close to it: {', '.join(map(repr, near))}." if near else ""
+            if "_orig_mod" in self._modules:
+                hint = " torch.compile returned it: apply the plan to the model that was compiled, its ._orig_mod."
+            raise errors.ArgumentError(
+                f"{type(self._model).__name__} has no module {path!r}.{hint}\n"
+                "  A plan names modules by the paths of model.named_modules(), of the module that apply is given; a "
+                "plan made for another model, or for the whole of which this is a part, has other paths."
+            )
+        return self._modules[path]
+
+    def _place(self, one: ForwardWrapper, kind: str, choice: Choice) -> None:
+        self._others.setdefault((type(one).__name__, id(one.module), kind), (one, []))[1].append(choice)
+
+    def _claim(self, path: str, module: nn.Module, choice: Choice) -> None:
+        """Refuses a module that another path of the plan names as well."""
+        for when in self._sizes.of(choice):
+            before = self._wanted.setdefault((when, id(module), Target(path).calls), path)
+            if before != path:
+                raise errors.ArgumentError(
+                    f"{path!r} and {before!r} are one and the same module, which can be placed only once.\n"
+                    "  Leave one of the two paths out; the region is there whenever the module is called."
+                )
+
+    def add_regions(self, stores: Mapping[str, Store | None]) -> None:
+        """Adds the regions, and what is offloaded."""
+        for choice in self._plan.all_choices:
+            chain = Chain([self._find(path) for path in choice.modules], self._model)
+            for path, module in zip(choice.paths, chain.modules, strict=True):
+                self._claim(path, module, choice)
+                store = stores[choice.store]
+                if choice.offload:
+                    self._place(Offloaded(module, path, choice, store), path, choice)
+                    continue
+                if len(choice.paths) > 1:
+                    region = ChainedRegion(module, path, choice, store, chain)
+                else:
+                    region = (NamedCalls if Target(path).calls else Region)(module, path, choice, store)
+                region.when, region.promised = self._sizes.when([choice]), self._promised
+                within = ((joined(path, keep.module) if keep.module else "", keep.calls) for keep in choice.kept)
+                inside_it = [(at, kind) for at, kind in within if not at or at in self._modules]
+                region.kept = [(self._modules[at] if at else None, kind) for at, kind in inside_it]
+                self._regions.append(region)
+
+    def add_kept_calls(self) -> None:
+        """Adds the modules, and the calls within modules, that regions do not repeat."""
+        for choice in self._plan.all_choices:
+            for keep in choice.kept:
+                kind = keep.calls
+                every = [joined(path, keep.module) for path in choice.paths]
+                there = [path for path in every if path in self._modules] or every[:1]
+                for path in there if keep.module or not kind else ():
+                    module = self._find(path)
+                    one = KeepCallsWithin(module, path, kind) if kind else SavedModule(module, path)
+                    self._place(one, kind, choice)
+
+    def check_other_checkpoints(self) -> None:
+        """Refuses another library's checkpoint around a region or inside one."""
+        within = [Target(one.path).module for one in self._regions]
+        for path in (path for path, module in self._modules.items() if type(module).__name__ == "CheckpointWrapper"):
+            if any(inside(path, other) or inside(other, path) for other in within):
+                raise errors.ArgumentError(errors.other_checkpointing_inside(path))
+
+    def wrappers(self) -> list[ForwardWrapper | CheckpointingSwitch]:
+        """Returns all wrappers, from the inside out."""
+        tops = list(roots(self._model))
+        for one in self._regions:
+            if tops and one.module not in tops:
+                self._place(CachesFromSnapshot(one.module, one.path), "", one.choice)
+        for one, choices in self._others.values():
+            one.when = self._sizes.when(choices)
+        inner = [one for one, _ in self._others.values() if isinstance(one, CachesFromSnapshot)]
+        kept = [one for one, _ in self._others.values() if not isinstance(one, CachesFromSnapshot)]
+        by_size = [BySize(self._model, "", self._sizes)] if self._plan.sizes else []
+        outer = [*(NoCacheInTraining(top, "") for top in tops), *by_size]
+        return [*inner, *self._regions, *kept, *outer, CheckpointingSwitch(self._model, self._regions)]
 
 
 def _stores(plan: Plan, given: Mapping[str, Store]) -> dict[str, Store | None]:
