@@ -301,14 +301,14 @@ class Inside(nn.Module):
 def under(kind: str, model: nn.Module, plan: Plan = NONE, around: bool = True) -> Simulation:
     """A step on an "h100" in which autocast of a kind is on around the step, or inside the model."""
     x = torch.randn(ROWS, WIDTH)
-    step: dict[str, Any] = {"prepare": lambda copy: apply(copy, plan), "composed": "cuda 9.0", **RELEASED}
+    step = TrainingStep(model if around else Inside(model, kind), (x,), **RELEASED, device=Where(target="cuda 9.0"))
     if not around:
-        return simulate_step(TrainingStep(Inside(model, kind), (x,), **step))
+        return simulate_step(step, prepare=lambda copy: apply(copy, plan))
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, True)  # as `torch.autocast` does where there is such a device
     torch.set_autocast_dtype(kind, torch.bfloat16)
     try:
-        return simulate_step(TrainingStep(model, (x,), **step))
+        return simulate_step(step, prepare=lambda copy: apply(copy, plan))
     finally:
         torch.set_autocast_enabled(kind, before[0])
         torch.set_autocast_dtype(kind, before[1])

@@ -174,7 +174,7 @@ def test_a_second_plan_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_that_was_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran is counted when its simulation has ended, so a second try counts nothing twice."""
-    step = (built(), (torch.randn(64, 8),), None)
+    step = (built(), (torch.randn(64, 8),))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(planner, "simulate_step", lambda *a, _f=planner.simulate_step, **k: _f(*a, **k) and 1 / 0)
         planner.Planner(TrainingStep(*step, loss=mean_loss, device="h100"))

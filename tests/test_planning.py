@@ -362,7 +362,7 @@ def test_groups_of_layers_need_less_than_any_single_ones() -> None:
 
 def test_a_share_that_nothing_fits_begins_at_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs may say a floor that no plan reaches: then a share begins at the least peak that was simulated."""
-    planner = Planner(TrainingStep(*made("gpt"), None, device="h100", loss=mean_loss))
+    planner = Planner(TrainingStep(*made("gpt"), device="h100", loss=mean_loss))
     monkeypatch.setattr(planner, "floor", planner.least[1].peak_bytes // 2)
     plan, least = planner.plan(0.01), planner.least[1].peak_bytes
     assert plan.prediction is not None
