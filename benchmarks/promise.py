@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from allocated import levels_in
 
-from zoo import ZOO, build, scalar_loss
+from support.zoo import ZOO, build, scalar_loss
 
 Built = tuple[nn.Module, dict[str, Any]]
 

@@ -23,7 +23,7 @@ from torch_recompute import Plan, apply, make_plan, simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from zoo import ZOO, build, scalar_loss
+from support.zoo import ZOO, build, scalar_loss
 
 BUDGETS = (0.1, 0.4, 0.7)
 SLOWER = 0.003

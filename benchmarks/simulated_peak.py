@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from allocated import levels
 
-from test_zoo import plans
-from zoo import ZOO, build, scalar_loss
+from plans.test_zoo_training import plans
+from support.zoo import ZOO, build, scalar_loss
 
 
 def row(name: str, kind: str, plan: Plan) -> dict[str, Any]:

@@ -5,8 +5,9 @@
 The lines of `docs/quick-start.md` are run as they are there: those for a shell in an environment that is made for it,
 the Python blocks one after the other in one process of it. The page has each with its seconds and what it printed.
 Three pictures are taken in the browser of the tests: a terminal, the report's page, and the notebook of
-`docs/notebooks` about reports, run and drawn by Jupyter's own nbconvert. `tests/test_pages.py` looks whether the page
-is of today's quick start; no test sees that seconds and printed words grow old, so run it after those have changed.
+`docs/notebooks` about reports, run and drawn by Jupyter's own nbconvert. `tests/project/test_pages.py` looks whether
+the page is of today's quick start; no test sees that seconds and printed words grow old, so run it after those have
+changed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import matplotlib
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import Browser, find_browser, why_none  # noqa: E402
+from support.browser import Browser, find_browser, why_none  # noqa: E402
 
 DOCS = ROOT / "docs"
 PIP = "pip install torch "

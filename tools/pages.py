@@ -7,7 +7,7 @@ Problem. A figure that is typed into a page is wrong after the next run of its b
 edit stays as it is.
 
 Idea. Each is a function of something else: of `benchmarks/results/*.json`, of a few lines of drawing. This tool is that
-function, `tests/test_pages.py` holds the pages to it, and the result
+function, `tests/project/test_pages.py` holds the pages to it, and the result
 is in the repository, so that it can be read there without building anything.
 
 A table is between `<!-- figures: NAME -->` and `<!-- end of figures -->`, in any page. `figures.py` makes the

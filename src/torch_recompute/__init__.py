@@ -10,8 +10,8 @@ that `recompute(state=...)` takes.
 
 `import torch_recompute` runs in every process that trains, also in those that never plan. What a region needs is a
 sixth of the package, which a reviewer can read in an afternoon (docs/trust.md). Everything else is imported when it is
-first asked for (PEP 562), and repeated under `if TYPE_CHECKING` for type checkers and editors; `tests/test_imports.py`
-compares the two.
+first asked for (PEP 562), and repeated under `if TYPE_CHECKING` for type checkers and editors;
+`tests/core/test_imports.py` compares the two.
 """
 
 from typing import TYPE_CHECKING

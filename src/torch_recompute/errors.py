@@ -2,8 +2,8 @@
 
 One base class, `RecomputeError`, so that a caller can catch all of ours; each class also derives from the built-in or
 PyTorch class that existing code catches in the same place. A text says what was passed, what was expected, why, and
-what to write; `tests/test_messages.py` raises each of them through the public API, and
-`tests/messages.txt` has them word for word.
+what to write; `tests/project/test_messages.py` raises each of them through the public API, and
+`tests/project/messages.txt` has them word for word.
 """
 
 from __future__ import annotations

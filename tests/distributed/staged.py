@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distributed.pipelines import ONE
-from models import Residual
+from support.models import Residual
 from torch_recompute import Plan, StagePlans, Stages, apply, measure
 from torch_recompute.distributed import agree_on
 from torch_recompute.planner.pipeline import plan_stages

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from models import Residual
+from support.models import Residual
 from torch_recompute import Choice, Plan, RecomputeError, apply, auto, make_plan, measure, no_recompute, recompute
 from torch_recompute.distributed import find_reentrant, fused_allreduce_gradients
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from distributed import ranks as of_ranks
+from support.zoo import LAYERS, build
 from torch_recompute import measure
 from torch_recompute.integrations.huggingface import apply
-from zoo import LAYERS, build
 
 TOKENS = 64
 Found = tuple[dict[str, torch.Tensor], int]

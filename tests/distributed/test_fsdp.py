@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from models import Residual
+from support.models import Residual
 from torch_recompute import ArgumentError, Choice, Plan, RecomputeConfig, apply, measure, recompute
 
 WORLD, WIDTH, DEPTH, TOKENS = 2, 16, 3, 64

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compiler import COMPILES, as_they_are
 from laws.placements import NAMES, Placement, chain
 from laws.test_law_05_modules import STEPS, left, same
 from laws.watch import Counted
+from support.compiler import COMPILES, as_they_are
 from torch_recompute import (
     MismatchError,
     checkpoint,

@@ -2,9 +2,9 @@
 
 PyTorch offers no public way to push saved-tensor hooks without a context manager object, to ask which backward
 call is running, or to see the stacks of ambient modes. The engine needs these on its hot path. They are gathered
-here so that a new torch release is answered in one file, and `tests/test_architecture.py` keeps them from
+here so that a new torch release is answered in one file, and `tests/project/test_architecture.py` keeps them from
 spreading. Supported: torch 2.11 and later. Where a name is newer than 2.11 the fallback is beside it, and
-`tests/test_torch_shims.py` takes the newer name away to run it.
+`tests/core/test_torch_shims.py` takes the newer name away to run it.
 
 Invariants: nothing here decides anything; a function either answers a question about PyTorch's state or changes
 that state and nothing else.

@@ -1,0 +1,387 @@
+"""A simulated step: the bytes of the real one, nothing of the user's touched, and words for what it cannot know."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from plans.test_zoo_training import plans
+from support.models import Made
+from support.zoo import ZOO, build, mean_loss, scalar_loss
+from torch_recompute import ArgumentError, Choice, Plan, RecomputeError, apply, errors, make_plan, measure, simulate
+from torch_recompute.memory import CATEGORIES
+from torch_recompute.simulation.step import _with_index
+
+# Which tokens go to which expert depends on the values of weights; a simulation sends them evenly.
+ROUTED = {"megatron_moe"}
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """The tensors in some nests."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def measured(
+    model: nn.Module, inputs: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, *, hold: bool = True
+) -> Any:
+    """What `measure` says of the second of two steps, in a loop that holds the output or one that does not."""
+    out: Any = None
+    loss: Any = None
+
+    def step() -> None:
+        nonlocal out, loss
+        torch.manual_seed(1)
+        if hold:
+            out = model(**inputs)
+            loss = scalar_loss(out)
+            loss.backward()
+        else:
+            scalar_loss(model(**inputs)).backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+
+    step()
+    with measure(model, optimizer).track(*tensors_in(inputs, out, loss)) as m:
+        step()
+    return m
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_equals_the_measurement_of_the_real_step(name: str) -> None:
+    """Peak and categories are those of the real step to the byte: plain with its output held; every other one planned.
+
+    The batch counts as "other"; so does the output that the step before has left, which dies when the forward returns.
+    """
+    model, inputs = build(name)
+    number, known = list(ZOO).index(name), list(plans(model).values())
+    steps = [(Plan(), True)]
+    if number % 2 == 0:
+        steps.append((known[number // 2 % len(known)], False))
+    for plan, hold in steps:
+        model, inputs = build(name)
+        simulated = simulate(model, (), inputs, plan=plan, loss=scalar_loss, hold_output=hold)
+        apply(model, plan)
+        real = measured(model, inputs, hold=hold)
+        if name in ROUTED:
+            assert simulated.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+        else:
+            assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category), str(plan)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_the_step_is_one_from_the_middle_of_training(optimizer: Any) -> None:
+    """The optimizer's state is there from the start, whichever way the optimizer is given."""
+    model, inputs = build("handmade_gpt")
+    real = measured(model, inputs, optimizer(model.parameters()))
+    made = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer)
+    given = simulate(model, (), inputs, loss=scalar_loss, optimizer=optimizer(model.parameters()))
+    assert made.by_category == given.by_category == real.by_category
+    assert made.timeline[0].live_bytes == real.timeline[0].live_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"weight_decay": 0.1, "maximize": True}])
+def test_an_optimizer_that_goes_over_lists_takes_what_it_does(options: dict[str, Any]) -> None:
+    """Where its lists of temporaries are the peak, that is the real step's, whatever layouts are in them."""
+    model, inputs = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), {"input": torch.randn(1, 64)}
+    model[2].weight = nn.Parameter(torch.randn(64, 64).t())
+    make = partial(torch.optim.Adam, foreach=True, **options)
+    real = measured(model, inputs, make(model.parameters()))
+    made = simulate(model, (), inputs, loss=scalar_loss, optimizer=make)
+    assert made.peak.phase == "optimizer"
+    assert (made.peak_bytes, made.by_category) == (real.peak_bytes, real.by_category)
+
+
+class Emptied(nn.Linear):
+    """Holds a tensor whose storage it has emptied: only the storage's size says so."""
+
+    held: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Goes on without it."""
+        with torch.no_grad():
+            self.held = x.repeat(1, 8)
+        self.held.untyped_storage().resize_(0)
+        return super().forward(x).sin()
+
+
+def test_storages_that_are_resized_without_an_operator_are_seen() -> None:
+    """Peak and categories are those of the real step where storages are emptied between operations."""
+    model, inputs = nn.Sequential(*(Emptied(64, 64) for _ in range(3))), {"input": torch.randn(512, 64)}
+    simulated, real = simulate(model, (), inputs, loss=scalar_loss), measured(model, inputs)
+    assert (simulated.peak_bytes, simulated.by_category) == (real.peak_bytes, real.by_category)
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    """Parameters, gradients, arguments, random state and the plan in place are as before."""
+    model, inputs = build("convnext")
+    model.zero_grad()
+    scalar_loss(model(**inputs)).backward()
+    state, grads = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    random = torch.get_rng_state()
+    simulate(model, (), inputs, loss=scalar_loss, optimizer=torch.optim.AdamW)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_on_meta_is_simulated_where_it_could_run() -> None:
+    """A model that was never allocated has the figures of the real one, also with tied weights."""
+    model, inputs = build("gpt2")
+    real = simulate(model, (), inputs, loss=mean_loss)
+    meta: Any = model.to("meta")
+    meta.tie_weights()
+    assert inputs["labels"] is inputs["input_ids"]
+    on_meta = dict.fromkeys(inputs, inputs["labels"].to("meta"))
+    without = simulate(meta, (), on_meta, device="cpu", loss=mean_loss)
+    assert without.by_category == real.by_category
+    assert without.assumed == ("input_ids has no values: taken to be ones",)
+
+
+def stack(width: int, vocabulary: int) -> nn.Module:
+    """Two layers and a head as wide as a vocabulary."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
+    return Made(lambda m, x: m.head(m.layers(x)), layers=layers, head=nn.Linear(width, vocabulary))
+
+
+def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), torch.zeros(logits.shape[:-1].numel(), dtype=torch.long))
+
+
+def test_says_which_module_keeps_what() -> None:
+    """What is kept for backward is given by module and sums to the total; the phases follow each other."""
+    result = simulate(stack(8, 8), (torch.randn(4, 8),), loss=mean_loss)
+    assert result.saved_by_module == {"layers.0.1": 128, "layers.1.1": 128, "": 4} | (
+        {"head": 128} if "head" in result.saved_by_module else {}
+    )
+    assert sum(result.saved_by_module.values()) == result.saved_bytes
+    phases = [moment.phase for moment in result.timeline]
+    assert phases == sorted(phases, key=["forward", "loss", "backward"].index)
+    assert result.peak in result.timeline
+    assert result.peak.live_bytes == result.peak_bytes == sum(result.by_category.values())
+    assert set(result.by_category) == set(CATEGORIES)
+
+
+def test_says_what_activations_are_for() -> None:
+    """Those of the peak are saved, of the loss or transient; a plan turns what is saved into what passes."""
+    model, x = stack(8, 4096), torch.randn(64, 8)
+    logits = 64 * 4096 * 4
+    results = [
+        simulate(model, (x,), plan=plan, loss=cross_entropy, hold_output=False)
+        for plan in (None, Plan((Choice(("layers",)),)), Plan())
+    ]
+    for result in results:
+        assert sum(result.activations_by_use.values()) == result.by_category["activations"]
+        assert result.activations_by_use["loss"] == logits + 4
+        saved = result.activations_by_use["saved"]
+        assert (f"{errors.size(saved)}    saved" in str(result)) == (saved > 0)
+    plain, planned, again = (result.activations_by_use for result in results)
+    assert plain == again
+    assert planned["saved"] < plain["saved"] == 2 * 64 * 8 * 4
+    assert planned["transient"] == plain["transient"] >= logits
+
+
+def test_flops_of_replays_are_predicted() -> None:
+    """A region around the layers adds its products but the last, which backward does not need, to the replay."""
+    model, x = stack(8, 8), torch.randn(4, 8)
+    plain = simulate(model, (x,), loss=mean_loss)
+    planned = simulate(model, (x,), plan=Plan((Choice(("layers",)),)), loss=mean_loss)
+    product = 2 * 4 * 8 * 8
+    assert (plain.flops["forward"], plain.flops["backward"], plain.flops["replay"]) == (3 * product, 5 * product, 0)
+    assert planned.flops == plain.flops | {"replay": 2 * product}
+    assert planned.saved_bytes < plain.saved_bytes
+
+
+def test_a_wide_loss_is_pointed_out() -> None:
+    """Logits that are much of the peak are named with their share and what helps, whatever the loss; not small ones."""
+    assert simulate(stack(256, 8), (torch.randn(64, 256),), loss=cross_entropy).advice == ""
+    for loss in (cross_entropy, lambda out: (out.logsumexp(-1) - out[:, 0]).mean(), mean_loss):
+        wide = simulate(stack(8, 4096), (torch.randn(64, 8),), loss=loss)
+        assert "as wide as the logits (4,096)" in wide.advice
+        assert "tiles=8" in wide.advice
+        assert wide.advice in str(wide)
+    regression = simulate(stack(256, 256), (torch.randn(64, 256),), loss=mean_loss)
+    assert (regression.advice, regression.logits_bytes) == ("", 0)
+
+
+def test_gradients_of_several_batches_meet() -> None:
+    """With accumulation the second forward finds the gradients of the first, and so the peak is higher."""
+    model, x = stack(64, 64), torch.randn(256, 64)
+    once, twice, zeroed = (
+        simulate(model, (x,), **words, loss=mean_loss) for words in ({}, {"accumulate": 2}, {"set_to_none": False})
+    )
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    assert twice.flops["forward"] == 2 * once.flops["forward"]
+    assert once.peak_bytes < twice.peak_bytes <= once.peak_bytes + parameters
+    assert twice.timeline == zeroed.timeline
+
+
+def test_sizes_are_rounded_as_asked() -> None:
+    """With `rounding=512` every storage counts in whole blocks, as in the allocator of CUDA."""
+    result = simulate(stack(8, 8), (torch.randn(4, 8),), rounding=512, loss=mean_loss)
+    assert all(moment.live_bytes % 512 == 0 for moment in result.timeline)
+    assert result.by_category["parameters"] == 6 * 512
+
+
+class Masked(nn.Module):
+    """Attention that leaves its mask out where nothing is masked, after a look at its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.project(x)
+        return h if bool(mask.all()) else h.masked_fill(~mask[..., None], 0.0)
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_values_of_a_mask_decide_as_in_a_real_run(hidden: int) -> None:
+    """What a model does after reading an integer argument is what it would do for real."""
+    mask = torch.arange(16) >= hidden
+    model, inputs = Masked(), {"x": torch.randn(16, 8), "mask": mask}
+    assert simulate(model, (), inputs, loss=scalar_loss).peak_bytes == measured(model, inputs).peak_bytes
+
+
+class Reaching(nn.Module):
+    """Reaches its weight through a closure, which a copy does not follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        inner = self.inner
+        self.call = lambda x: inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def test_a_copy_that_uses_the_original_is_refused() -> None:
+    """Parameters that a closure reaches are an error, and their gradients are put back."""
+    model = Reaching()
+    with pytest.raises(RecomputeError, match="used parameters of the original"):
+        simulate(model, (torch.randn(2, 4),), loss=mean_loss)
+    assert model.inner.weight.grad is None
+
+
+def test_a_second_plan_is_refused() -> None:
+    """A plan that is in the model already is simulated with it; another one on top is an error."""
+    model, x = stack(8, 8), torch.randn(4, 8)
+    plan = Plan((Choice(("layers",)),))
+    expected = simulate(model, (x,), plan=plan, loss=mean_loss)
+    apply(model, plan)
+    assert simulate(model, (x,), loss=mean_loss).by_category == expected.by_category
+    with pytest.raises(ArgumentError, match="has a plan already"):
+        simulate(model, (x,), plan=plan, loss=mean_loss)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 18: ranks that simulate for "cuda" do not all open a context on the first device."""
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert _with_index(torch.device("cuda")) == torch.device("cuda", 3)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks:UserWarning")
+def test_a_compiled_model_is_compiled_after_it_was_simulated() -> None:
+    """The compiler does not see the simulated step: what it sees under a dispatch mode, it never compiles."""
+    torch._dynamo.reset()
+    frames: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        frames.append(1)
+        return graph.forward
+
+    model, x = torch.compile(stack(8, 8), backend=backend), torch.randn(4, 8)
+    simulate(model, (x,), loss=mean_loss)
+    assert not frames
+    model(x)
+    assert frames
+
+
+def test_a_device_is_named_as_in_make_plan() -> None:
+    """On a machine without it, a model on meta is simulated for a device by its data sheet as it is planned for it."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    plan = make_plan(model, torch.ones(4, 8), budget="1GiB", loss=mean_loss, device="h100")
+    assert simulate(model, torch.ones(4, 8), loss=mean_loss, device="h100").peak_bytes == plan.predicted_peak_bytes
+
+
+class Remembering(nn.Module):
+    """Replaces a tensor that it holds as a plain attribute, in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.memory = torch.zeros(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory = self.layer(x + self.memory).detach()
+        return self.layer(self.memory * x).square().mean()
+
+
+def test_a_tensor_that_a_module_replaces_dies() -> None:
+    """What the model held before the step is alive until its forward replaces it, and no longer."""
+    x = torch.ones(64, 16)
+    found = simulate(Remembering(), (x,), hold_output=False)
+    model = Remembering()
+    model(x).backward()
+    model.zero_grad()
+    with measure(model).track(x) as real:
+        model(x).backward()
+    assert (found.peak_bytes, found.live_bytes) == (real.peak_bytes, real.live_bytes)
+
+
+class Skipping(nn.Module):
+    """Runs those of its layers that it is told to."""
+
+    def __init__(self, ran: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 8)])
+        self.ran = ran
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.ran:
+            layer = self.layers[int(name)]
+            x = layer[0](x) if name == "0" else layer(x)  # a layer counts as run where a part of it is
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("ran", "training", "said"),
+    [
+        ("01234", True, None),
+        ("0123", True, None),  # the only one of its class: a head that is not used
+        ("024", True, "of 4 Sequential in layers, 2 did not run in this forward (1, 3)"),
+        ("024", False, None),
+    ],
+)
+def test_layers_that_did_not_run_are_said(ran: str, training: bool, said: str | None) -> None:
+    """Of like layers some of which are left out, the peak is of one draw, and that is said in training."""
+    assumed = simulate(Skipping(ran).train(training), (torch.ones(2, 8),)).assumed
+    assert [words.partition(", and")[0] for words in assumed] == ([said] if said else [])
+    plan = make_plan(Skipping(ran).train(training), (torch.ones(2, 8),), budget=0.5)
+    assert (said in str(plan)) if said else ("did not run" not in str(plan))
+
+
+def test_a_penalty_on_a_tensor_of_the_caller_is_explained() -> None:
+    """A loss that differentiates by a tensor that it holds gets a sentence; one that is given it is simulated."""
+    x = torch.ones(4, 8, requires_grad=True)
+
+    def penalty(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    class Both(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return super().forward(input), input
+
+    with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
+        simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x))
+    with pytest.raises(ArgumentError, match="on a copy of the model and of the batch"):
+        simulate(nn.Linear(8, 8), (x,), loss=lambda out: penalty(out, x), accumulate=2)
+    assert simulate(Both(8, 8), (x,), loss=lambda out: penalty(*out)).peak_bytes > 0

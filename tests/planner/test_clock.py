@@ -1,0 +1,298 @@
+"""Prices scaled to whole steps: what is run, what it may need, and that nothing of the model is changed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plans.test_sizes import at, gpt
+from support.zoo import mean_loss
+from torch_recompute import Choice, Plan, Profile, make_plan, measure, profile, saved_activations, simulate
+from torch_recompute.observer import Running, running
+from torch_recompute.planner import planner
+from torch_recompute.planner.clock import Clocked, Replays, Scale, clock, obstacle
+from torch_recompute.planner.cost import Costs, Graph, Kind, Node, Option, Segment, Solution
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Measured
+from torch_recompute.training_step import TrainingStep, loss_of
+
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    """A block with a norm that keeps statistics, dropout, a count of its calls, and weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.again = nn.Linear(8, 32)
+        self.again.weight = self.up.weight
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x.add_(1)  # the caller's own tensor
+        return self.down(torch.dropout(self.up(self.norm(x)).relu() + self.again(x), 0.1, True)).square().mean()
+
+
+class Drawing(nn.Module):
+    """Layers that draw from Python's generator, NumPy's and PyTorch's in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + random.random() + float(np.random.rand())
+        return torch.dropout(self.layers(x), 0.1, True).square().mean()
+
+
+RUNS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "make_plan": lambda model, x: make_plan(model, x, budget=0.5),
+    "profile": profile,
+    "simulate": simulate,
+    "saved_activations": saved_activations,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_generators_are_put_back(name: str) -> None:
+    """What runs a model to know about it leaves Python's generator, NumPy's and PyTorch's where they were."""
+    model, x = Drawing(), torch.randn(4, 8)
+    before = random.getstate(), np.random.get_state()[1:], torch.get_rng_state()
+    RUNS[name](model, x)
+    assert random.getstate() == before[0]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state()[1:], before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_step_is_run_and_nothing_is_changed() -> None:
+    """After it, weights, gradients, buffers, attributes, arguments and random states are what they were."""
+    model, x = Counting(), torch.randn(4, 8)
+    model(x.clone()).backward()
+    seen: list[object] = []
+    model.up.weight.register_hook(lambda grad: seen.append(grad))
+    model.up.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight))
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    given, state = x.clone(), torch.get_rng_state()
+    grads = [p.grad for p in model.parameters()]
+    found = clock(model, (x,), {}, loss_of, Plan(), CPU)
+    assert found.forward > 0
+    assert found.backward > 0
+    assert found.replays == 0
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(x, given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.calls == 1
+    assert seen == []
+
+
+def test_forwards_with_and_without_regions_are_compared_under_the_same_conditions() -> None:
+    """Both build a graph, as a step's does, and keep nothing in it, so that only what regions take is between them."""
+    model, seen = gpt(1), list[tuple[bool, bool]]()
+    inner = next(module for module in model.blocks[0].modules() if isinstance(module, nn.Linear))
+    inner.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), bool(running()))))
+    found = clock(model, (at(8),), {}, loss_of, Plan((Choice(("blocks.0",)),)), CPU, region=100.0)
+    assert 100 <= found.regions < 101  # its price, for one region
+    assert {grads for grads, _ in seen} == {True}
+    assert [inside for _, inside in seen[:4]] == [True, True, False, False]  # the step and its replay, then forwards
+
+
+def test_replays_are_timed_once() -> None:
+    """All that a replay takes counts, one inside another with the outer one; nothing counts any more afterwards."""
+    ticks = iter(range(100))
+
+    def inner() -> int:
+        next(ticks)
+        return 7
+
+    def outer() -> int:
+        next(ticks)
+        return replay(inner)
+
+    def replay(fn: Callable[[], int]) -> int:
+        with replays.around(Running("rebuild", "region", None)):
+            return fn()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_recompute.planner.clock.now", lambda device: float(next(ticks)))
+        replays = Replays(CPU)
+        assert replay(outer) == 7  # from tick 0 to 3
+        assert replay(inner) == 7  # from tick 4 to 6
+        assert replays.seconds() == 5.0
+    model, ids = gpt(2), at(32)
+    found = clock(model, (ids,), {}, loss_of, Plan((Choice(("blocks.0", "blocks.1"), nested=True),)), CPU)
+    assert 0 < found.replays < found.backward
+
+
+def test_it_needs_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for a budget is timed by its own step: what is alive meanwhile stays under the budget."""
+    torch.manual_seed(0)
+    model, ids = gpt(2), at(32)
+    peaks: list[int] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Clocked:
+        with measure(model) as m:
+            found = clock(*args, **kwargs)
+        peaks.append(m.peak_bytes)
+        return found
+
+    monkeypatch.setattr(planner, "clock", watched)
+    made = Planner(TrainingStep(model, (ids,), loss=mean_loss))
+    plan = made.plan(0.2)
+    assert plan.prediction is not None
+    assert len(peaks) == 1
+    assert peaks[0] <= plan.prediction.budget_bytes + ids.nbytes < made.plain.peak_bytes  # and a copy of the batch
+    assert "as in a step that was run with these regions" in plan.prediction.timing
+    assert plan.prediction.timing in str(plan)
+    assert plan.prediction.step_seconds > plan.prediction.plain_step_seconds > 0
+    assert Plan.from_json(plan.to_json()) == plan
+
+    found = made.profile
+    assert len(peaks) == 3  # the smallest, and with room for it the plain one
+    assert "without regions and with those of the smallest peak" in found.timing
+    assert max(peaks) <= made.plain.peak_bytes + ids.nbytes
+    assert Profile.from_json(found.to_json()) == found
+
+    monkeypatch.setattr(planner, "free_bytes", lambda *_: 1)
+    assert (
+        "not scaled to a whole step: there is no memory for one"
+        in Planner(TrainingStep(model, (ids,), loss=mean_loss)).profile.timing
+    )
+    assert len(peaks) == 3
+
+
+def test_what_is_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data sheet, weights elsewhere, other ranks, a step that raises: no run, and the profile says why."""
+    model, ids = gpt(1), at(8)
+
+    def refuse(*_: object, **__: object) -> Clocked:
+        raise ValueError("a step was run")
+
+    monkeypatch.setattr(planner, "clock", refuse)
+    assert profile(model, (ids,), device="h100", loss=mean_loss).timing == ""
+    assert "not scaled to a whole step: one raised ValueError" in profile(model, (ids,), loss=mean_loss).timing
+    assert obstacle(model, (ids,), {}, CPU) == ""
+    assert obstacle(model, (ids.to("meta"),), {}, CPU) == "a tensor is on meta and not on cpu"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert obstacle(model, (ids,), {}, CPU) == "other ranks could be waited for"
+
+
+def test_the_scale_is_what_regions_add_over_what_prices_say() -> None:
+    """Seconds of replays, of the bound and of the step follow the run; the optimizer's price is added to the step."""
+    plain, regions = Clocked(2.5, 4.0, 0.0), Clocked(3.0, 6.0, 1.5)
+    assert Scale.of(None, plain, 0.0, 0.5).step_seconds == 7.0
+    assert Scale.of(None, plain, 0.0, 0.5).replays == 1.0
+    both = Scale.of(regions, plain, 0.5, 0.5)
+    assert (both.replays, both.step_seconds) == (5.0, 7.0)  # 9 s against 6.5 s
+    alone = Scale.of(regions, None, 0.5, 0.0)
+    assert (alone.replays, alone.step_seconds) == (3.0, 7.5)  # without what the replays took
+    entered = Scale.of(Clocked(3.0, 6.0, 1.5, 0.25), None, 0.5, 0.0)
+    assert (entered.replays, entered.step_seconds) == (3.5, 7.25)  # and without what regions took besides
+    noisy = Scale.of(Clocked(2.0, 3.0, 1.5), plain, 0.5, 0.0)
+    assert noisy.replays == 3.0  # never less than the replays themselves
+    option = Option((Choice(("",)),), 1, 1, 1, 0.2, 7)
+    costs = Costs({"a": Kind((option,), Graph((Node(0.1, 4, (-1,)),), 0, 4))}, (Segment("x", "a", 0, 0),), (), 1.0)
+    scaled = both(costs)
+    assert scaled.step_seconds == 7.0
+    assert scaled.kinds["a"].options[0].seconds == 1.0
+    assert scaled.kinds["a"].graph == Graph((Node(0.5, 4, (-1,)),), 0, 4)
+    assert both.solution(Solution((option,), 9, 0.2)) == Solution(scaled.kinds["a"].options, 9, 1.0)
+
+
+def test_a_plan_without_regions_is_timed_as_it_is() -> None:
+    """Where all fits, the step without recomputation is the one that is run, and the optimizer's price is added."""
+    model, ids = gpt(1), at(8)
+    plan = make_plan(model, (ids,), budget="1GiB", optimizer=torch.optim.AdamW, loss=mean_loss)
+    assert plan.prediction is not None
+    assert "a step that was run without regions" in plan.prediction.timing
+    assert plan.prediction.step_seconds == plan.prediction.plain_step_seconds
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Devices:
+    """Two CUDA devices of which one is the current one, as far as a clock looks at them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.seen = 0, Counter[tuple[str, int]]()
+        devices = self
+
+        class Device:
+            def __init__(self, device: torch.device) -> None:
+                self.index = device.index
+
+            def __enter__(self) -> None:
+                self.before, devices.current = devices.current, self.index
+
+            def __exit__(self, *_: object) -> None:
+                devices.current = self.before
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                devices.saw("event")
+
+            def synchronize(self) -> None:
+                devices.saw("event")
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1000.0
+
+        monkeypatch.setattr(torch.cuda, "device", Device)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.saw("wait"))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def saw(self, what: str) -> None:
+        self.seen[what, self.current] += 1
+
+
+def test_operations_are_timed_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 10: events are recorded on the stream of the device that is asked about, not of the current one."""
+    devices = Devices(monkeypatch)
+    prices = object.__new__(Measured)
+    prices._device = torch.device("cuda", 1)
+    assert prices._times(lambda: devices.saw("run")) == [1.0] * 3
+    assert devices.seen == {("event", 1): 9, ("run", 1): 4}
+    assert devices.current == 0
+
+
+def test_a_step_is_timed_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 10: what is waited for, and the stream that replays are timed on, are those of the step's device."""
+    devices = Devices(monkeypatch)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    clock(model, (torch.ones(2, 4),), {}, torch.sum, Plan((Choice(("0",)),)), torch.device("cuda", 1))
+    assert devices.seen["wait", 1] > 0
+    assert devices.seen["event", 1] > 0
+    assert devices.seen["wait", 0] == 0
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_an_accelerator_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 20: where work is queued, the clock is read when it is done; MPS knows one device, and no context."""
+    waited: list[str] = []
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: types.SimpleNamespace(synchronize=lambda: waited.append(device.type))
+    )
+    prices = object.__new__(Measured)
+    prices._device = torch.device(kind)
+    assert len(prices._times(lambda: None)) == 3
+    assert waited == [kind] * 6
+    with Replays(torch.device(kind)).around(Running("rebuild", "region", None)):
+        pass
+    assert waited == [kind] * 8

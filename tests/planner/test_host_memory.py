@@ -1,0 +1,173 @@
+"""Plans that use host memory: what they promise, measured with a store whose host memory is out of sight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from planner.test_make_plan import DEEP, deep_is_made, step
+from torch_recompute import OnHost, Plan, Profile, apply, measure, solve
+from torch_recompute.memory.loop import Loop
+from torch_recompute.planner.cost import Host
+from torch_recompute.planner.hosts import LINKS, waited
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.prices import Roofline
+from torch_recompute.stores import Bandwidth
+from torch_recompute.stores.transfers import Depot, Direct
+from torch_recompute.training_step import TrainingStep
+
+X = torch.randn(512, 16)
+INPUT = X.nbytes
+FAST = Roofline("fast link", {1: 1e9}, 1e18, 1e-12, host=1e15, kind="cuda")
+
+
+class Copy:
+    """A tensor's elements where no tensor is: `measure` does not see them."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.elements = source.numpy().copy()
+        self.dtype, self.nbytes = source.dtype, source.nbytes
+
+    def numel(self) -> int:
+        return self.elements.size
+
+
+class Lane(Direct):
+    """Copies to such a place and back, in the order of a device's."""
+
+    direct = False
+
+    def send(self, source: torch.Tensor) -> tuple[Any, None]:
+        return Copy(source), None
+
+    def fetch(self, host: Copy, after: None) -> tuple[torch.Tensor, None]:
+        tensor = torch.empty(host.numel(), dtype=host.dtype)
+        np.copyto(tensor.numpy(), host.elements)
+        return tensor, None
+
+
+class Away(OnHost):
+    """`OnHost` with that lane; notes the most that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = Depot(Lane())
+        self.most = 0
+
+    def _depot(self, tensor: torch.Tensor) -> Depot:
+        return self._own
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        handle = super().put(tensor)
+        self.most = max(self.most, self.host_bytes)
+        return handle
+
+
+@functools.cache
+def planner(device: str = "h100", **options: Any) -> Planner:
+    model, _ = deep_is_made()
+    loss, loop = (lambda y: y.square().mean()), Loop(hold_output=False)
+    offload, where = options.pop("offload", False), FAST if device == FAST.name else device
+    return Planner(TrainingStep(model, (X,), loss=loss, loop=loop, device=where, **options), offload=offload)
+
+
+def promise_is_kept(fresh: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], plan: Plan) -> None:
+    """Runs the step plainly and with the plan, and compares gradients, the peak, and what lay in host memory."""
+    assert plan.prediction is not None
+    model, call = fresh()
+    step(model, call)
+    wanted = [p.grad for p in model.parameters()]
+    model, call = fresh()
+    store = Away()
+    apply(model, plan, stores={"host": store} if any(choice.store for choice in plan) else {})
+    with measure(model).track(DEEP) as m:
+        step(model, call)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
+    assert m.peak_bytes == plan.predicted_peak_bytes <= plan.prediction.budget_bytes
+    assert store.most == plan.prediction.host_bytes
+    assert store.host_bytes == 0
+
+
+def test_the_promise_is_kept_with_host_memory() -> None:
+    """Inputs in host memory lower the least peak; the device's peak and the host's are those that were predicted."""
+    with_host, without = planner(offload=True), planner()
+    assert with_host.least[1].peak_bytes < without.least[1].peak_bytes
+    plans = [with_host.plan(with_host.least[1].peak_bytes), with_host.plan(0.2)]
+    for plan in plans:
+        promise_is_kept(deep_is_made, plan)
+    assert any(choice.store == "host" for choice in plans[0])
+    assert "inputs in host memory" in str(plans[0])
+    assert "in host memory, " in plans[0].summary
+    assert Plan.from_json(plans[0].to_json()) == plans[0]
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.3])
+def test_layers_are_offloaded_where_that_is_cheaper_than_a_replay(budget: float) -> None:
+    """Over a fast link what layers save leaves instead of being recomputed; the peak is kept, the step is shorter."""
+    with_host, without = planner(FAST.name, offload=True), planner(FAST.name)
+    plan = with_host.plan(budget)
+    promise_is_kept(deep_is_made, plan)
+    assert plan.prediction is not None
+    other = without.plan(plan.prediction.budget_bytes)
+    assert other.prediction is not None
+    assert plan.prediction.step_seconds < other.prediction.step_seconds
+    assert plan.prediction.replay_flops < other.prediction.replay_flops
+    away = [choice for choice in plan if choice.offload]
+    assert away
+    assert f"{len(away)} offloaded" in plan.summary
+    assert "offloaded in host memory" in str(plan)
+    assert "offloaded" in plan.explain()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Profile.from_json(with_host.profile.to_json()) == with_host.profile
+
+
+def test_a_slow_link_makes_no_plan_worse() -> None:
+    """Where copies cost more than replays, a plan that may offload is no slower than one that may only recompute."""
+    for budget in (2**21, 2_600_000, 3_400_000, 4_300_000):
+        with_host, without = planner(offload=True).plan(budget), planner().plan(budget)
+        assert with_host.predicted_step_seconds <= without.predicted_step_seconds
+
+
+@pytest.mark.parametrize("inputs", [0, 3])
+def test_a_limit_on_host_memory_is_kept(inputs: int) -> None:
+    """No plan keeps more there than was allowed, and the first layers have it."""
+    limited = planner(offload=inputs * INPUT + 100)
+    plan = limited.plan(limited.least[1].peak_bytes)
+    promise_is_kept(deep_is_made, plan)
+    assert plan.prediction is not None
+    assert plan.prediction.host_bytes <= inputs * INPUT + 100
+    sent = [int(choice.paths[0].split(".")[0]) for choice in plan if choice.store]
+    assert all(number <= inputs for number in sent)
+    assert bool(sent) == bool(inputs)
+
+
+def test_nothing_is_sent_without_leave() -> None:
+    """Host memory is used only where the user has said so."""
+    found = planner()
+    assert found.costs.host is None
+    assert not any(option.store for kind in found.costs.kinds.values() for option in kind.options)
+
+
+def test_a_profile_knows_what_may_be_sent() -> None:
+    """A profile with options in host memory is data, too, and solving it keeps the limit."""
+    taken = planner(offload="100 KiB").profile
+    assert taken.costs.host == Host(100 * 2**10, LINKS["h100"].to_host)
+    read = Profile.from_json(taken.to_json())
+    assert read == taken
+    plan = solve(read, budget=0.02)
+    assert plan.prediction is not None
+    assert plan.prediction.host_bytes <= 100 * 2**10
+
+
+def test_what_computing_does_not_hide_is_waited_for() -> None:
+    """Copies take their bytes over the speed of each way, less what is computed meanwhile."""
+    link = Bandwidth(100.0, 50.0)
+    assert waited(1000, link, 20.0, 30.0) == 0.0
+    assert waited(1000, link, 4.0, 30.0) == 6.0
+    assert waited(1000, link, 4.0, 15.0) == 11.0

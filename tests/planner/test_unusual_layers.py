@@ -1,0 +1,257 @@
+"""Ordinary models are planned: what they compute from values, keep by kernels' rules, or hold in parametrizations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from support.models import Made
+from torch_recompute import Profile, apply, make_plan, measure, profile, simulate, solve
+from torch_recompute.memory import workspaces
+from torch_recompute.plan.plan import Choice, Plan
+from torch_recompute.planner.cost import peak
+from torch_recompute.planner.planner import Planner
+from torch_recompute.planner.solve import choose
+from torch_recompute.training_step import TrainingStep
+
+WIDTH = 16
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Around(nn.Module):
+    """Two linear layers around something."""
+
+    def __init__(self, middle: nn.Module | Change) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.middle(self.first(x))
+        return self.last(made[0] if isinstance(made, tuple) else made).square().mean()
+
+
+def batched() -> nn.Module:
+    """A batch norm over a view with the channels in front."""
+    return Made(lambda m, x: m.norm(x.transpose(1, 2)).transpose(1, 2), norm=nn.BatchNorm1d(WIDTH))
+
+
+def every_other(x: torch.Tensor) -> torch.Tensor:
+    """Picks by a mask made of an activation, which holds for every other one."""
+    with torch.no_grad():
+        wanted = x.detach().argsort(-1).argsort(-1) % 2 == 0
+    return x[wanted].view(*x.shape[:-1], -1).repeat(1, 1, 2)
+
+
+def matched(x: torch.Tensor) -> torch.Tensor:
+    """Rows in an order that a library other than PyTorch chooses."""
+    order = x.detach().cpu().numpy().sum((1, 2)).argsort()
+    return x[torch.as_tensor(order.copy())]
+
+
+def positive(x: torch.Tensor) -> torch.Tensor:
+    """Matrices that are positive definite."""
+    return x @ x.mT + 4 * torch.eye(x.shape[-2])
+
+
+SQUARE = (4, WIDTH, WIDTH)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lstm": (lambda: Around(nn.LSTM(WIDTH, WIDTH, batch_first=True)), (4, 8, WIDTH)),
+    "lstm of two layers, both ways": (lambda: Around(nn.LSTM(WIDTH, WIDTH // 2, 2, bidirectional=True)), (8, 4, WIDTH)),
+    "gru": (lambda: Around(nn.GRU(WIDTH, WIDTH)), (8, 4, WIDTH)),
+    "mask of an activation": (lambda: Around(every_other), (4, 8, WIDTH)),
+    "matcher": (lambda: Around(matched), (4, 8, WIDTH)),
+    "cholesky": (lambda: Around(lambda x: torch.linalg.cholesky(positive(x))), SQUARE),
+    "inverse": (lambda: Around(lambda x: torch.linalg.inv(positive(x))), SQUARE),
+    "solve": (lambda: Around(lambda x: torch.linalg.solve(positive(x), x)), SQUARE),
+    "determinant": (lambda: Around(lambda x: x * torch.linalg.slogdet(positive(x))[1][:, None, None]), SQUARE),
+    "batch norm of a view": (lambda: Around(batched()), (4, 50, WIDTH)),
+    "spectral norm": (lambda: Around(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
+    "spectral norm by hooks": (lambda: Around(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))), (4, 8, WIDTH)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A model and its input."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    return build(), torch.randn(shape)
+
+
+def loss(out: torch.Tensor) -> torch.Tensor:
+    """The models return theirs."""
+    return out
+
+
+def stepped(model: nn.Module, x: torch.Tensor) -> tuple[int, list[Any]]:
+    """The measured peak of a step, and its gradients."""
+    torch.manual_seed(1)
+    with measure(model).track(x) as m:
+        model(x).backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return m.peak_bytes, gradients
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_planned_and_the_promise_is_kept(name: str) -> None:
+    """A plan is made, its peak is the measured one, the gradients are bitwise those of the plain step."""
+    model, x = made(name)
+    stepped(model, x)  # vectors of a spectral norm settle in pairs of steps that are compared
+    copy, _ = made(name)
+    stepped(copy, x)  # a weight that hooks compute is memory of its own from then on
+    copy.load_state_dict(model.state_dict())
+    plan = make_plan(model, (x,), budget=0.3, loss=loss, hold_output=False)
+    simulated = simulate(model, (x,), loss=loss, hold_output=False).peak_bytes
+    peak, wanted = stepped(model, x)
+    apply(copy, plan)
+    planned, gradients = stepped(copy, x)
+    # the gradients of a bidirectional LSTM's biases are one tensor for fakes, and two for the kernel
+    assert simulated == pytest.approx(peak, rel=0.005)
+    assert plan.predicted_peak_bytes == pytest.approx(planned, rel=0.005)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["spectral norm", "spectral norm by hooks", "batch norm of a view"])
+def test_buffers_stay_as_they_are(name: str) -> None:
+    """A weight that is computed when it is asked for is not asked for: planning leaves its vectors alone."""
+    model, x = made(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    make_plan(model, (x,), budget=0.3, loss=loss)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_what_is_assumed_of_values_is_said() -> None:
+    """Values that leave PyTorch are ones, and the simulation names who read them."""
+    model, x = made("matcher")
+    assert simulate(model, (x,), loss=loss).assumed == ("Tensor.numpy finds ones",)
+    model, x = made("cholesky")
+    assert simulate(model, (x,), loss=loss).assumed == ()
+
+
+@pytest.mark.parametrize("place", ["numpy", "__array__"])
+def test_a_gradient_is_asked_about_as_ever(place: str) -> None:
+    """A tensor with a gradient does not leave PyTorch, in a simulation as in a step."""
+    model = Around(lambda x: x * float(getattr(x, place)().max()))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        simulate(model, (torch.ones(4, WIDTH),), loss=loss)
+
+
+def test_what_a_long_lstm_keeps_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an LSTM is too long to be run alone, what it keeps for backward follows from fewer steps, within 2 %."""
+    model, x = Around(nn.LSTM(WIDTH, 64)), torch.randn(400, 8, WIDTH)
+    model.last = nn.Linear(64, WIDTH)
+    exact = simulate(model, (x,), loss=loss).peak_bytes
+    workspaces._known.clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(workspaces, "MOST_WORK", 8 * 64 * 4 * 64 * 100 // torch.get_num_threads())
+    assert simulate(model, (x,), loss=loss).peak_bytes == pytest.approx(exact, rel=0.02)
+    workspaces._known.clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_lstm_for_a_gpu_by_name_says_what_it_stands_on() -> None:
+    """What cuDNN keeps for backward cannot be asked without one: the CPU's is counted, and the simulation says so."""
+    model, x = Around(nn.LSTM(WIDTH, WIDTH)), torch.ones(8, 4, WIDTH)
+    here = simulate(model, (x,), loss=loss)
+    there = Planner(TrainingStep(model.to("meta"), (x.to("meta"),), loss=loss, device="h100")).plain
+    assert there.saved_bytes == here.saved_bytes > 50_000
+    assert "aten.mkldnn_rnn_layer keeps as much for its backward on a GPU as on the CPU" in there.assumed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_cudnn_keeps_is_asked_of_it(dropout: float) -> None:
+    """On a GPU an LSTM's reserve is that of cuDNN, or at most a mask per layer more where it drops out."""
+    model = Around(nn.LSTM(WIDTH, WIDTH, 2, dropout=dropout)).cuda()
+    x = torch.randn(64, 8, WIDTH, device="cuda")
+    predicted = simulate(model, (x,), loss=loss).peak_bytes
+    measured, _ = stepped(model, x)
+    assert measured <= predicted * 1.005
+    assert predicted <= measured * 1.05
+
+
+class Shared(nn.Module):
+    """A block that is called several times, in between two linear layers or not."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Identity() if alone else nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(5):
+            x = x + self.block(x)
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_layer_that_is_called_several_times_has_a_region_per_call(alone: bool) -> None:
+    """Each call is a region: the peak falls as promised, gradients stay the same, and the plan names the layer once."""
+    torch.manual_seed(0)
+    model, x = Shared(alone=alone), torch.randn(64, WIDTH)
+    plain, wanted = stepped(model, x)
+    peaks: list[int] = []
+    for budget in (0.6, 0.05):
+        plan = make_plan(model, (x,), budget=budget, loss=loss, device="h100", hold_output=False)
+        assert [choice.paths for choice in plan.choices if "block" in choice.paths[0]] == [("block",)]
+        assert plan.prediction is not None
+        assert sum(line.count for line in plan.prediction.lines if line.where == "block") == 5
+        handle = apply(model, plan)
+        peak, gradients = stepped(model, x)
+        handle.remove()
+        assert peak == plan.predicted_peak_bytes
+        assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+        peaks.append(peak)
+    assert plain > peaks[0] >= peaks[1]
+    assert peaks[1] < 0.6 * plain
+
+
+def test_a_profile_knows_that_calls_share_a_choice() -> None:
+    """What solves a profile without the model gives all calls of a layer one choice, too."""
+    model, x = Shared(alone=False), torch.randn(64, WIDTH)
+    found = profile(model, (x,), loss=loss, device="h100")
+    assert [segment.path for segment in found.costs.segments] == ["first", *["block"] * 5, "last"]
+    plan = solve(Profile.from_json(found.to_json()), budget=0.3)
+    assert [choice.paths for choice in plan.choices if "block" in choice.paths[0]] == [("block",)]
+
+
+def test_no_choice_for_all_calls_is_better() -> None:
+    """Of all choices that are the same in every call, the one that fits and costs the fewest seconds is taken."""
+    model, x = Shared(alone=True), torch.randn(64, WIDTH)
+    costs = profile(model, (x,), loss=loss, device="h100").costs
+    by_kind = [{o.regions: o for o in costs.kinds[segment.kind].options} for segment in costs.segments]
+    every = [[options[regions] for options in by_kind] for regions in by_kind[0]]
+    peaks = [peak(costs, options).bytes for options in every]
+    assert len(set(peaks)) > 2
+    for budget in peaks:
+        fitting = [options for options, most in zip(every, peaks, strict=True) if most <= budget]
+        best = min(sum(option.seconds for option in options) for options in fitting)
+        assert choose(costs, budget).seconds == pytest.approx(best)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_loss_of_sequences_in_an_applied_region(tensors: bool) -> None:
+    """Lengths as tensors or as numbers: a plan's region around `ctc_loss` replays the kernel that its forward ran."""
+
+    class Spoken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 20)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            lengths: Any = ([12] * 4, [5] * 4)
+            if tensors:
+                lengths = [torch.tensor(each) for each in lengths]
+            targets = torch.arange(20).view(4, 5) % 19 + 1
+            return F.ctc_loss(self.head(x).log_softmax(-1), targets, *lengths)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), Spoken())
+    x = torch.randn(12, 4, WIDTH)
+    _, wanted = stepped(model, x)
+    apply(model, Plan((Choice(("3",)),)))
+    _, gradients = stepped(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))

@@ -1,0 +1,133 @@
+"""Whole models under every kind of plan: the same training to the last bit, less memory, and replays as planned.
+
+The models are those of `zoo.py`: real library code with tiny configurations. A plan is what `RecomputeConfig` makes of
+Megatron's words. The first step is compared, dropout and all: the loss, every gradient, every buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from support.zoo import ZOO, build, step
+from torch_recompute import ArgumentError, Plan, RecomputeConfig, apply, saved_activations
+from torch_recompute.plan.labels import LABELS, matching
+from torch_recompute.plan.units import find_units
+
+FULL = {
+    "uniform 1": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform 2": {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_method": "block", "recompute_num_layers": 2},
+}
+
+
+# Frozen matrices do not save the norm's output, and each adapter saves a copy of its own (dropped out).
+# Attention that is fused stores no scores. In models as small as these what a region keeps of generators may be more
+# than the queries, keys and values that it drops.
+NOTHING_TO_FREE = {
+    **{
+        name: {"core_attn"}
+        for name in (
+            *("gpt2", "deepseek_v2", "deepseek_v3", "bert", "whisper", "torch_encoder", "torch_encoder_prenorm"),
+            *("torch_decoder", "torchtitan", "torchtitan_moe"),
+        )
+    },
+    **{
+        name: {"core_attn", "attention_output"}
+        for name in (
+            *("gpt_neox", "llama", "mistral", "qwen2", "phi", "opt", "falcon", "mixtral", "olmo", "t5", "vit"),
+            "handmade_gpt",
+        )
+    },
+    "lora_llama": {"core_attn", "layernorm"},
+}
+
+
+def plans(model: nn.Module) -> dict[str, Plan]:
+    """Every plan that fits the model, by name."""
+    found: dict[str, Plan] = {}
+    for name, fields in FULL.items():
+        found[name] = RecomputeConfig(recompute_granularity="full", **fields).plan(model)
+    labels = [label for label, count in matching(find_units(model)).items() if count]
+    for label in labels:
+        found[label] = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label]).plan(model)
+    if len(labels) > 1:
+        found["all labels"] = RecomputeConfig(recompute_granularity="selective", recompute_modules=labels).plan(model)
+    return found
+
+
+def fresh(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    model, inputs = build(name)
+    return model, inputs
+
+
+def flops(model: nn.Module, inputs: dict[str, Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step(model, inputs)
+    return counter.get_total_flops()
+
+
+def kept(model: nn.Module, inputs: dict[str, Any]) -> int:
+    torch.manual_seed(1)
+    return saved_activations(model, (), inputs).total_bytes
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_training_is_the_same_under_every_plan(name: str) -> None:
+    """Loss, gradients and buffers equal those without a plan to the last bit; every plan keeps less and replays more.
+
+    Between forward and backward it keeps fewer bytes than none, and larger groups fewer than small ones. PyTorch's
+    counter finds in a step with the plan exactly the FLOPs more that the plan's report names.
+    """
+    model, inputs = fresh(name)
+    plain, plain_bytes, plain_flops = step(model, inputs), kept(model, inputs), flops(model, inputs)
+    bytes_of: dict[str, int] = {}
+    for kind, plan in plans(model).items():
+        other, inputs = fresh(name)
+        handle = apply(other, plan)
+        ours = step(other, inputs)
+        assert ours.keys() == plain.keys(), kind
+        different = [key for key in plain if not torch.equal(ours[key], plain[key])]
+        assert different == [], f"{kind}: {different[:3]}"
+        bytes_of[kind] = kept(other, inputs)
+        # Regions in regions: what the inner one repeats is in the outer one's row as well. A block is as uniform is.
+        if kind in ("all labels", "block"):
+            continue
+        with handle.watch():
+            more = flops(other, inputs) - plain_flops
+        assert handle.report().flops == more, kind
+        assert (more == 0) if kind in ("moe_act", "layernorm") else (more >= 0)
+    assert {kind for kind, n in bytes_of.items() if n >= plain_bytes} == NOTHING_TO_FREE.get(name, set())
+    assert bytes_of["uniform 1"] < bytes_of["block"] or len(find_units(model).layers) <= 2
+    assert bytes_of["uniform 2"] <= bytes_of["uniform 1"]
+
+
+@pytest.mark.parametrize("name", ["llama", "lora_llama", "deepseek_v3", "torch_decoder"])
+def test_label_that_frees_nothing_is_refused(name: str) -> None:
+    """With an example call, a label under which nothing is freed is an error; the others give the plan without one."""
+    model, inputs = fresh(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for label in matching(find_units(model)):
+        config = RecomputeConfig(recompute_granularity="selective", recompute_modules=[label])
+        if label in NOTHING_TO_FREE.get(name, set()):
+            with pytest.raises(ArgumentError, match=r"would cost time and free nothing.*\n(.*\n)?  These free some"):
+                config.plan(model, kwargs=inputs)
+        else:
+            assert config.plan(model, kwargs=inputs) == config.plan(model)
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    assert full.plan(model, kwargs=inputs) == full.plan(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_zoo_is_large_enough() -> None:
+    """At least twenty architectures of real library code, and every label matches somewhere."""
+    assert len(ZOO) >= 30
+    found: set[str] = set()
+    for name in ZOO:
+        found |= {label for label, count in matching(find_units(fresh(name)[0])).items() if count}
+    assert found == set(LABELS)
