@@ -1234,8 +1234,7 @@ def test_who_keeps_activations(name: str, where: str, write: str) -> None:
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "doctor-cpu.json"
 RECORD = (
-    "PYTHONPATH=tests python tests/doctor/test_doctor_faults.py writes the results again, and python tools/pages.py the "
-    "page"
+    "PYTHONPATH=tests python tests/doctor/test_doctor_faults.py writes the results again, and tools/pages.py the page"
 )
 
 
