@@ -70,24 +70,27 @@ COMMANDS = (
         "--steps 0",
         plots="",
     ),
-    Command("show restless:pair", "model stacks labels units", "--frobnicate"),
+    Command("show support.nondeterministic:pair", "model stacks labels units", "--frobnicate"),
     Command(
-        "plan restless:pair --device h100 --budget 40%",
+        "plan support.nondeterministic:pair --device h100 --budget 40%",
         f"{TASK} device plain advice plan",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.TOO_SMALL),
     ),
     Command(
-        "plan restless:pair --device h100 --frontier", f"{TASK} device plain advice frontier", "--out a.json", plots=""
+        "plan support.nondeterministic:pair --device h100 --frontier",
+        f"{TASK} device plain advice frontier",
+        "--out a.json",
+        plots="",
     ),
     Command(
-        "verify restless:pair --plan plan.json",
+        "verify support.nondeterministic:pair --plan plan.json",
         "asked model device regions passed counts noise differences likely tried",
         "--device tpu",
         otherwise=("--plan other.json", cli.FAILED),
     ),
     Command(
-        "report plan.json --model restless:pair --device h100 --points 2",
+        "report plan.json --model support.nondeterministic:pair --device h100 --points 2",
         "title source device layers chosen plain names steps counted notes",
         "--points 1",
         plots="",
@@ -101,7 +104,7 @@ COMMANDS = (
         plots="",
     ),
     Command(
-        "doctor restless:pair --device h100 --no-run --no-hold-output --optimizer sgd",
+        "doctor support.nondeterministic:pair --device h100 --no-run --no-hold-output --optimizer sgd",
         "model ok findings looked_for not_looked_for",
         "--budget 24G",
         otherwise=("--budget 1KiB", cli.FAILED),

@@ -39,13 +39,13 @@ def test_from_the_plan_to_the_proof(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     """A region whose replay differs ends with 1, and the output names the first gradient and the region."""
-    assert cli.main(["verify", "restless:pair", "--plan", "bad.json", "--quiet"]) == cli.FAILED
+    assert cli.main(["verify", "support.nondeterministic:pair", "--plan", "bad.json", "--quiet"]) == cli.FAILED
     lines = capsys.readouterr().out.splitlines()
     assert " differ (" in lines[0]
     assert "Sequential on cpu, a step with the plan (2 regions) beside one without" in " ".join(" ".join(lines).split())
     assert any(line.startswith("  the gradient of 1.scale differs by up to ") for line in lines)
     assert "Likely: 1 (the step differs with this region alone)." in lines
-    assert cli.main(["verify", "restless:pair", "--plan", "good.json", "--quiet"]) == cli.OK
+    assert cli.main(["verify", "support.nondeterministic:pair", "--plan", "good.json", "--quiet"]) == cli.OK
     assert "the same to the last bit" in " ".join(capsys.readouterr().out.split())
 
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_asked(argv: list[str], message: str, capsys: pytest.Capt
     """A command line that cannot be answered ends with 2, nothing on stdout, and what to write."""
     Path("text.json").write_text("a plan")
     Path("other.json").write_text(Plan((Choice(("layers.7",)),)).to_json())
-    assert cli.main(["verify", "restless:pair", *argv]) == cli.USAGE
+    assert cli.main(["verify", "support.nondeterministic:pair", *argv]) == cli.USAGE
     output = capsys.readouterr()
     assert output.out == ""
     assert message in output.err
