@@ -267,7 +267,7 @@ def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
-    class _Options(TypedDict, total=False):
+    class _PlanOptions(TypedDict, total=False):
         """What does not decide on the kind of plan; see `make_plan`."""
 
         loss: Loss
@@ -292,7 +292,7 @@ def make_plan(
     *,
     budget: _Budget,
     stages: None = None,
-    **options: Unpack[_Options],
+    **options: Unpack[_PlanOptions],
 ) -> Plan: ...
 
 
@@ -304,7 +304,7 @@ def make_plan(
     *,
     budget: _Budget | Sequence[_Budget],
     stages: Stages | Schedule,
-    **options: Unpack[_Options],
+    **options: Unpack[_PlanOptions],
 ) -> StagePlans: ...
 
 

@@ -104,10 +104,10 @@ def record(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Te
         call: Runs it on fake tensors, with grad.
         inputs: The tensors that come from the segments before.
     """
-    return _Recorder(module, inputs).run(call)
+    return _SegmentRecorder(module, inputs).run(call)
 
 
-class _Recorder:
+class _SegmentRecorder:
     """Records what a segment makes, reads and saves, by storages."""
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:

@@ -150,7 +150,7 @@ class StageRunner:
         with self._running():
             handle = apply(self.model, plan)
             try:
-                return _Run(self, stage, halves).result()
+                return _Microbatches(self, stage, halves).result()
             finally:
                 handle.remove()
 
@@ -203,7 +203,7 @@ class _StageRecording(Recording):
                 self.labels[id(storage)] = storage
 
 
-class _Run:
+class _Microbatches:
     """The two microbatches of one stage, whose backwards may come in halves."""
 
     def __init__(self, runner: StageRunner, stage: int, halves: bool) -> None:

@@ -37,7 +37,7 @@ def kind_of(func: Any) -> tuple[bool, bool, bool]:
     return func.is_view, writes(func), not _READS.isdisjoint(func.tags)
 
 
-class _Made(NamedTuple):
+class _MadeTensor(NamedTuple):
     """How one tensor of a result is made; `source` is the argument whose memory it views, None for its own."""
 
     shape: tuple[int, ...]
@@ -166,7 +166,7 @@ class Recipes:
         if recipe is _NOTHING:
             return recipe
         parts = [] if recipe is _ASK else recipe[1]
-        alone = parts and all(type(part) is _Made and part.source is None for part in parts)
+        alone = parts and all(type(part) is _MadeTensor and part.source is None for part in parts)
         return (list, [parts[kind] for kind in like]) if alone else None
 
     def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
@@ -184,7 +184,7 @@ class Recipes:
 
     def remade(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
         """The result of a recipe for these arguments."""
-        if type(recipe) is _Made:
+        if type(recipe) is _MadeTensor:
             shape, stride, offset, dtype, device, source, nbytes = recipe
             if source is None:
                 made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -248,7 +248,7 @@ def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:
         return index
     storage, offset = _torch.storage_id(out), int(out.storage_offset())
     source = next((i for i, tensor in enumerate(tensors) if _torch.storage_id(tensor) == storage), None)
-    made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, source)
+    made = _MadeTensor(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, source)
     if source is not None:
         return made
     size = out.untyped_storage().nbytes()

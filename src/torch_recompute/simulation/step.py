@@ -195,7 +195,7 @@ class _SimulatedStep:
         held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._step.where.target.partition(" ")[0], self._device.type)
         loop = replace(loop, loss=seen.loss, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
-        return _Figures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
+        return _StepFigures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
 
     def _make_gradients(self) -> None:
         """Runs a step that is not recorded, for the gradients that it leaves."""
@@ -272,7 +272,7 @@ class _Seen(NamedTuple):
     doubled: str  # advice where a backward was recorded for another one
 
 
-class _Figures:
+class _StepFigures:
     """The figures of a step, from its recordings.
 
     Args:
