@@ -268,7 +268,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
     class _PlanOptions(TypedDict, total=False):
-        """What does not decide on the kind of plan; see `make_plan`."""
+        """Options that do not decide on the kind of plan; see `make_plan`."""
 
         loss: Loss
         optimizer: MakeOptimizer

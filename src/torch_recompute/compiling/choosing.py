@@ -1,4 +1,4 @@
-"""Which values of a joint graph to save, so that the compiled step stays within a budget and runs the least again.
+"""Chooses the values of a joint graph to save: the compiled step stays within a budget and runs the least again.
 
 The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
 saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
@@ -41,7 +41,7 @@ Way = tuple[int, ...]
 
 
 class Attempt(NamedTuple):
-    """What came of choosing within a room, where the peak was then counted exactly.
+    """The outcome of choosing within a room, with the peak counted exactly.
 
     Attributes:
         over: Bytes by which the peak is above the budget; below it, negative.
@@ -84,7 +84,7 @@ def approach(attempt: Callable[[int], Attempt | None], room: int, least: int, tr
 
 
 class GraphChoice(NamedTuple):
-    """What to save.
+    """The values to save.
 
     Attributes:
         saved: Values of the graph, by number.
@@ -167,7 +167,7 @@ class Chooser:
         return self._chosen([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
 
     def _chosen(self, ways: Sequence[Way]) -> GraphChoice:
-        """What these ways save and run again, and what lives with them."""
+        """The choice that these ways make, with what lives with it."""
         saved = self._values(ways)
         lives = self._joint.simulate(saved)
         again = (self._joint.operations[number] for number in lives.again)

@@ -83,7 +83,7 @@ class Use(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """What lives with a set of saved values.
+    """The bytes alive with a set of saved values.
 
     Attributes:
         forward: Bytes alive at each operation of the forward; 0 for one that runs in backward alone.

@@ -64,7 +64,7 @@ class _SplitGraph:
 
 
 class Partitioned(NamedTuple):
-    """What was chosen for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
+    """The choice for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
 
     Attributes:
         budget_bytes: The most bytes that were allowed.
@@ -268,7 +268,7 @@ def peak_of(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> 
 
 
 def _like(node: fx.Node, fakes: FakeTensorMode) -> Any:
-    """What a graph is given, on tensors without data."""
+    """An argument of a graph, as a tensor without data."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return hint(value) if isinstance(value, torch.SymInt) else value

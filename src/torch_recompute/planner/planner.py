@@ -118,12 +118,12 @@ class Planner:
 
     @cached_property
     def profile(self) -> Profile:
-        """What is known, as data, in seconds of whole steps where one can be run."""
+        """The profile, in seconds of whole steps where one can be run."""
         return self._clocked(None)[0]
 
     @cached_property
     def _priced(self) -> Profile:
-        """What is known, in prices of single operations."""
+        """The profile, in prices of single operations."""
         return Profile(
             type(self.step.model).__name__,
             self.price.name,
