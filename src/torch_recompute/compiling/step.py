@@ -119,7 +119,7 @@ def _searched(step: TrainingStep, plain: CompiledStep, budget: int | float | str
 def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wanted: Limit) -> Prediction:
     """The prediction of a step, beside that without recomputation."""
     simulation, times = best.simulation, step.loop.accumulate
-    price = step.where.roofline or prices_for(step.model, simulation.device)
+    price = prices_for(step, simulation.device)
     seconds, without = (math.fsum(price(op) * (1 if once else times) for op, once in one.ran) for one in (best, plain))
     if isinstance(price, Measured):
         price.keep()

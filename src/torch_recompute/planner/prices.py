@@ -37,6 +37,7 @@ from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan
 from ..stores.measured import PriceFile, full_name
+from ..training_step import TrainingStep
 from .ops import Meta, Op, metas
 
 LONGEST = 0.5  # seconds
@@ -218,14 +219,14 @@ class Measured:
             return found
 
 
-def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:
-    """Prices for a step of a model on a device of this machine.
+def prices_for(step: TrainingStep, device: torch.device) -> Roofline | Measured:
+    """Prices for a step whose tensors are on a device of this machine.
 
-    A model with its weights on the device is measured. One on the meta device has sizes that this machine may not be
-    able to run, so its operations are priced by the roofline.
+    A device by its data sheet has prices of its own. Here a model with its weights on the device is measured. One on
+    the meta device has sizes that this machine may not be able to run, so its operations are priced by the roofline.
     """
-    real = any(parameter.device.type == device.type for parameter in model.parameters())
-    return Measured(device) if real else roofline_of(device)
+    real = any(parameter.device.type == device.type for parameter in step.model.parameters())
+    return step.where.roofline or (Measured(device) if real else roofline_of(device))
 
 
 def roofline_of(device: torch.device) -> Roofline:

@@ -234,7 +234,7 @@ class Unknown(NamedTuple):
 
 
 def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...], str]:
-    """Describes operations whose workspace is not known: each, and those that could raise the peak by over `MATTERS`."""
+    """Describes operations whose workspace is not known, and those that could raise the peak by over `MATTERS`."""
     most = {kind: one.level / peak - 1 for kind, one in unknown.items() if one.level > peak * (1 + MATTERS) > 0}
     little: defaultdict[str, list[str]] = defaultdict(list)
     for kind, one in unknown.items():
