@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .plan.units import register
     from .planner.profile import Profile
     from .planner.solve import solve
-    from .planning import auto, make_plan, profile, simulate
-    from .simulation import Simulation
+    from .planning import auto, make_plan, profile
+    from .simulation import Simulation, simulate
 else:  # imported when they are first asked for
     from importlib import import_module
 
@@ -57,8 +57,8 @@ else:  # imported when they are first asked for
         "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
         "plan.units": ("register",),
-        "planning": ("auto", "make_plan", "profile", "simulate"),
-        "simulation": ("Simulation",),
+        "planning": ("auto", "make_plan", "profile"),
+        "simulation": ("Simulation", "simulate"),
         "doctor.verify": ("Verification", "verify"),
         "doctor": (),
         "testing": (),
