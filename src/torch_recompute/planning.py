@@ -24,6 +24,7 @@ from .devices import Roofline
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
 from .plan.apply import Applied, apply
+from .plan.budget import read_budget
 from .plan.plan import Plan
 from .plan.stages import StagePlans, Stages
 from .planner.known import PlanFile, made_for
@@ -130,13 +131,14 @@ def auto(
     step = TrainingStep.of(
         "auto", model, batch, kwargs, loss, optimizer, device, Loop(hold_output, accumulate, set_to_none)
     )
+    asked = read_budget(budget)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
     file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
     plan = None if file is None else _still_fits(file, step, budget)
     in_ranks = dist.is_available() and dist.is_initialized()
     try:
         with at_work(f"planning {type(model).__name__}"):
-            found = plan or Planner(step, offload=offload).plan(budget)
+            found = plan or Planner(step, offload=offload).plan(asked)
     except Exception as error:  # whatever it is: the other ranks wait for this one
         if in_ranks:
             _one_plan(model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
@@ -310,15 +312,14 @@ def make_plan(
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             return plan_stages(step, stages, budget)
-        if not isinstance(budget, (int, float, str)):
-            raise errors.ArgumentError(errors.bad_budget(budget))
+        asked = read_budget(budget)
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
-            return plan_compiled(step, budget)
+            return plan_compiled(step, asked)
         if sizes:
-            return plan_sizes(step, sizes, budget, offload)
-        return Planner(step, offload=offload).plan(budget)
+            return plan_sizes(step, sizes, asked, offload)
+        return Planner(step, offload=offload).plan(asked)
 
 
 NOT_WITH = (

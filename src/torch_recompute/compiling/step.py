@@ -25,7 +25,7 @@ from .._torch.inductor import BackendError, on_fakes
 from ..arguments import mapped
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
-from ..plan.budget import Limit, bytes_meant
+from ..plan.budget import Budget, Limit, bytes_meant
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for
@@ -62,7 +62,7 @@ class CompiledStep(NamedTuple):
         return self.simulation.peak_bytes
 
 
-def plan_compiled(step: TrainingStep, budget: int | float | str) -> Plan:
+def plan_compiled(step: TrainingStep, budget: Budget) -> Plan:
     """The plan of a compiled step; `make_plan` says the rest.
 
     Raises:
@@ -86,7 +86,7 @@ def plan_compiled(step: TrainingStep, budget: int | float | str) -> Plan:
     return plan
 
 
-def _searched(step: TrainingStep, plain: CompiledStep, budget: int | float | str) -> tuple[CompiledStep, Limit]:
+def _searched(step: TrainingStep, plain: CompiledStep, budget: Budget) -> tuple[CompiledStep, Limit]:
     """The step that fits into a budget and repeats the least, of those that were tried; and the budget in bytes."""
     most, least = plain.peak_bytes, plain.graph.least_bytes
     rest = most - plain.graph.peak_bytes  # of the step, besides the graph: nearly the same for every choice
