@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from .plan.units import register
     from .planner.profile import Profile
     from .planner.solve import solve
-    from .planning import auto, make_plan, profile, simulate
-    from .simulation import Simulation
+    from .planning import auto, make_plan, profile
+    from .simulation import Simulation, simulate
     from .stores.disk import OnDisk
     from .stores.host import OnHost
 else:  # imported when they are first asked for
@@ -64,8 +64,8 @@ else:  # imported when they are first asked for
         "planner.solve": ("solve",),
         "plan.stages": ("StagePlan", "StagePlans", "Stages"),
         "plan.units": ("register",),
-        "planning": ("auto", "make_plan", "profile", "simulate"),
-        "simulation": ("Simulation",),
+        "planning": ("auto", "make_plan", "profile"),
+        "simulation": ("Simulation", "simulate"),
         "stores.disk": ("OnDisk",),
         "stores.host": ("OnHost",),
         "doctor.verify": ("Verification", "verify"),

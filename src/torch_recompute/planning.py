@@ -1,4 +1,4 @@
-"""`make_plan`, `profile`, `auto` and `simulate`: each reads its arguments into a `TrainingStep` and asks one function.
+"""`make_plan`, `profile` and `auto`: each reads its arguments into a `TrainingStep` and asks one function.
 
 There are four kinds of plans, each a function of a step: one size of calls (`Planner.plan`), several sizes
 (`planner/sizes.py`), the stages of a pipeline (`planner/pipeline.py`), and a step that `torch.compile` compiles
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -24,8 +23,8 @@ from .devices import Roofline
 from .memory.batch import Batch, call_of
 from .memory.free import free_bytes
 from .memory.loop import COMMON, Loop
-from .plan.apply import Applied, apply, not_applicable
-from .plan.budget import bad_budget
+from .plan.apply import Applied, apply
+from .plan.budget import read_budget
 from .plan.plan import Plan
 from .plan.stages import StagePlans, Stages
 from .planner.known import PlanFile, made_for
@@ -34,7 +33,6 @@ from .planner.planner import Planner
 from .planner.profile import Profile
 from .planner.schedules import Schedule
 from .planner.sizes import plan_sizes
-from .simulation import Simulation, simulate_step
 from .training_step import Loss, MakeOptimizer, TrainingStep, optimizer_of
 
 
@@ -79,83 +77,6 @@ def profile(
     step = TrainingStep.of("profile", model, args, kwargs, loss, optimizer, device, loop)
     with at_work(f"profiling {type(model).__name__}"):
         return Planner(step, offload=offload).profile
-
-
-def simulate(
-    model: nn.Module,
-    args: Batch = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    plan: Plan | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: MakeOptimizer = None,
-    device: torch.device | str | Roofline | None = None,
-    hold_output: bool = True,
-    accumulate: int = 1,
-    set_to_none: bool = True,
-    rounding: int | None = None,
-) -> Simulation:
-    """Simulates a training step on fake tensors: its memory and its FLOPs, without running anything.
-
-        result = simulate(model, batch, plan=plan, optimizer="adamw")
-        print(result)
-        result.peak_bytes, result.by_category, result.saved_by_module, result.flops["replay"]
-
-    The step is one from the middle of training, in the loop
-
-        for batch in loader:
-            out = model(**batch)
-            out.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    so the optimizer has its state from the start, the batch is on the device, and `out` keeps the model's output until
-    the next forward returns, unless `hold_output=False`. It runs on a copy whose parameters are fake, so the model may
-    be on the meta device and of any size; the model, its gradients and all random states are left as they were. Bytes
-    are counted as `measure` counts them; `torch.autocast` around this call is around the step.
-
-    Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
-    do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
-    kernels are those of the device; what one takes while it runs is found by running it once, alone, on made-up
-    tensors. `result.assumed` says what was assumed.
-
-    Args:
-        model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded
-            parameters (`fully_shard`) are refused.
-        args: A batch, see `make_plan`. Nothing in it is changed; it may be on the meta device, where integers are
-            taken to be ones.
-        kwargs: More keyword arguments of the call.
-        plan: A plan to apply to the copy.
-        loss: From the model's output to a scalar. It may be left out where the output has a `.loss` or `["loss"]`, or
-            where one scalar in it requires grad.
-        optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
-            optimizer of the model's parameters; without one the step ends after backward.
-        device: Where the step is to run: "cpu", the accelerator of this machine, or another by its data sheet, such as
-            "h100", as in `make_plan`; by default where the model is, and for one on meta the accelerator if there is
-            one, else the CPU.
-        hold_output: Whether the output is alive until the next forward returns; else it is gone in backward.
-        accumulate: How many forwards and backwards come before the optimizer's step. Bytes are those of the last, which
-            finds the gradients of the others; FLOPs those of all.
-        set_to_none: Whether the gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and
-            for a `zero_grad()` between forward and backward.
-        rounding: What the size of each storage is rounded up to a multiple of, in bytes; by default 512 on CUDA, as its
-            allocator does, and 1 elsewhere.
-
-    Returns:
-        The figures, as plain data.
-
-    Raises:
-        ArgumentError: An argument is not of its kind, the plan does not fit, a tensor cannot be copied as a fake, or
-            there is no `loss` and the output does not tell.
-        RecomputeError: The model reads values that a simulation cannot know, or its copy uses the model itself.
-    """
-    if plan is not None and not isinstance(plan, Plan):
-        raise errors.ArgumentError(not_applicable(model, plan))
-    prepare = None if plan is None else partial(apply, plan=plan)
-    loop = Loop(hold_output, accumulate, set_to_none)
-    step = TrainingStep.of("simulate", model, args, kwargs, loss, optimizer, device, loop)
-    with at_work(f"simulating {type(model).__name__}"):
-        return simulate_step(step, prepare=prepare, rounding=rounding)
 
 
 def auto(
@@ -210,13 +131,14 @@ def auto(
     step = TrainingStep.of(
         "auto", model, batch, kwargs, loss, optimizer, device, Loop(hold_output, accumulate, set_to_none)
     )
+    asked = read_budget(budget)
     apply(model, Plan()).remove()  # refuses what could not be applied afterwards
     file = None if cache is None else PlanFile(Path(cache), made_for(step, budget, offload))
     plan = None if file is None else _still_fits(file, step, budget)
     in_ranks = dist.is_available() and dist.is_initialized()
     try:
         with at_work(f"planning {type(model).__name__}"):
-            found = plan or Planner(step, offload=offload).plan(budget)
+            found = plan or Planner(step, offload=offload).plan(asked)
     except Exception as error:  # whatever it is: the other ranks wait for this one
         if in_ranks:
             _one_plan(model, str(error) if isinstance(error, errors.RecomputeError) else repr(error))
@@ -268,8 +190,8 @@ def _one_plan(model: nn.Module, mine: Plan | str) -> Plan:
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
-    class _Options(TypedDict, total=False):
-        """What does not decide on the kind of plan; see `make_plan`."""
+    class _PlanOptions(TypedDict, total=False):
+        """Options that do not decide on the kind of plan; see `make_plan`."""
 
         loss: Loss
         optimizer: MakeOptimizer
@@ -293,7 +215,7 @@ def make_plan(
     *,
     budget: _Budget,
     stages: None = None,
-    **options: Unpack[_Options],
+    **options: Unpack[_PlanOptions],
 ) -> Plan: ...
 
 
@@ -305,7 +227,7 @@ def make_plan(
     *,
     budget: _Budget | Sequence[_Budget],
     stages: Stages | Schedule,
-    **options: Unpack[_Options],
+    **options: Unpack[_PlanOptions],
 ) -> StagePlans: ...
 
 
@@ -390,15 +312,14 @@ def make_plan(
     with at_work(f"planning {type(model).__name__}"):
         if stages is not None:
             return plan_stages(step, stages, budget)
-        if not isinstance(budget, (int, float, str)):
-            raise errors.ArgumentError(bad_budget(budget))
+        asked = read_budget(budget)
         if compiled:
             from .compiling.step import plan_compiled  # imports the compiler, which takes a second
 
-            return plan_compiled(step, budget)
+            return plan_compiled(step, asked)
         if sizes:
-            return plan_sizes(step, sizes, budget, offload)
-        return Planner(step, offload=offload).plan(budget)
+            return plan_sizes(step, sizes, asked, offload)
+        return Planner(step, offload=offload).plan(asked)
 
 
 NOT_WITH = (

@@ -150,20 +150,15 @@ def any_loss(output: Any) -> torch.Tensor:
     try:
         return loss_of(output)
     except errors.ArgumentError:
-        tensor = first_floating(output)
-        if tensor is None:
-            raise
-        return tensor.mean()
+        for tensor in _torch.tensors_in(output):
+            if tensor.dtype.is_floating_point:
+                return tensor.mean()
+        raise
 
 
 def _is_scalar(tensor: torch.Tensor) -> bool:
     trains = tensor.requires_grad or not torch.is_grad_enabled()
     return tensor.numel() == 1 and tensor.dtype.is_floating_point and trains
-
-
-def first_floating(output: Any) -> torch.Tensor | None:
-    """The first floating tensor in an output."""
-    return next((tensor for tensor in _torch.tensors_in(output) if tensor.dtype.is_floating_point), None)
 
 
 # --- optimizers ---

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+import torch_recompute_cli
 from torch_recompute import Plan, __version__
 from torch_recompute.commands import cli, demo
 from torch_recompute.commands.demo import SETTINGS, DemoSetting, run
@@ -53,6 +55,16 @@ def test_a_wrong_command_needs_no_torch() -> None:
     light = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert light.returncode == cli.USAGE
     assert "'plam' is no command; close to it: plan" in light.stderr
+
+
+def test_the_entry_hands_a_command_over() -> None:
+    """The script runs a command as `python -m torch_recompute` does, and imports nothing of the package for it."""
+    source = Path(torch_recompute_cli.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"(from|import) torch_recompute\b", source)
+    code = "import torch_recompute_cli as cli; cli.main(['plan', 'gpt2-xl'])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == cli.USAGE
+    assert "one of the arguments --budget --frontier is required" in run.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)

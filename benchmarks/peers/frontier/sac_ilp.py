@@ -39,6 +39,7 @@ from torch_recompute.devices import Roofline
 from torch_recompute.memory.operations import Operation
 from torch_recompute.planner.ops import Op, op_of
 from torch_recompute.planner.prices import prices_for
+from torch_recompute.training_step import TrainingStep
 
 from .sac_tools import SacTools, ends_of_backward, priced, sac_tools
 
@@ -107,7 +108,7 @@ class Statistics:
         tools = sac_tools()
         with _quiet(tools), FakeTensorMode():
             model, batch = self._made()
-            estimate = partial(_estimated, self._price or prices_for(model, CPU))
+            estimate = partial(_estimated, self._price or prices_for(TrainingStep(model), CPU))
             memory = _tracked(tools, model, batch)
             runtime = priced(tools.runtime.RuntimeEstimator(), estimate)
             with runtime:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..doctor import Report, examine
 from ..plan.budget import read_budget
-from .models import Step, add_loop_options, add_model_options, add_step_options, autocasting
+from .models import AskedStep, add_loop_options, add_model_options, add_step_options, autocasting
 from .output import FAILED, OK, Output, add_options, new_command, read_plan
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def command(args: argparse.Namespace) -> int:
     if args.budget is not None:
         read_budget(args.budget)
     with output.at_work(f"building {args.model}"):
-        step = Step.of(args)
+        step = AskedStep.asked(args)
     with output.at_work(f"examining {step}"), autocasting(step.model, args.autocast):
         report = examine(
             step.model,
@@ -46,14 +46,16 @@ def command(args: argparse.Namespace) -> int:
             plan=plan,
             budget=args.budget,
             run=False if args.no_run else None,
-            **step.how,
+            loss=step.loss,
+            optimizer=step.optimizer,
+            device=step.device,
             **step.loop.words,
         )
     output.give(report.to_json, lambda console: _print(console, step, report))
     return FAILED if report.findings else OK
 
 
-def _print(console: Console, step: Step, report: Report) -> None:
+def _print(console: Console, step: AskedStep, report: Report) -> None:
     from rich.padding import Padding
     from rich.text import Text
 

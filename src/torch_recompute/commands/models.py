@@ -32,10 +32,9 @@ from torch import nn
 from .. import _torch, errors
 from ..devices import DEVICES
 from ..memory.batch import ExampleCall, call_of
-from ..memory.loop import COMMON, Loop
+from ..memory.loop import Loop
 from ..plan.budget import Limit
 from ..plan.plan import Plan
-from ..planner.planner import Planner
 from ..planner.profile import Profile
 from ..planner.solve import frontier, planned
 from ..training_step import OPTIMIZERS, USUAL, Loss, TrainingStep, optimizer_of
@@ -370,51 +369,39 @@ def load_with_batch(args: argparse.Namespace) -> tuple[nn.Module, ExampleCall, L
     return model, call, loss, False
 
 
-@dataclass(frozen=True)
-class Step:
-    """The training step that a command line describes; `device` is what its seconds are of, None for the model's."""
+@dataclass(frozen=True, eq=False)
+class AskedStep(TrainingStep):
+    """The training step that a command line describes; `device` is what its seconds are of, None for the model's.
 
-    word: str
-    model: nn.Module
-    call: ExampleCall
-    optimizer: str
-    device: str | None
+    Attributes:
+        word: The model, as it is written there.
+        optimizer_word: The optimizer.
+        offload: See `make_plan`.
+    """
+
+    device: str | None = None
+    word: str = ""
+    optimizer_word: str = ""
     offload: bool | str = False
-    loss: Loss = None
-    loop: Loop = COMMON
 
     @staticmethod
-    def of(args: argparse.Namespace) -> Step:
+    def asked(args: argparse.Namespace) -> AskedStep:
         """The step of a command line."""
         optimizer_of("--optimizer", args.optimizer)
         model, call, loss, built_here = load_with_batch(args)
         if built_here:
             check_head(model, args.model, call[1])
         meta = all(parameter.is_meta for parameter in model.parameters())
-        device = args.device or ("h100" if meta else None)
-        offload = getattr(args, "offload", False)
-        return Step(args.model, model, call, (args.optimizer or USUAL).lower(), device, offload, loss, loop_of(args))
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """The arguments that say more of the step than its call to `make_plan` and its like."""
-        return {"optimizer": OPTIMIZERS[self.optimizer], "device": self.device, "loss": self.loss}
-
-    @property
-    def training_step(self) -> TrainingStep:
-        """The step as the library is asked about it."""
-        return TrainingStep(self.model, *self.call, self.loss, OPTIMIZERS[self.optimizer], self.device, self.loop)
-
-    def planner(self) -> Planner:
-        """Returns the planner of the step."""
-        return Planner(self.training_step, offload=self.offload)
+        device, optimizer = args.device or ("h100" if meta else None), (args.optimizer or USUAL).lower()
+        step = model, *call, loss, OPTIMIZERS[optimizer], device, loop_of(args)
+        return AskedStep(*step, args.model, optimizer, getattr(args, "offload", False))
 
     def __str__(self) -> str:
         data = self.as_data()
         shapes = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in data["inputs"].items())
         return (
             f"{self.word}: {data['class']}, {data['parameters']:,} parameters in {' and '.join(data['dtypes'])}; "
-            f"{shapes or 'no tensors'}; optimizer {self.optimizer}"
+            f"{shapes or 'no tensors'}; optimizer {self.optimizer_word}"
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -432,7 +419,7 @@ class Step:
             "inputs": {
                 str(name): list(value.shape) for name, value in named.items() if isinstance(value, torch.Tensor)
             },
-            "optimizer": self.optimizer,
+            "optimizer": self.optimizer_word,
             "offload": self.offload,
             **self.loop.words,
         }

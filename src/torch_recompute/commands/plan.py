@@ -27,7 +27,7 @@ from ..planner.profile import Profile
 from ..training_step import OPTIMIZERS, optimizer_of
 from .models import (
     DTYPES,
-    Step,
+    AskedStep,
     add_loop_options,
     add_model_options,
     add_step_options,
@@ -108,10 +108,10 @@ def command(args: argparse.Namespace) -> int:
     if layout is not None:
         return _plan_ranks(args, layout, output)
     with output.at_work(f"building {args.model}"):
-        step = Step.of(args)
+        step = AskedStep.asked(args)
     with autocasting(step.model, args.autocast):
         with output.at_work(f"profiling {step}"):
-            planner = step.planner()
+            planner = Planner(step, offload=step.offload)
         profile = planner.profile
         with output.at_work("planning"):
             plans = curve(profile) if args.frontier else [_planned(planner, args)]
@@ -151,7 +151,7 @@ def _others(planner: Planner, least: Plan) -> str:
     return f", or another optimizer: the least peak is {said}" if said else ""
 
 
-def _to_json(step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> str:
+def _to_json(step: AskedStep, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> str:
     """The plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each of them."""
     data = [json.loads(plan.to_json()) for plan in plans]
     found = {
@@ -165,7 +165,7 @@ def _to_json(step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: b
 
 
 def _print(
-    console: Console, step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: bool, explain: bool
+    console: Console, step: AskedStep, profile: Profile, plans: Sequence[Plan], *, frontier: bool, explain: bool
 ) -> None:
     console.print(str(step), style="bold")
     if frontier:

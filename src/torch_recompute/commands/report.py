@@ -32,7 +32,7 @@ from ..plan.plan import Plan
 from ..training_step import OPTIMIZERS, Loss, MakeOptimizer, TrainingStep
 from . import models
 from . import output as out
-from .models import DTYPES, POINTS, STEP_WORDS, Step
+from .models import DTYPES, POINTS, STEP_WORDS, AskedStep
 from .output import OK, Output
 from .report_data import Clock, Reported, collect
 
@@ -156,8 +156,8 @@ def command(args: argparse.Namespace) -> int:
     plan = out.read_plan(args.plan, "PLAN")
     described = _step(args)
     with output.at_work(f"building {described.model}"):
-        step = Step.of(described)
-    clock = Clock(replace(step.training_step, loop=plan.loop))
+        step = AskedStep.asked(described)
+    clock = Clock(replace(step, loop=plan.loop))
     with models.autocasting(
         step.model, plan.prediction.loop.autocast if plan.prediction and plan.prediction.loop else None
     ):

@@ -89,7 +89,7 @@ class Clock:
 
     def __init__(self, step: TrainingStep) -> None:
         self.step = step
-        self._price: Roofline | Measured | None = step.where.roofline
+        self._price: Roofline | Measured | None = None
         self.device = ""
 
     def frontier(self, plan: Plan, points: int = POINTS) -> list[Plan]:
@@ -110,10 +110,9 @@ class Clock:
             held.append(sum(store.host_bytes for store in stores.values()))
 
         simulation = simulate_step(self.step, prepare=lambda copy: apply(copy, plan, stores=stores), watch=watch)
-        if self._price is None:
-            self._price = prices_for(self.step.model, simulation.device)
-        self.device = self._price.name
-        return Timed(simulation, ran, held if stores else [], self._price)
+        price = self._price = self._price or prices_for(self.step, simulation.device)
+        self.device = price.name
+        return Timed(simulation, ran, held if stores else [], price)
 
 
 class Reported(NamedTuple):

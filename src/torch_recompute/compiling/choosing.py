@@ -1,4 +1,4 @@
-"""Which values of a joint graph to save, so that the compiled step stays within a budget and runs the least again.
+"""Chooses the values of a joint graph to save: the compiled step stays within a budget and runs the least again.
 
 The forward is cut where one large value alone crosses: between layers, and between their halves. Such a value is always
 saved, or what backward makes again of several layers would live at once. Each segment between two cuts has its ways:
@@ -41,7 +41,7 @@ Way = tuple[int, ...]
 
 
 class Attempt(NamedTuple):
-    """A choice within a number of bytes, and its peak, counted exactly.
+    """The outcome of choosing within a room, with the peak counted exactly.
 
     Attributes:
         over: Bytes by which the peak is above the budget; below it, negative.
@@ -83,8 +83,8 @@ def approach(attempt: Callable[[int], Attempt | None], room: int, least: int, tr
             room = (fits + above) // 2
 
 
-class Chosen(NamedTuple):
-    """A choice of values to save.
+class GraphChoice(NamedTuple):
+    """The values to save.
 
     Attributes:
         saved: Values of the graph, by number.
@@ -144,7 +144,7 @@ class Chooser:
         self._uncut = Chooser(joint, layers, cut=False) if alone else None
         self.least = min(self._narrow.peak, self._uncut.least if self._uncut else self._narrow.peak)
 
-    def choose(self, budget: int) -> Chosen:
+    def choose(self, budget: int) -> GraphChoice:
         """Chooses what to save.
 
         Args:
@@ -163,17 +163,17 @@ class Chooser:
         other = self._uncut.choose(budget) if self._uncut else best
         return min(best, other, key=lambda one: (max(one.peak - budget, 0), one.flops, one.peak))
 
-    def _count(self, options: Sequence[Option]) -> Chosen:
+    def _count(self, options: Sequence[Option]) -> GraphChoice:
         return self._chosen([self._of[pair] for pair in zip(self._kinds, options, strict=True)])
 
-    def _chosen(self, ways: Sequence[Way]) -> Chosen:
-        """The choice that these ways make: what is saved and run again, and what is alive with it."""
+    def _chosen(self, ways: Sequence[Way]) -> GraphChoice:
+        """The choice that these ways make, with what lives with it."""
         saved = self._values(ways)
         lives = self._joint.simulate(saved)
         again = (self._joint.operations[number] for number in lives.again)
         # Beside one layer's backward live what those before it save, and the gradients of those after it.
         beside = self._others * max(lives.saved, *self._joint.gradient_bytes[-1:], 0)
-        return Chosen(saved, lives, sum(one.flops for one in again if one.required), lives.peak + beside)
+        return GraphChoice(saved, lives, sum(one.flops for one in again if one.required), lives.peak + beside)
 
     def _segments(self) -> list[int]:
         """The segment of each operation; one that backward alone needs goes where what it reads is made."""

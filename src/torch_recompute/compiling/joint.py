@@ -51,7 +51,7 @@ class Value:
 
 
 @dataclass
-class Operation:
+class GraphOperation:
     """An operation of the forward that makes new memory.
 
     Attributes:
@@ -83,7 +83,7 @@ class Use(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """The values that are alive with a set of saved ones.
+    """The bytes alive with a set of saved values.
 
     Attributes:
         forward: Bytes alive at each operation of the forward; 0 for one that runs in backward alone.
@@ -117,7 +117,7 @@ class Joint:
     def __init__(self, graph: fx.Graph, outputs: int) -> None:
         self.graph = graph
         self.values: list[Value] = []
-        self.operations: list[Operation] = []
+        self.operations: list[GraphOperation] = []
         self.uses: list[Use] = []
         self.index: dict[int, int] = {}  # values by their storage
         leaves = outputs_of(graph)
@@ -171,7 +171,7 @@ class Joint:
         count = flops_of(node)
         moved = sum(size for _, size in new) + sum(self.values[value].bytes for value in reads)
         cost = count + moved * (FUSED_BYTE if is_pointwise(node) else BYTE)
-        self.operations.append(Operation(node, reads, tuple(makes), count, cost, may_run_again(node)))
+        self.operations.append(GraphOperation(node, reads, tuple(makes), count, cost, may_run_again(node)))
 
     def _use(self, node: fx.Node) -> None:
         values = self._reads(node.all_input_nodes)

@@ -33,38 +33,38 @@ from ..plan.budget import Budget, Limit, bytes_meant, read_budget
 from ..plan.plan import Plan
 from ..simulation.fake_mode import FakeMode
 from ..simulation.recording import SimulatedMeasurement
-from .choosing import Attempt, Chooser, Chosen, approach
+from .choosing import Attempt, Chooser, GraphChoice, approach
 from .joint import Joint
 
 VERSION = 4  # of the choice, in the key of the cache
 TRIES = 3  # choices whose code is generated
 
 
-class _Graph:
+class _SplitGraph:
     """A joint graph that inductor gives to be split; the arguments are those of a partitioner."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[object], more: dict[str, Any]) -> None:
         self._gm, self._inputs, self._more = gm, inputs, more
         self.joint = Joint(gm.graph, more["num_fwd_outputs"])
 
-    def _marked(self, chosen: Chosen) -> fx.GraphModule:
+    def _marked(self, chosen: GraphChoice) -> fx.GraphModule:
         joint = self.joint
         kept = {key for key, number in joint.index.items() if number in chosen.saved}
         tag(self._gm.graph, joint.backward, kept, {joint.operations[number].node for number in chosen.lives.again})
         return self._gm
 
-    def split(self, chosen: Chosen) -> Any:
+    def split(self, chosen: GraphChoice) -> Any:
         """The forward and the backward with a choice."""
         return split(self._marked(chosen), self._inputs, **self._more)
 
-    def peak_with(self, chosen: Chosen) -> int:
+    def peak_with(self, chosen: GraphChoice) -> int:
         """The peak of the code that inductor writes for a choice, with the graphs of all layers."""
         halves = split(copy.deepcopy(self._marked(chosen)), self._inputs, **self._more)
         return peak_of(*halves, self._more["num_fwd_outputs"]) + chosen.peak - chosen.lives.peak
 
 
 class Partitioned(NamedTuple):
-    """The choice made for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
+    """The choice for one graph. Bytes are those that its forward and backward allocate, in all layers like it.
 
     Attributes:
         budget_bytes: The most bytes that were allowed.
@@ -170,7 +170,7 @@ class Partition(CustomPartitionerFn):
         """
         count = len(gm.graph.nodes)
         try:
-            graph = _Graph(gm, joint_inputs, more)
+            graph = _SplitGraph(gm, joint_inputs, more)
             chooser = self.chooser = Chooser(graph.joint, self._layers)
             least = chooser.least
         except Exception as error:
@@ -200,9 +200,9 @@ class Partition(CustomPartitionerFn):
         self.graphs.append(Partitioned(allowed, peak, plain, least, chosen.lives.saved, chosen.flops, words))
         return graph.split(chosen)
 
-    def _tried(self, graph: _Graph, chooser: Chooser, allowed: Limit) -> list[tuple[int, Chosen]]:
+    def _tried(self, graph: _SplitGraph, chooser: Chooser, allowed: Limit) -> list[tuple[int, GraphChoice]]:
         """Choices, with the peaks of the code that inductor writes for them; none where that cannot be counted."""
-        found: list[tuple[int, Chosen]] = []
+        found: list[tuple[int, GraphChoice]] = []
 
         def attempt(room: int) -> Attempt | None:
             chosen = chooser.choose(room)
@@ -268,7 +268,7 @@ def peak_of(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> 
 
 
 def _like(node: fx.Node, fakes: FakeTensorMode) -> Any:
-    """What a graph is given, on tensors without data."""
+    """An argument of a graph, as a tensor without data."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return hint(value) if isinstance(value, torch.SymInt) else value

@@ -26,7 +26,7 @@ from .._torch.inductor import BackendError, on_fakes
 from .._torch.tensors import mapped
 from ..memory.free import free_bytes
 from ..memory.operations import Operation
-from ..plan.budget import Limit, bytes_meant, no_plan_fits
+from ..plan.budget import Budget, Limit, bytes_meant, no_plan_fits
 from ..plan.plan import Plan, Prediction
 from ..planner.ops import Meta, Op, op_of
 from ..planner.prices import Measured, prices_for
@@ -63,7 +63,7 @@ class CompiledStep(NamedTuple):
         return self.simulation.peak_bytes
 
 
-def plan_compiled(step: TrainingStep, budget: int | float | str) -> Plan:
+def plan_compiled(step: TrainingStep, budget: Budget) -> Plan:
     """The plan of a compiled step; `make_plan` says the rest.
 
     Raises:
@@ -87,7 +87,7 @@ def plan_compiled(step: TrainingStep, budget: int | float | str) -> Plan:
     return plan
 
 
-def _searched(step: TrainingStep, plain: CompiledStep, budget: int | float | str) -> tuple[CompiledStep, Limit]:
+def _searched(step: TrainingStep, plain: CompiledStep, budget: Budget) -> tuple[CompiledStep, Limit]:
     """The step that fits into a budget and repeats the least, of those that were tried; and the budget in bytes."""
     most, least = plain.peak_bytes, plain.graph.least_bytes
     rest = most - plain.graph.peak_bytes  # of the step, besides the graph: nearly the same for every choice
@@ -120,7 +120,7 @@ def _searched(step: TrainingStep, plain: CompiledStep, budget: int | float | str
 def _promised(step: TrainingStep, plain: CompiledStep, best: CompiledStep, wanted: Limit) -> Prediction:
     """The prediction of a step, beside that without recomputation."""
     simulation, times = best.simulation, step.loop.accumulate
-    price = step.where.roofline or prices_for(step.model, simulation.device)
+    price = prices_for(step, simulation.device)
     seconds, without = (math.fsum(price(op) * (1 if once else times) for op, once in one.ran) for one in (best, plain))
     if isinstance(price, Measured):
         price.keep()

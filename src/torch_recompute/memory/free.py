@@ -60,7 +60,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 class _Heap(ctypes.Structure):
-    """What glibc's `mallinfo2` returns."""
+    """The result of glibc's `mallinfo2`."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     _fields_ = [(name, ctypes.c_size_t) for name in _names]

@@ -94,6 +94,6 @@ class Loop:
 
 
 NOT_COUNTED = "memory that the allocator holds and does not use, the device's context, the next batch of a loader"
-"""What no peak of a step counts, in words."""
+"""Memory that no peak of a step counts, in words."""
 COMMON = Loop()
 """The loop that most people write."""

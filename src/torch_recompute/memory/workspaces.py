@@ -71,7 +71,7 @@ _COMMUNICATING = frozenset({"c10d", "_c10d_functional"})  # what they take is no
 
 
 class Taken(NamedTuple):
-    """What an operation was seen to do with memory.
+    """The memory that an operation was seen to use.
 
     Attributes:
         nbytes: What it takes while it runs, beyond its arguments and its results.
@@ -159,7 +159,7 @@ def _look(value: Any, found: dict[Any, Any], worst: int) -> int:
 
 @functools.lru_cache(2**14)
 def _laid(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Which of the layouts a tensor has."""
+    """The number of a tensor's layout."""
     if 0 in shape:
         return 0
     places = [(step, size) for step, size in zip(stride, shape, strict=True) if size != 1]
@@ -226,7 +226,7 @@ def results(func: Any, inputs: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _seen(func: Any, inputs: Any) -> Taken | str:
-    """What an operation was seen to take, or why that is not known."""
+    """The bytes that an operation was seen to take, or why they are not known."""
     tensors = _torch.tensors_in(inputs)
     away = [tensor for tensor in tensors if device_of(tensor).type != "cpu"]
     if not tensors or any(type(tensor) is not FakeTensor for tensor in away):
@@ -263,7 +263,7 @@ _files: dict[tuple[Path, str], PriceFile] = {}
 
 
 def _file(device: torch.device) -> PriceFile | None:
-    """Where figures of a device are kept; None for one that is not here."""
+    """The file with figures of a device; None for one that is not here."""
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
         key = folder(), _full_name(device, torch.get_num_threads())
         if key not in _files:

@@ -46,7 +46,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 REGISTRABLE = ("layer", "attention", "mlp", "router", "experts", "norm", "product", "activation", "embedding")
 
 
-class _Entry(NamedTuple):
+class _Registered(NamedTuple):
     role: str
     match: Match
 
@@ -74,17 +74,17 @@ def _is_activation(module: nn.Module) -> bool:
 
 
 _BUILT_IN = (
-    _Entry("attention", nn.MultiheadAttention),
-    _Entry("embedding", nn.Embedding),
-    _Entry("embedding", nn.EmbeddingBag),
-    _Entry("norm", nn.LayerNorm),
-    _Entry("norm", nn.RMSNorm),
-    _Entry("norm", _is_norm),
-    _Entry("activation", nn.PReLU),
-    _Entry("activation", _is_activation),
-    _Entry("mlp", "LayerNormMLP"),  # Transformer Engine's: a norm, two products and the activation in one
+    _Registered("attention", nn.MultiheadAttention),
+    _Registered("embedding", nn.Embedding),
+    _Registered("embedding", nn.EmbeddingBag),
+    _Registered("norm", nn.LayerNorm),
+    _Registered("norm", nn.RMSNorm),
+    _Registered("norm", _is_norm),
+    _Registered("activation", nn.PReLU),
+    _Registered("activation", _is_activation),
+    _Registered("mlp", "LayerNormMLP"),  # Transformer Engine's: a norm, two products and the activation in one
 )
-_registered: list[_Entry] = []
+_registered: list[_Registered] = []
 
 
 def register(role: str, match: Match) -> Callable[[], None]:
@@ -110,7 +110,7 @@ def register(role: str, match: Match) -> Callable[[], None]:
             f"register: {errors.say(match)} says nothing about a module.\n"
             '  Pass a class (MyNorm), a glob over class names ("My*Norm"), or a function from a module to a bool.'
         )
-    entry = _Entry(role, match)
+    entry = _Registered(role, match)
     _registered.insert(0, entry)
 
     def forget() -> None:

@@ -68,7 +68,7 @@ class Made:
 
 @dataclass
 class SegmentRecord:
-    """What a segment does. The lists `calls`, `kinds` and `within` have one entry per candidate."""
+    """The operations of a segment. The lists `calls`, `kinds` and `within` have one entry per candidate."""
 
     input_bytes: int
     made: list[Made] = field(default_factory=list["Made"])  # the storages it makes, in order
@@ -104,10 +104,10 @@ def record(module: nn.Module, call: Callable[[], Any], inputs: Sequence[torch.Te
         call: Runs it on fake tensors, with grad.
         inputs: The tensors that come from the segments before.
     """
-    return _Recorder(module, inputs).run(call)
+    return _SegmentRecorder(module, inputs).run(call)
 
 
-class _Recorder:
+class _SegmentRecorder:
     """Records what a segment makes, reads and saves, by storages."""
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
@@ -355,7 +355,7 @@ def _covered(where: str, kind: str, group: Sequence[_Key]) -> bool:
 
 
 def _distance(one: Sequence[_Key], other: Sequence[_Key]) -> tuple[bool, int]:
-    """How far apart two groups are: of different kinds, then by how little of their paths they share."""
+    """The distance of two groups: whether their kinds differ, then how little of their paths they share."""
     a, b = one[-1][0].split("."), other[0][0].split(".")
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
     return one[-1][1] != other[0][1], max(len(a), len(b)) - shared
@@ -368,7 +368,7 @@ Regions = Mapping[tuple[str, ...], frozenset[int]]
 
 @dataclass(frozen=True)
 class Guess:
-    """What a choice would cost."""
+    """The guessed cost of a choice."""
 
     regions: tuple[Choice, ...]  # with paths below the segment
     saved: int  # bytes stored
@@ -382,7 +382,7 @@ Carries = Callable[[Sequence[str]], bool]  # whether a region of these paths car
 def all_guesses(
     found: SegmentRecord, price: Callable[[Op], float], host: Overhead, carries: Carries = lambda _: False
 ) -> list[Guess]:
-    """What each choice would cost."""
+    """Guesses the cost of each choice."""
     seconds = [sum(map(price, made.ops)) for made in found.made]
     return [_guess(found, seconds, regions, host, carries) for regions in _choices(found)]
 
@@ -481,7 +481,7 @@ def _guess(found: SegmentRecord, seconds: Sequence[float], regions: Regions, hos
 
 
 class _Needs:
-    """What backward needs under some regions, followed back to what is stored.
+    """Follows what backward needs under some regions back to what is stored.
 
     Attributes:
         stored: The storages that are kept.

@@ -212,7 +212,7 @@ class Replays(Observer):
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of replays."""
         return len(self._moments)
 
     def seconds(self) -> float:

@@ -30,7 +30,7 @@ LINKS = {name: Bandwidth(sheet.host, sheet.host) for name, sheet in DEVICES.item
 
 
 def link_of(roofline: Roofline | None, device: torch.device) -> Bandwidth:
-    """How fast tensors travel between a device and host memory: by its data sheet, or measured on this machine.
+    """The bandwidth between a device and host memory: by its data sheet, or measured on this machine.
 
     Raises:
         ArgumentError: The device is the CPU, or one that nothing is known of.
@@ -86,7 +86,7 @@ def waited(sent: int, link: Bandwidth, forward: float, backward: float) -> float
 
 @dataclass(frozen=True)
 class _Sent:
-    """What is in host memory: nothing but its size."""
+    """A tensor in host memory: nothing but its size."""
 
     elements: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What is known of a step from an earlier call: found again if model, batch, loss, optimizer and settings are the same.
+"""Results of earlier calls about a step, found again if model, batch, loss, optimizer and settings are the same.
 
 Most of the time of a plan goes into simulations and trials, which know nothing of the budget. So what a planner finds
 is kept, for the last `MOST` steps of this process, under a digest of all that decides on it: the model's structure and
@@ -57,7 +57,7 @@ _VALUES = _PLAIN | {list, tuple, dict, set, frozenset, torch.Tensor}
 
 @dataclass
 class Known:
-    """What a planner has found of one step.
+    """The results of a planner about one step.
 
     Attributes:
         simulations: Simulated steps, by the choices of their plans.
@@ -226,7 +226,7 @@ CHANGED = {
     "settings": "autocast, another setting of PyTorch, or offload=",
     "device": "the device, or the version of torch",
 }
-"""What a plan in a file was made for, in words."""
+"""The parts of a step that a plan in a file was made for, in words."""
 
 
 def made_for(step: TrainingStep, budget: object, offload: object) -> dict[str, Any]:

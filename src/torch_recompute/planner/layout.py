@@ -38,7 +38,7 @@ MOMENTS = ("mean", "square")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over ranks."""
+    """The spread of a step over ranks."""
 
     tp: int = 1  # ranks that share each layer (tensor parallel)
     pp: int = 1  # ranks that share the layers (pipeline parallel)
@@ -118,7 +118,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank of a pipeline is to do, and what it takes."""
+    """The plan of one rank of a pipeline, with its figures."""
 
     rank: int  # its place in the pipeline
     layers: tuple[tuple[int, ...], ...]  # the numbers of its layers, by chunk

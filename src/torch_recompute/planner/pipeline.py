@@ -59,12 +59,12 @@ class TriedPlan:
 
     @property
     def bytes(self) -> dict[int, StageBytes]:
-        """What each stage takes."""
+        """The bytes of each stage."""
         return {stage: run.bytes for stage, run in self.runs.items()}
 
     @property
     def seconds(self) -> float:
-        """What the replays of one microbatch add."""
+        """The seconds that replays add to one microbatch."""
         return sum(option.seconds / option.span for options in self.chosen.values() for option in options)
 
 

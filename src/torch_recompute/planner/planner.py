@@ -78,10 +78,9 @@ class Planner:
         self.plain = self._simulated(Plan())
         if ran is not None:
             ran.update(self.known.ran)
-        roofline = step.where.roofline
-        self.price = roofline or prices_for(step.model, self.plain.device)
+        self.price = prices_for(step, self.plain.device)
         self._host_seconds = self.price.overhead if isinstance(self.price, Measured) else Overhead()
-        self._link = link_of(roofline, self.plain.device) if offload is not False else None
+        self._link = link_of(step.where.roofline, self.plain.device) if offload is not False else None
         self._host = None if self._link is None else Host(limit, self._link.to_host)
         self.paths, self._kinds, self._routers, autocast = self._segments()
         self._loop = replace(self.plain.loop, autocast=autocast)
@@ -118,12 +117,12 @@ class Planner:
 
     @cached_property
     def profile(self) -> Profile:
-        """What is known, as data, in seconds of whole steps where one can be run."""
+        """The profile, in seconds of whole steps where one can be run."""
         return self._clocked(None)[0]
 
     @cached_property
     def _priced(self) -> Profile:
-        """What is known, in prices of single operations."""
+        """The profile, in prices of single operations."""
         return Profile(
             type(self.step.model).__name__,
             self.price.name,

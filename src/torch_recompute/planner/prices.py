@@ -39,6 +39,7 @@ from ..plan.apply import apply
 from ..plan.choice import Choice
 from ..plan.plan import Plan
 from ..stores.measured import PriceFile, full_name
+from ..training_step import TrainingStep
 from .ops import Meta, Op, metas
 
 LONGEST = 0.5  # seconds
@@ -114,7 +115,7 @@ class Overhead(NamedTuple):
 
 
 def _overhead(kept: PriceFile) -> Overhead:
-    """What a region takes on this machine's processor, measured once."""
+    """Measures what a region takes on this machine's processor, once."""
     if not {*Overhead._fields} <= kept.seconds.keys():
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             x = torch.ones(8, requires_grad=True, device=CPU)
@@ -130,7 +131,7 @@ def _overhead(kept: PriceFile) -> Overhead:
 
 
 def _added(x: torch.Tensor, layer: Callable[[], torch.nn.Module], *keep: str) -> tuple[float, float]:
-    """What a region that keeps some calls adds to a step by itself, and for each of the layers in it."""
+    """Measures what a region that keeps some calls adds to a step by itself, and for each of the layers in it."""
     found: list[float] = []
     for count in (2, 18):
         model = torch.nn.Sequential(torch.nn.Sequential(*(layer() for _ in range(count))))
@@ -146,7 +147,7 @@ class Measured:
     """Prices by running each operation on a device, once; what was measured before is read from a file."""
 
     _known: ClassVar[dict[tuple[str, Op], float | None]] = {}
-    """What this process has asked for, by what the prices depend on; None for what cannot be measured."""
+    """Prices that this process has asked for, by what they depend on; None for what cannot be measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._full_name = full_name(device)
@@ -172,13 +173,13 @@ class Measured:
 
     @property
     def timing(self) -> str:
-        """Where its seconds are from, in words."""
+        """The source of its seconds, in words."""
         others = ", ".join(sorted(self._not_run))
         return f"operations timed one by one on {self.name}{others and f' ({others} estimated)'}"
 
     @property
     def overhead(self) -> Overhead:
-        """What a replay takes besides its operations."""
+        """The time of a replay besides its operations."""
         return _overhead(self._kept) if self._device.type == "cpu" else Overhead()
 
     def keep(self) -> None:
@@ -220,14 +221,14 @@ class Measured:
             return found
 
 
-def prices_for(model: torch.nn.Module, device: torch.device) -> Roofline | Measured:
-    """Prices for a step of a model on a device of this machine.
+def prices_for(step: TrainingStep, device: torch.device) -> Roofline | Measured:
+    """Prices for a step whose tensors are on a device of this machine.
 
-    A model with its weights on the device is measured. One on the meta device has sizes that this machine may not be
-    able to run, so its operations are priced by the roofline.
+    A device by its data sheet has prices of its own. Here a model with its weights on the device is measured. One on
+    the meta device has sizes that this machine may not be able to run, so its operations are priced by the roofline.
     """
-    real = any(parameter.device.type == device.type for parameter in model.parameters())
-    return Measured(device) if real else roofline_of(device)
+    real = any(parameter.device.type == device.type for parameter in step.model.parameters())
+    return step.where.roofline or (Measured(device) if real else roofline_of(device))
 
 
 def roofline_of(device: torch.device) -> Roofline:
@@ -326,7 +327,7 @@ def _given(op: Op) -> dict[str, Any]:
 
 
 def _count(given: dict[str, Any], name: str, place: int | None) -> int:
-    """How much an integer argument may index, or what its offsets end at; the smallest dimension where nothing says."""
+    """The number that an integer argument may index, or that its offsets end at; else the smallest dimension."""
     tensors = [meta for meta in metas(tuple(given.values())) if meta.shape]
     first = tensors[0].shape if tensors else (1,)
     dim = given.get("dim")

@@ -34,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a stage takes under one plan; all but the static bytes and the gradients for one microbatch."""
+    """Bytes of a stage under one plan; all but the static ones and the gradients for one microbatch."""
 
     static_bytes: int  # parameters and buffers
     batch_bytes: int  # what its operations read of the batch and of the labels
@@ -103,7 +103,7 @@ class RankMemory:
         return own
 
     def _alive(self, number: int, step: ScheduleStep) -> tuple[int, ...]:
-        """How often each of a stage's bytes is alive, besides what an action takes.
+        """Counts how often each of a stage's bytes is alive, besides those of an action.
 
         They are those of gradients, of microbatches that are whole, half and through, of inputs and of outputs.
         """
@@ -118,7 +118,7 @@ class RankMemory:
         return has_gradients, whole, step.half(number), ended, received, sent - whole * (not outputs)
 
     def after(self, stages: Mapping[int, StageBytes]) -> list[RankPeak]:
-        """What is alive when the last stage's outputs are joined, and in the optimizer's step."""
+        """The peaks where the last stage's outputs are joined, and in the optimizer's step."""
         base = self._static(stages) + sum(stages[s].gradient_bytes for s in self.stages)
         through = sum(stages[s].through_bytes for s in self.stages) * self._microbatches
         found = [RankPeak(base + self._optimizer[1], None, "in the optimizer's step")]

@@ -53,17 +53,17 @@ class ScheduleStep:
     weights: Mapping[int, int]  # backwards, or halves for the weights, that have ended
 
     def whole(self, stage: int) -> int:
-        """How many microbatches a stage holds whole, without the one that runs."""
+        """The number of microbatches that a stage holds whole, without the one that runs."""
         own = self.action.stage == stage and self.action.kind in (BACKWARD, INPUTS)
         return self.forwards[stage] - self.inputs[stage] - own
 
     def half(self, stage: int) -> int:
-        """How many microbatches of a stage wait for the gradients of weights, without the one that runs."""
+        """The number of microbatches that wait for the gradients of weights, without the one that runs."""
         own = self.action.stage == stage and self.action.kind == WEIGHTS
         return self.inputs[stage] - self.weights[stage] - own
 
     def live(self, stage: int) -> int:
-        """How many microbatches a stage holds, whole or half, the one that runs included."""
+        """The number of microbatches that a stage holds, whole or half, with the one that runs."""
         return self.whole(stage) + self.half(stage) + (self.action.stage == stage)
 
 
@@ -144,7 +144,7 @@ NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble
 
 
 def orders_of(schedule: Any) -> Orders:
-    """What each rank does under a schedule object of `torch.distributed.pipelining`.
+    """The actions of each rank under a schedule object of `torch.distributed.pipelining`.
 
     Raises:
         ArgumentError: It is none, or has no table.
@@ -183,7 +183,7 @@ def _schedule_refuses(name: str, why: str) -> str:
 
 
 def orders_named(name: str, pipeline: int, microbatches: int, chunks: int = 1) -> Orders:
-    """What each rank does under a schedule of `torch.distributed.pipelining` that is only named.
+    """The actions of each rank under a schedule of `torch.distributed.pipelining` that is only named.
 
     Args:
         name: Such as "1F1B" or "Interleaved1F1B": the name of torch's class without `Schedule`, in any case.

@@ -58,7 +58,7 @@ class CapturedCall:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Where operations run on the fakes, with grad, whatever is set outside."""
+        """Runs operations on the fakes, with grad, whatever is set outside."""
         with torch.inference_mode(False), torch.enable_grad(), self.pretend:
             yield
 
@@ -186,7 +186,7 @@ KEEPS = ((), (ATTENTION,), (ATTENTION, DOWN))
 
 
 def spans(captured: CapturedCall, kind: str) -> tuple[int, list[int]]:
-    """How many layers of a kind in a row are worth one region: where the longest row begins, and the numbers."""
+    """The numbers of layers of a kind in a row that are worth one region, and where the longest row begins."""
     start, longest = max(_runs(captured, kind), key=lambda run: run[1], default=(0, 0))
     found = [TOGETHER] if longest else []
     while found and found[-1] < LARGEST and (2 * found[-1]) ** 2 <= 2 * longest:
@@ -195,7 +195,7 @@ def spans(captured: CapturedCall, kind: str) -> tuple[int, list[int]]:
 
 
 def group(captured: CapturedCall, start: int, span: int) -> tuple[SegmentCall, tuple[str, ...]]:
-    """How some layers in a row are called, and their paths."""
+    """The call of some layers in a row, and their paths."""
     calls = captured.calls[start : start + span]
     call = SegmentCall(tuple(call.steps[0] for call in calls), calls[0].autocast)
     return call, tuple(captured.paths[start : start + span])
@@ -212,7 +212,7 @@ def regions(kinds: Sequence[str]) -> list[Choice]:
 
 
 def _runs(captured: CapturedCall, kind: str) -> list[tuple[int, int]]:
-    """Where segments of a kind take one another's results, and how many of them.
+    """The runs of segments of a kind that take one another's results: where each begins, and its length.
 
     A run of equal segments is one for the solvers, so where one of them takes something else there is no group at all.
     """

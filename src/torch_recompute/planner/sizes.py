@@ -26,7 +26,7 @@ import torch
 from .. import _torch, errors
 from ..memory.batch import Batch, call_of
 from ..plan.apply import apply
-from ..plan.budget import Limit
+from ..plan.budget import Budget, Limit
 from ..plan.plan import Plan, SizeClass, shape_in_words
 from ..plan.sizes import parameters, size_of
 from ..simulation import simulate_step
@@ -40,7 +40,7 @@ MOST = 5  # sizes shorter than the longest that are found
 
 
 def plan_sizes(
-    step: TrainingStep, sizes: Sequence[Batch | int] | str, budget: int | float | str, offload: bool | int | str = False
+    step: TrainingStep, sizes: Sequence[Batch | int] | str, budget: Budget | Limit, offload: bool | int | str = False
 ) -> Plan:
     """The plan for calls of several sizes; see `make_plan`."""
     if not isinstance(sizes, str):
@@ -75,7 +75,7 @@ def calls_of(examples: Sequence[Batch | int], step: TrainingStep) -> list[Call]:
     return [call_of("make_plan", step.model, example, step.kwargs) for example in examples]
 
 
-def _plan_each(step: TrainingStep, calls: Sequence[Call], budget: int | float | str, offload: bool | int | str) -> Plan:
+def _plan_each(step: TrainingStep, calls: Sequence[Call], budget: Budget | Limit, offload: bool | int | str) -> Plan:
     """The plan for some calls, from small to large."""
     names = parameters(step.model)
     shapes = [size_of(names, *call) or () for call in calls]
@@ -96,7 +96,7 @@ def _plan_each(step: TrainingStep, calls: Sequence[Call], budget: int | float | 
     return replace(largest, sizes=tuple(sizes))
 
 
-def _plan_all(step: TrainingStep, budget: int | float | str, offload: bool | int | str) -> Plan:
+def _plan_all(step: TrainingStep, budget: Budget | Limit, offload: bool | int | str) -> Plan:
     """The plan for every length up to that of the step's call."""
     names = parameters(step.model)
     lengths = Lengths(names, *step.call)

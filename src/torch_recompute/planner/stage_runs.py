@@ -44,7 +44,7 @@ from .schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 
 @dataclass(frozen=True)
 class StageRun:
-    """What was seen of a stage."""
+    """The figures of a stage that has run."""
 
     bytes: StageBytes
     timeline: tuple[Moment, ...]
@@ -127,7 +127,7 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _running(self) -> Generator[None]:
-        """Where operations run on the fakes, with grad; the parameters have no gradients before and after."""
+        """Runs operations on the fakes, with grad; the parameters have no gradients before and after."""
         self.model.zero_grad()
         try:
             with torch.inference_mode(False), torch.enable_grad(), self.pretend:
@@ -150,7 +150,7 @@ class StageRunner:
         with self._running():
             handle = apply(self.model, plan)
             try:
-                return _Run(self, stage, halves).result()
+                return _Microbatches(self, stage, halves).result()
             finally:
                 handle.remove()
 
@@ -203,7 +203,7 @@ class _StageRecording(Recording):
                 self.labels[id(storage)] = storage
 
 
-class _Run:
+class _Microbatches:
     """The two microbatches of one stage, whose backwards may come in halves."""
 
     def __init__(self, runner: StageRunner, stage: int, halves: bool) -> None:

@@ -37,7 +37,7 @@ from .prices import Overhead
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """How the model calls a segment, which is one module or several in a row; modules and tensors are fake."""
+    """A call of a segment, which is one module or several in a row; modules and tensors are fake."""
 
     steps: tuple[tuple[nn.Module, tuple[Any, ...], Any], ...]  # each module, its flat arguments and their structure
     autocast: torch.autocast | None = None  # as it was; None where nothing is called with a tensor

@@ -68,7 +68,7 @@ def keeps_values(tensor: torch.Tensor) -> bool:
 
 @cache
 def status_of(func: Any) -> int | None:
-    """Which result of an operation says whether it failed."""
+    """The place of the result that says whether an operation failed; None for most."""
     return next((place for place, name in enumerate(returned(func)) if name == "info"), None)
 
 

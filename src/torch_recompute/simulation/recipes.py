@@ -37,8 +37,8 @@ def kind_of(func: Any) -> tuple[bool, bool, bool]:
     return func.is_view, writes(func), not _READS.isdisjoint(func.tags)
 
 
-class _Made(NamedTuple):
-    """How one tensor of a result is made; `source` is the argument whose memory it views, None for its own."""
+class _MadeTensor(NamedTuple):
+    """The recipe of one tensor; `source` is the argument whose memory it views, None for its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -166,7 +166,7 @@ class Recipes:
         if recipe is _NOTHING:
             return recipe
         parts = [] if recipe is _ASK else recipe[1]
-        alone = parts and all(type(part) is _Made and part.source is None for part in parts)
+        alone = parts and all(type(part) is _MadeTensor and part.source is None for part in parts)
         return (list, [parts[kind] for kind in like]) if alone else None
 
     def _apart(self, out: Any, tensors: Sequence[FakeTensor]) -> Any:
@@ -184,7 +184,7 @@ class Recipes:
 
     def remade(self, recipe: Any, tensors: Sequence[FakeTensor]) -> Any:
         """The result of a recipe for these arguments."""
-        if type(recipe) is _Made:
+        if type(recipe) is _MadeTensor:
             shape, stride, offset, dtype, device, source, nbytes = recipe
             if source is None:
                 made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -202,7 +202,7 @@ class Recipes:
 
 
 def _dense(out: Sequence[Any]) -> tuple[Any, ...]:
-    """What a batch norm returns: its kernels lay it out densely, and fakes as the input is."""
+    """Lays a batch norm's result out densely, as its kernels do and fakes do not."""
     first, *rest = out
     formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim() if first is not None else 0, ()))
     if first is not None and not any(first.is_contiguous(memory_format=each) for each in formats):
@@ -219,7 +219,7 @@ def _is_all(func: Any, out: Any) -> bool:
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> Any:
-    """What the result of an operation depends on. Adds its tensors to a list."""
+    """The key of an operation: what its result depends on. Adds its tensors to a list."""
     named = tuple([(name, _layout(value, tensors)) for name, value in kwargs.items()]) if kwargs else ()
     return id(func), torch.get_default_dtype(), tuple([_layout(value, tensors) for value in args]), named
 
@@ -235,7 +235,7 @@ def _layout(value: Any, tensors: list[FakeTensor]) -> Any:
 
 
 def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:
-    """How to make this result again from these arguments; `_ASK` where that is not known."""
+    """The recipe of this result, from these arguments; `_ASK` where there is none."""
     if out is None:
         return _NOTHING
     if type(out) in (list, tuple):
@@ -248,7 +248,7 @@ def _recipe(out: Any, tensors: Sequence[FakeTensor], taken: set[int]) -> Any:
         return index
     storage, offset = _torch.storage_id(out), int(out.storage_offset())
     source = next((i for i, tensor in enumerate(tensors) if _torch.storage_id(tensor) == storage), None)
-    made = _Made(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, source)
+    made = _MadeTensor(tuple(out.shape), out.stride(), offset, out.dtype, out.fake_device, source)
     if source is not None:
         return made
     size = out.untyped_storage().nbytes()

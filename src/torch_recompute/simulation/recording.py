@@ -35,11 +35,14 @@ class SimulatedMeasurement(Measurement):
         device: The device whose figures the properties show.
         pretend: What runs the operations.
         booked: Called with each operation when it has been counted.
+        rounding: See `simulate`.
     """
 
-    def __init__(self, device: torch.device | None, pretend: FakeMode, booked: Seen | None = None) -> None:
+    def __init__(
+        self, device: torch.device | None, pretend: FakeMode, booked: Seen | None = None, rounding: int = 1
+    ) -> None:
         super().__init__(device)
-        self._ledgers = defaultdict(partial(Ledger, told=True))
+        self._ledgers = defaultdict(partial(Ledger, rounding, told=True))
         self._pretend, self._booked = pretend, booked
 
     @contextmanager
@@ -87,10 +90,9 @@ class Recording(SimulatedMeasurement):
     def __init__(
         self, pretend: FakeMode, modules: ModuleStack, device: torch.device, rounding: int, watch: Watch | None = None
     ) -> None:
-        super().__init__(device, pretend)
+        super().__init__(device, pretend, rounding=rounding)
         self._here, self.rounding = device, rounding
         self._held: torch.UntypedStorage | None = None
-        self._ledgers = defaultdict(partial(Ledger, rounding, told=True))
         self._modules, self._watched = modules, watch
         self.flops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.kept: list[tuple[Entry, int]] = []
@@ -234,7 +236,7 @@ class Unknown(NamedTuple):
 
 
 def uncounted(unknown: Mapping[str, Unknown], peak: int) -> tuple[tuple[str, ...], str]:
-    """What is not known of operations, in words: each, and those that could raise the peak by over `MATTERS`."""
+    """Describes operations whose workspace is not known, and those that could raise the peak by over `MATTERS`."""
     most = {kind: one.level / peak - 1 for kind, one in unknown.items() if one.level > peak * (1 + MATTERS) > 0}
     little: defaultdict[str, list[str]] = defaultdict(list)
     for kind, one in unknown.items():

@@ -1,4 +1,4 @@
-"""What `simulate` returns: the figures of a step as plain data, and a table a person can read."""
+"""The result of `simulate`: the figures of a step as plain data, and a table a person can read."""
 
 from __future__ import annotations
 

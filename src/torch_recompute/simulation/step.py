@@ -15,28 +15,34 @@ The step that is recorded is the last of those that are accumulated.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import _torch, errors
-from .._text import counted
+from .._text import at_work, counted
 from .._torch.compiler import uncompiled
 from .._torch.fakes import FakeTensorMode
+from ..devices import Roofline
+from ..memory.batch import Batch
 from ..memory.ledger import ACTIVATIONS, Block, Entry, Place, Sample, blocks_of, by_category
 from ..memory.loop import Loop
 from ..memory.measurement import Reading
 from ..memory.operations import ModuleStack
 from ..memory.workspaces import keep, kept_by_cublas
-from ..training_step import TrainingStep, loss_in
+from ..plan.apply import apply, not_applicable
+from ..plan.plan import Plan
+from ..training_step import MakeOptimizer, TrainingStep, loss_in
 from .copies import Faker
 from .fake_mode import FakeMode
 from .recording import Recording, Unknown, Watch, uncounted
 from .result import Moment, Simulation
 
+Prepare = Callable[[nn.Module], object] | None
 _WORTH_ADVICE = 0.1
 _DOUBLED = (
     "The forward or the loss asks for gradients with create_graph=True, which runs the regions within it again before "
@@ -44,12 +50,85 @@ _DOUBLED = (
 )
 
 
-def simulate_step(
-    step: TrainingStep,
+def simulate(
+    model: nn.Module,
+    args: Batch = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
-    prepare: Callable[[nn.Module], object] | None = None,
-    watch: Watch | None = None,
+    plan: Plan | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: MakeOptimizer = None,
+    device: torch.device | str | Roofline | None = None,
+    hold_output: bool = True,
+    accumulate: int = 1,
+    set_to_none: bool = True,
     rounding: int | None = None,
+) -> Simulation:
+    """Simulates a training step on fake tensors: its memory and its FLOPs, without running anything.
+
+        result = simulate(model, batch, plan=plan, optimizer="adamw")
+        print(result)
+        result.peak_bytes, result.by_category, result.saved_by_module, result.flops["replay"]
+
+    The step is one from the middle of training, in the loop
+
+        for batch in loader:
+            out = model(**batch)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    so the optimizer has its state from the start, the batch is on the device, and `out` keeps the model's output until
+    the next forward returns, unless `hold_output=False`. It runs on a copy whose parameters are fake, so the model may
+    be on the meta device and of any size; the model, its gradients and all random states are left as they were. Bytes
+    are counted as `measure` counts them; `torch.autocast` around this call is around the step.
+
+    Arguments of integers and booleans keep their values, so a model that looks at its attention mask does what it would
+    do in a real run. Where a value depends on a weight (which expert a token goes to), an even choice is assumed. The
+    kernels are those of the device; what one takes while it runs is found by running it once, alone, on made-up
+    tensors. `result.assumed` says what was assumed.
+
+    Args:
+        model: The model. One with a plan in it is simulated with that; hooks are copied with it and run. Sharded
+            parameters (`fully_shard`) are refused.
+        args: A batch, see `make_plan`. Nothing in it is changed; it may be on the meta device, where integers are
+            taken to be ones.
+        kwargs: More keyword arguments of the call.
+        plan: A plan to apply to the copy.
+        loss: From the model's output to a scalar. It may be left out where the output has a `.loss` or `["loss"]`, or
+            where one scalar in it requires grad.
+        optimizer: A name ("adamw", "sgd"), a class, a function from a list of parameters to an optimizer, or an
+            optimizer of the model's parameters; without one the step ends after backward.
+        device: Where the step is to run: "cpu", the accelerator of this machine, or another by its data sheet, such as
+            "h100", as in `make_plan`; by default where the model is, and for one on meta the accelerator if there is
+            one, else the CPU.
+        hold_output: Whether the output is alive until the next forward returns; else it is gone in backward.
+        accumulate: How many forwards and backwards come before the optimizer's step. Bytes are those of the last, which
+            finds the gradients of the others; FLOPs those of all.
+        set_to_none: Whether the gradients are gone when forward begins; False for `zero_grad(set_to_none=False)`, and
+            for a `zero_grad()` between forward and backward.
+        rounding: What the size of each storage is rounded up to a multiple of, in bytes; by default 512 on CUDA, as its
+            allocator does, and 1 elsewhere.
+
+    Returns:
+        The figures, as plain data.
+
+    Raises:
+        ArgumentError: An argument is not of its kind, the plan does not fit, a tensor cannot be copied as a fake, or
+            there is no `loss` and the output does not tell.
+        RecomputeError: The model reads values that a simulation cannot know, or its copy uses the model itself.
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        raise errors.ArgumentError(not_applicable(model, plan))
+    prepare = None if plan is None else partial(apply, plan=plan)
+    loop = Loop(hold_output, accumulate, set_to_none)
+    step = TrainingStep.of("simulate", model, args, kwargs, loss, optimizer, device, loop)
+    with at_work(f"simulating {type(model).__name__}"):
+        return simulate_step(step, prepare=prepare, rounding=rounding)
+
+
+def simulate_step(
+    step: TrainingStep, *, prepare: Prepare = None, watch: Watch | None = None, rounding: int | None = None
 ) -> Simulation:
     """Simulates a training step on a fake copy of its model; `simulate` is this with a plan, and says the rest.
 
@@ -63,11 +142,10 @@ def simulate_step(
         ArgumentError: A part of the step is not of its kind, or the model cannot be copied.
         RecomputeError: The model reads more from its tensors than can be known.
     """
-    device = _with_index(step.runs_on)
     before = [(parameter, parameter.grad) for parameter in step.model.parameters()]
     try:
         with torch.inference_mode(False), torch.enable_grad(), uncompiled(step.model):
-            found = _SimulatedStep(step, device, prepare, watch, rounding).result()
+            found = _SimulatedStep(step, prepare, watch, rounding).result()
             keep()
             return found
     finally:
@@ -136,14 +214,8 @@ def _skipped(model: nn.Module, calls: ModuleStack) -> list[str]:
 class _SimulatedStep:
     """A copy of a step's model and optimizer without data, which runs the step; the arguments are `simulate_step`'s."""
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        device: torch.device,
-        prepare: Callable[[nn.Module], object] | None,
-        watch: Watch | None,
-        rounding: int | None,
-    ) -> None:
+    def __init__(self, step: TrainingStep, prepare: Prepare, watch: Watch | None, rounding: int | None) -> None:
+        device = _with_index(step.runs_on)
         self._step, self._device, self._watch = step, device, watch
         self._rounding = rounding or (512 if device.type == "cuda" else 1)
         fakes = FakeTensorMode()
@@ -195,7 +267,7 @@ class _SimulatedStep:
         held = last.live_bytes - parts[-1].on(self._device).live_bytes
         autocast = _torch.autocast_dtype(self._step.where.target.partition(" ")[0], self._device.type)
         loop = replace(loop, loss=seen.loss, autocast=autocast, batch_bytes=batch_bytes, output_bytes=held)
-        return _Figures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
+        return _StepFigures(parts, seen, held).simulation(last, loop, (*self._faker.assumed, *self._pretend.assumed))
 
     def _make_gradients(self) -> None:
         """Runs a step that is not recorded, for the gradients that it leaves."""
@@ -272,7 +344,7 @@ class _Seen(NamedTuple):
     doubled: str  # advice where a backward was recorded for another one
 
 
-class _Figures:
+class _StepFigures:
     """The figures of a step, from its recordings.
 
     Args:
