@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "torch_recompute"
+TESTS = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -430,7 +431,7 @@ def test_no_wing_grows() -> None:
     modules = package_modules()
     for module in modules:
         counted[wing_of[module.room]] += code_lines(module.source)
-    counted["tests"] = sum(code_lines(path.read_text(encoding="utf-8")) for path in Path(__file__).parent.rglob("*.py"))
+    counted["tests"] = sum(code_lines(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py"))
     assert {wing: lines for wing, lines in counted.items() if lines > MOST_CODE_LINES[wing]} == {}
     assert len(modules) <= MOST_FILES
 
@@ -515,11 +516,10 @@ def test_docstrings_name_what_exists() -> None:
 
 
 def test_every_test_says_what_it_shows() -> None:
-    """Every test of this folder carries a docstring."""
-    folder = Path(__file__).parent
-    paths = sorted(folder.rglob("test_*.py"))
-    files = [Module(path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
-    assert "test_architecture.py" in [file.path for file in files]
+    """Every test carries a docstring."""
+    paths = sorted(TESTS.rglob("test_*.py"))
+    files = [Module(path.relative_to(TESTS).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+    assert "project/test_architecture.py" in [file.path for file in files]
     assert [complaint for file in files for complaint in untold_tests(file)] == []
 
 
