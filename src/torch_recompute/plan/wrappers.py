@@ -96,7 +96,7 @@ class FirstCalls:
         """Runs the first call of a region that nobody else observes: the doctor has findings of its own."""
         self.compare(region.module)
         figures = [] if region.figures is None else [region.figures]
-        if here.observers is not None:
+        if here.observers is not None or transforming():  # a tensor of torch.func has no memory to look at
             with observing(*figures):
                 return run(options, fn, args, kwargs)
         region.first, looks = None, RepeatedAttention(options.name)
@@ -109,7 +109,8 @@ class FirstCalls:
     def _say(self, region: Region, looks: RepeatedAttention, result: Any) -> None:
         """Warns if a fused attention is run again though the plan keeps attention, or for little more than nothing."""
         where = starred_path(region.name)
-        named = looks.found(result) if any(keep.calls == ATTENTION for keep in region.choice.kept) else []
+        everywhere = any(keep.calls == ATTENTION and not keep.module for keep in region.choice.kept)
+        named = looks.found(result) if everywhere else []
         kernel, freed = looks.alone(result)
         if named:
             text = (
