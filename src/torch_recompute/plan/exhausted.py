@@ -93,7 +93,7 @@ def fragmented(allocated: int, reserved: int, requested: int = 0) -> bool:
 
 
 def against_fragmentation(cuda: bool = True) -> str:
-    """What to set for an allocator whose free memory lies in pieces."""
+    """The setting for an allocator whose free memory is in pieces."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not cuda:
         return "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, so that the system gets every large block back."
