@@ -1,6 +1,7 @@
 """What is simulated for CUDA where there is none: the operations that CUDA's way leads to, and what those keep."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def norms() -> nn.Module:
     return Made(lambda m, x: m.second(m.dropout(m.norm(m.first(x)))), first=first, second=second, **parts)
 
 
-def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
+def simulated(fn: Any, target: str) -> tuple[Simulation, Counter[str]]:
     """A step with a module, or with a function between two products, and how often each operation ran."""
 
     class Net(nn.Module):
@@ -57,10 +58,7 @@ def simulated(fn: Any, composed: str) -> tuple[Simulation, Counter[str]]:
 
     model = fn if isinstance(fn, nn.Module) else Net()
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    return simulate_step(
-        TrainingStep(model, (x,), loss=mean_loss, loop=Loop(hold_output=False), device=Where(target=composed)),
-        watch=watch,
-    ), ran
+    return simulate_step(TrainingStep(model, (x,), **RELEASED, device=Where(target=target)), watch=watch), ran
 
 
 def test_a_norm_is_one_operation_that_keeps_its_input_and_a_number_per_row() -> None:
@@ -115,7 +113,7 @@ def test_attention_that_drops_out_keeps_no_scores() -> None:
 
 
 def test_multi_head_attention_is_looked_into() -> None:
-    """What torch shows as one function is composed as its parts are, whoever else shows them."""
+    """What torch shows as one function is decomposed as its parts are, whoever else shows them."""
     model = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.1, batch_first=True, dtype=torch.bfloat16)
     _, ran = simulated(nn.Sequential(nn.Unflatten(0, (1, ROWS)), model), "cuda")
     assert ran["_scaled_dot_product_flash_attention"] == 1
@@ -201,8 +199,8 @@ def fused(
 @pytest.mark.parametrize("name", CHOSEN)
 def test_attention_is_the_kernel_that_cuda_chooses(name: str) -> None:
     """By the rules of PyTorch's choice: types, widths, heads, mask, dropout, and the capability of the device."""
-    composed, kernel, given = CHOSEN[name]
-    _, ran = simulated(lambda x, w: fused(x, **given), composed)
+    target, kernel, given = CHOSEN[name]
+    _, ran = simulated(lambda x, w: fused(x, **given), target)
     found = {name.removeprefix("_scaled_dot_product_").partition("_")[0] for name in ran if "_attention" in name}
     assert found == (set() if kernel == "math" else {kernel})
     assert (ran["_softmax"] + ran["_safe_softmax"] > 0) == (kernel == "math")
@@ -377,14 +375,9 @@ def test_a_plan_for_a_gpu_is_for_its_operations_where_the_model_has_no_weights()
     real = norms().to(torch.bfloat16)
     here = Planner(TrainingStep(real, (x,), device="h100", loss=mean_loss)).plain.peak_bytes
     there = Planner(TrainingStep(real.to("meta"), (x,), device="h100", loss=mean_loss)).plain.peak_bytes
-    assert here == simulate_step(TrainingStep(norms().to(torch.bfloat16), (x,), loss=mean_loss)).peak_bytes
-    assert (
-        there
-        == simulate_step(
-            TrainingStep(norms().to(torch.bfloat16), (x,), loss=mean_loss, device=Where(target="cuda"))
-        ).peak_bytes
-        < here
-    )
+    step = TrainingStep(norms().to(torch.bfloat16), (x,), loss=mean_loss)
+    assert here == simulate_step(step).peak_bytes
+    assert there == simulate_step(replace(step, device=Where(target="cuda"))).peak_bytes < here
 
 
 def test_a_device_of_which_nothing_is_said_changes_nothing() -> None:
@@ -425,19 +418,16 @@ def test_a_layer_of_latent_attention_keeps_what_it_keeps_on_hopper() -> None:
             return self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
 
     x = torch.empty(1, 4096, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    there = simulate_step(
-        TrainingStep(Layer(), (x,), **RELEASED, device=Where(device=torch.device("cpu"), target=DEVICES["h100"].target))
-    )
+    on_h100 = Where(device=torch.device("cpu"), target=DEVICES["h100"].target)
+    there = simulate_step(TrainingStep(Layer(), (x,), **RELEASED, device=on_h100))
     assert 2.85 < there.saved_bytes / 2**30 < 2.95
 
 
 def test_an_optimizer_goes_over_lists_as_on_cuda() -> None:
     """What its step takes besides is then a list of tensors, not one tensor after the other."""
     model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), torch.ones(1, 64)
-    there = simulate_step(
-        TrainingStep(model, (x,), optimizer=torch.optim.AdamW, **RELEASED, device=Where(target="cuda"))
-    )
-    here = simulate_step(TrainingStep(model, (x,), optimizer=torch.optim.AdamW, **RELEASED))
+    step = TrainingStep(model, (x,), optimizer=torch.optim.AdamW, **RELEASED)
+    there, here = simulate_step(replace(step, device=Where(target="cuda"))), simulate_step(step)
     assert there.peak.phase == "optimizer"
     assert "_foreach" in there.peak.op
     assert there.peak_bytes > here.peak_bytes + 4 * 64 * 64

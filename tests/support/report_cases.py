@@ -32,9 +32,8 @@ INPUT = 512 * 32 * 4  # bytes of what each block of the pair is given
 
 def clock(**changes: Any) -> Clock:
     model, args = pair()
-    return Clock(
-        TrainingStep(model, args, **{"optimizer": torch.optim.AdamW, "device": "h100", **changes}, loss=mean_loss)
-    )
+    said = {"optimizer": torch.optim.AdamW, "device": "h100", **changes}
+    return Clock(TrainingStep(model, args, loss=mean_loss, **said))
 
 
 def seen(plan: Plan = BY_HAND, points: int = 4, title: str = "") -> Reported:

@@ -3,7 +3,7 @@
 Saved tensors are in C++. Saved-tensor hooks would have to be there before, and a region takes the hooks around it for
 its store: watching that way changes what is kept. Reading `node.saved_tensors` or `node._saved_*` afterwards replays
 regions. So `_raw_saved_*` gives the place without opening it, and what is there: the tensor, or what a pack hook made
-of it. From that Python's garbage-collector interface leads on: a slot to its frame, the frame to the region's inputs
+of it. From that Python's garbage-collector interface leads on: a slot to its region call, the region call to the inputs
 and stored outputs, the closure of a foreign hook to what it holds. Nothing here knows the fields of any of them.
 
 The reverse direction is for memory that no node saved: of all Python tensors, those over that memory, and who refers to
@@ -75,7 +75,7 @@ class Retainers:
         self.of: dict[int, Hold] = {}
         self._nodes: set[Node] = set()
         self._queue: deque[Node] = deque()
-        self._searched: set[Any] = set()  # frames and foreign hooks
+        self._searched: set[Any] = set()  # region calls and foreign hooks
 
     def start(self, value: object) -> list[torch.Tensor]:
         """Remembers the nodes that an object's tensors come from, for `walk`; returns these tensors."""
