@@ -19,7 +19,7 @@ from support.zoo import mean_loss
 from torch_recompute import Choice, Plan, apply, doctor, make_plan, measure, no_recompute, recompute, simulate
 from torch_recompute.commands import trials
 from torch_recompute.doctor.checks import CHECKS, look_for
-from torch_recompute.doctor.observed import AllocatorStats, Observations
+from torch_recompute.doctor.step_watcher import AllocatorStats, Observations
 from torch_recompute.plan import exhausted
 from torch_recompute.plan.exhausted import CAPACITY, FRAGMENTATION, Shortage, asked_for, fragmented
 

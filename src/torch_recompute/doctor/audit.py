@@ -36,7 +36,7 @@ from ..memory.saved import short_line
 from ..plan import Choice, Plan, apply
 from ..state import TensorState
 from ..values import CallRecord, thread
-from .evidence import ModelCall, SideEffects, sample_of
+from .compare import ModelCall, SideEffects, sample_of
 from .recorder import NamedSyncs, RecordedOp, Recorder, RegionRun
 
 _WORDS = {

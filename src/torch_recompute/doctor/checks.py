@@ -22,8 +22,8 @@ from ..plan.exhausted import against_fragmentation, fragmented
 from ..plan.plan import Plan
 from ..simulation import Simulation
 from .audit import FAILS, Audit
-from .observed import Observations
 from .simulated import Account, SimulatedSteps, merged
+from .step_watcher import Observations
 
 SCHEMA_VERSION = 1
 

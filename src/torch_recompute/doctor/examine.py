@@ -33,9 +33,9 @@ from ..training_step import Loss, MakeOptimizer, TrainingStep, loss_of
 from ..values import name_of
 from .audit import audit
 from .checks import CHECKS, Evidence, Report, look_for
-from .evidence import Difference, ModelCall, Noise, StepResult, differences
-from .observed import CLOSELY, Compiled, Observations, Raised, StepWatcher
+from .compare import Difference, ModelCall, Noise, StepResult, differences
 from .simulated import SimulatedSteps, as_region, without_recomputation
+from .step_watcher import CLOSELY, Compiled, Observations, Raised, StepWatcher
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,7 +5,7 @@ to (`observer.py`), the Python stack which line. What runs in a saved call or in
 written down; neither is the engine's own work. An operation whose result is a number, or whose shape depends on values,
 waits for the device; a function mode adds the calls that wait for an accelerator but run no operation on a CPU.
 
-Of each result a sample is kept (`evidence.py`), of a choice of experts (`topk`, `argmax`) all indices. `torch.empty` is
+Of each result a sample is kept (`compare.py`), of a choice of experts (`topk`, `argmax`) all indices. `torch.empty` is
 zeroed, so that it cannot differ from run to run. No tensor of the model's run is held, but storages that were there
 before and are written to: these are kept with a copy, to be put back.
 """
@@ -32,7 +32,7 @@ from ..engine.tiles import PLUMBING
 from ..memory.ledger import leaves, storages
 from ..memory.operations import ModuleStack, Operation, kind_of
 from ..observer import Running, observing, running
-from .evidence import TensorSample, sample_of
+from .compare import TensorSample, sample_of
 
 T = TypeVar("T")
 _ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep

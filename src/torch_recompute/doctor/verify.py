@@ -27,7 +27,7 @@ from ..memory.batch import Batch, call_of
 from ..plan import Choice, Plan, apply
 from ..plan.apply import not_applicable
 from ..training_step import any_loss
-from .evidence import KINDS, Difference, ModelCall, Noise, differences
+from .compare import KINDS, Difference, ModelCall, Noise, differences
 
 TRIALS = 8
 """How many regions are tried alone."""

@@ -38,7 +38,7 @@ from ..memory.retainers import holders_of, separate_parts
 from ..plan.apply import Region
 from ..plan.observe import Stamp, between, stamp, watching
 from ..plan.wrappers import wrappers_on
-from .evidence import Difference
+from .compare import Difference
 
 if TYPE_CHECKING:
     from ..distributed import Reentrant
