@@ -38,6 +38,8 @@ WORTH = 0.01  # of the peak: what an inner region has to lower it by, to be wort
 REPLAYED = 0.15  # of the step: whole layers cost a quarter of all products
 SHOWN = 4  # places in one finding
 TILES = "`recompute(head_and_loss, tiles=8)(hidden, labels)`, where head_and_loss returns a loss per token."
+WALKED = "one simulated step: the graph was walked when the loss was there"
+BY_REGION = "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds what."
 NEAR = 0.05  # of the step: a plan this close to its bound is as good as plans get
 
 
@@ -567,7 +569,7 @@ def _saves_nothing(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_F
                 account.where,
                 f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)} and kept "
                 f"{_size(account.pinned_bytes + account.held_bytes)} that is not kept without: they free nothing.",
-                f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+                f"{WALKED}{evidence.compared(account.name)}.",
                 f"{evidence.without_it(account.name)}, or a region that reaches back to where its input is made.",
                 regions=account.calls,
                 dropped_bytes=account.dropped_bytes,
@@ -634,7 +636,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
                 account.where,
                 f"{counted(account.calls, 'region')} keep {_size(account.stashed_bytes)} in {account.stashed_by[0]}: a "
                 "region drops what is saved for backward, and attributes of ctx are not.",
-                "one simulated step: the graph was walked when the loss was there.",
+                f"{WALKED}.",
                 "`ctx.save_for_backward` in the place of the attribute.",
                 regions=account.calls,
                 stashed_bytes=account.stashed_bytes,
@@ -645,7 +647,7 @@ def _output_pins(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Fou
             account.where,
             f"{counted(account.calls, 'region')} dropped {_size(account.dropped_bytes)}, of which "
             f"{_size(account.pinned_bytes)} are held by {', '.join(account.pinned_by)}.",
-            f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+            f"{WALKED}{evidence.compared(account.name)}.",
             "a region that reaches through the consumer, the consumer being a saved call: "
             "`recompute(lambda x: no_recompute(consumer)(fn(x)))(x)`; or none here.",
             regions=account.calls,
@@ -666,7 +668,7 @@ def _made_worse(evidence: Evidence, simulated: SimulatedSteps) -> Iterator[_Foun
             f"{counted(account.calls, 'region')} keep {_size(account.held_bytes)} of inputs that nothing else keeps, "
             f"and free {_size(account.dropped_bytes - account.pinned_bytes)}: {_size(-account.freed_bytes)} more than "
             "the plain call.",
-            f"one simulated step: the graph was walked when the loss was there{evidence.compared(account.name)}.",
+            f"{WALKED}{evidence.compared(account.name)}.",
             f"{evidence.without_it(account.name)}: the result of such an operation is all that its backward needs.",
             regions=account.calls,
             held_bytes=account.held_bytes,
@@ -723,39 +725,20 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
     outer one of which each part is a region already frees the inputs of these. A region around a fused attention alone
     runs the whole kernel once more and frees little.
     """
-    step = simulated.step
     needless = _needless(evidence, simulated)
     yield from needless.values()
     for account in simulated.accounts:
-        around = account.inside or "the model"
         if account.inside in needless:
             continue
         if _is_nested(account):
-            outer = evidence.without(account.name)
-            confirmed = "one simulated step, in which operations were counted by the region they ran in"
-            if outer is not None:
-                if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
-                    continue  # it pays: in the replay of the outer one, less is alive at once
-                confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
-            yield _found(
-                account.where,
-                f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
-                f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
-                f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
-                f"{confirmed}.",
-                f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
-                regions=account.calls,
-                forward_ops=account.forward_ops,
-                replay_ops=account.replay_ops,
-            )
+            yield from _nested_region(evidence, simulated.step, account)
         elif _is_fused_attention(account) and _is_pinned(account) and account.replay_flops:
             yield _found(
                 account.where,
                 f"{counted(account.calls, 'region')} hold a fused attention, whose backward makes the scores again by "
                 f"itself; its forward is run once more ({_gflop(account.replay_flops)}) to free "
                 f"{_size(account.freed_bytes)}, since its result is held by {', '.join(account.pinned_by)}.",
-                "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
-                "what.",
+                BY_REGION,
                 f'no region on {account.name}; in a region around the whole layer, keep it: `keep=("@attention",)`.',
                 regions=account.calls,
                 replay_flops=account.replay_flops,
@@ -767,14 +750,35 @@ def _recomputed_twice(evidence: Evidence, simulated: SimulatedSteps) -> Iterator
                 f"{counted(account.calls, 'region')} run a fused attention again "
                 f"({_gflop(account.attention_replays)}), and free {_size(account.freed_bytes)}, no more than its "
                 f"results are ({_size(account.attention_bytes)}): the scores are not kept without the region either.",
-                "one simulated step, in which FLOPs were counted by region and the graph was walked for who holds "
-                "what.",
+                BY_REGION,
                 f"a plan without {account.name}; or a region around more than the attention that keeps it, as "
                 '`keep=("@attention",)` says (attention_output among recompute_modules).',
                 regions=account.calls,
                 replay_flops=account.attention_replays,
                 freed_bytes=account.freed_bytes,
             )
+
+
+def _nested_region(evidence: Evidence, step: Simulation, account: Account) -> Iterator[_Found]:
+    """A region whose operations run in the replay of the region around it and again in its own, for little memory."""
+    around = account.inside or "the model"
+    outer = evidence.without(account.name)
+    confirmed = "one simulated step, in which operations were counted by the region they ran in"
+    if outer is not None:
+        if step.peak_bytes < (1 - WORTH) * outer.peak_bytes:
+            return  # it pays: in the replay of the outer one, less is alive at once
+        confirmed += f"; the peak is {_size(step.peak_bytes)} with it and {_size(outer.peak_bytes)} without"
+    yield _found(
+        account.where,
+        f"{counted(account.calls, 'region')} are in {around}, which is a region as well: "
+        f"{account.forward_ops} operations in forward, {account.replay_ops} in replays "
+        f"({_gflop(account.replay_flops)} replayed, {_gflop(account.forward_flops)} in one forward).",
+        f"{confirmed}.",
+        f"one of the two: {evidence.without_it(account.name)}, or {evidence.without_it(around)}.",
+        regions=account.calls,
+        forward_ops=account.forward_ops,
+        replay_ops=account.replay_ops,
+    )
 
 
 def _called_twice(evidence: Evidence, observed: Observations) -> Iterator[_Found]:
