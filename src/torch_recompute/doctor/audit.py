@@ -234,7 +234,7 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def run() -> Audit:  # all of it in one run of the recorder: the modes around second runs are those of the forward
         result = model(*args, **kwargs)  # alive to the end: its graph is what backward would replay
-        firsts = [first for first in recorder.runs.values() if first.frame.replays]
+        firsts = [first for first in recorder.runs.values() if first.call.replays]
         rows = _Rows(call.modules)
         for first in reversed(firsts):
 
@@ -247,7 +247,7 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 for op, moved in _flips(first.ops, third.ops):
                     rows.put(_row("flips", op, f"with inputs slightly off {moved}", _CARRY))
         del result
-        regions = tuple(first.frame.name for first in firsts)
+        regions = tuple(first.call.name for first in firsts)
         return Audit(rows.sorted(regions), regions, perturb)
 
     try:
@@ -264,17 +264,17 @@ def _audit(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 # --- a region's function once more ------------------------------------------------------------------------------------
 
 
-class _Again(Replay):
-    """A replay that fills no slot and goes to the end.
+class _FullReplay(Replay):
+    """A replay that fills no slot and runs the function to its end.
 
-    It returns what saved calls and `replay(fn)` have stored, and ends (`stopped`) where the engine has dropped that,
-    because no replay gets that far.
+    Saved calls and `replay(fn)` return what they have stored. Where the engine has dropped that, because no replay gets
+    that far, the run ends (`stopped`).
     """
 
     __slots__ = ("stopped",)
 
-    def __init__(self, frame: RegionCall) -> None:
-        super().__init__(frame, (), None)
+    def __init__(self, call: RegionCall) -> None:
+        super().__init__(call, (), None)
         self.stopped = False
 
     def go(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -295,7 +295,7 @@ class _Again(Replay):
                 record.read = False
 
     def event(self) -> None:
-        """Goes on."""
+        """Does nothing: no slot is filled, so none is the last."""
 
     @_torch.see_through
     def pack(self, tensor: torch.Tensor, finished: bool = False) -> Packed:
@@ -334,7 +334,7 @@ class SecondRun(RegionRun):
     """A second run of a region: the outcome, and the changes that the engine did not put back."""
 
     def __init__(self, first: RegionRun) -> None:
-        super().__init__(first.frame, line=first.line)
+        super().__init__(first.call, line=first.line)
         self.inputs_differ = False  # the engine could not give it the inputs of the first run
         self.ended_early = False  # at what the engine has dropped
         self.error: Exception | None = None
@@ -348,52 +348,36 @@ class SecondRun(RegionRun):
 def run_again(
     recorder: Recorder, first: RegionRun, around: Callable[[Any], SideEffects], noise: float = 0.0
 ) -> SecondRun:
-    """Runs a region's function again and puts back what it has changed.
+    """Runs a region's function again and undoes its changes.
 
     With noise, the floating inputs are changed in their own memory meanwhile: a copy would be no input of the region.
     """
-    frame, second = first.frame, SecondRun(first)
+    call, second = first.call, SecondRun(first)
     with recorder.deaf():
-        try:
-            frame._state.check(frame.name)  # pyright: ignore[reportPrivateUsage]
-            frame.inputs.check(frame.name)
-        except errors.ChangedError as error:
-            second.changed = error
-        try:
-            args, kwargs, cells, _ = frame.inputs.open()
-        except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
-            second.inputs_differ, second.error = True, error
+        inputs = _inputs_again(first, second)
+        if inputs is None:
             return second
-        given = list(leaves([*args, kwargs]))
-        samples = zip(first.inputs, map(sample_of, given), strict=False)
-        differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
-        second.inputs_differ = second.changed is not None or differ
+        args, kwargs, cells, tensors = inputs
         before = {key: (one, one.storage.clone()) for key, one in first.written.items()}
-        fn = rebuild(frame._template, cells)  # pyright: ignore[reportPrivateUsage]
+        fn = rebuild(call._template, cells)  # pyright: ignore[reportPrivateUsage]
         reached = Captures(fn).mutable(True)
         second.names = {id(storage): seen.label() for seen in reached for _, storage in storages(seen.tensor)}
-        effects = around(fn)
-        run, contexts = _Again(frame), frame._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
+        effects, run = around(fn), _FullReplay(call)
 
         def go() -> None:
-            with recorder.listening_to(_Again.go.__code__, second), contexts:
+            contexts = call._contexts or contextlib.nullcontext()  # pyright: ignore[reportPrivateUsage]
+            with recorder.listening_to(_FullReplay.go.__code__, second), contexts:
                 run.go(fn, args, kwargs)
 
-        grad, outer = torch.is_grad_enabled(), thread.run
-        _torch.set_grad_enabled(True)
-        thread.run = run
         try:
-            with _disturbed([*given, *cells], noise):
-                frame._state.run(frame.name, go)  # pyright: ignore[reportPrivateUsage]
+            with _replaying(run), _disturbed(tensors, noise):
+                call._state.run(call.name, go)  # pyright: ignore[reportPrivateUsage]
         except Exception as error:
             second.error = error.with_traceback(None)
-        finally:
-            thread.run = outer
-            _torch.set_grad_enabled(grad)
         second.ended_early = run.stopped
         second.places, second.generators = effects.changed_places(), effects.advanced_generators()
         effects.restore()
-        restored = frame.restored
+        restored = call.restored
         for key, one in second.written.items():
             if key not in before and not one.is_among(restored):
                 before[key] = one, one.before
@@ -402,6 +386,44 @@ def run_again(
                 second.rewritten.append(key)
                 one.storage.copy_(content)
     return second
+
+
+def _inputs_again(
+    first: RegionRun, second: SecondRun
+) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any], list[torch.Tensor]] | None:
+    """Returns the arguments and closure cells as a replay gets them, and their tensors; None if it gets an error.
+
+    `second` records how the inputs differ from those of the first run.
+    """
+    call = first.call
+    try:
+        call._state.check(call.name)  # pyright: ignore[reportPrivateUsage]
+        call.inputs.check(call.name)
+    except errors.ChangedError as error:
+        second.changed = error
+    try:
+        args, kwargs, cells, _ = call.inputs.open()
+    except errors.RecomputeError as error:  # rebuilt by another region, which is the one to blame
+        second.inputs_differ, second.error = True, error
+        return None
+    given = list(leaves([*args, kwargs]))
+    samples = zip(first.inputs, map(sample_of, given), strict=False)
+    differ = any(then is not None and now is not None and not then.same(now) for then, now in samples)
+    second.inputs_differ = second.changed is not None or differ
+    return args, kwargs, cells, [*given, *cells]
+
+
+@contextlib.contextmanager
+def _replaying(run: Replay) -> Generator[None]:
+    """Makes `run` the running replay of this thread, with gradients on, for the time being."""
+    grad, outer = torch.is_grad_enabled(), thread.run
+    _torch.set_grad_enabled(True)
+    thread.run = run
+    try:
+        yield
+    finally:
+        thread.run = outer
+        _torch.set_grad_enabled(grad)
 
 
 @contextlib.contextmanager
@@ -571,7 +593,7 @@ class _Rows:
 
     def add(self, first: RegionRun, second: SecondRun) -> None:
         """What a second run shows."""
-        name, error = first.frame.name, second.error
+        name, error = first.call.name, second.error
         before = len(self._rows)
         inner = {op.region for op in first.ops} - {name}
 
@@ -579,7 +601,7 @@ class _Rows:
             self.put(AuditRow(kind, name, "", "", "", detail, advice), inner)
 
         for key, written in {**second.written, **first.written}.items():
-            if (written.argument and not written.is_among(first.frame.restored)) or key in second.rewritten:
+            if (written.argument and not written.is_among(first.call.restored)) or key in second.rewritten:
                 label = second.names.get(key, "a tensor from outside of the region")
                 advice = _TENSOR
                 if key in self._names:
@@ -607,7 +629,7 @@ class _Rows:
             whole("fails", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", FAILS)
 
     def _compare(self, first: RegionRun, second: SecondRun) -> None:
-        trace = first.frame.trace
+        trace = first.call.trace
         asks = any(_ASKING.intersection(code.co_names) for code, _ in first.scopes.values())
         shorter = second.error is not None or second.ended_early or asks or (trace is not None and bool(trace.values))
         found = first_divergence(first.ops, second.ops, shorter)

@@ -228,32 +228,32 @@ class ModelCall:
                         handles.append(leaf.register_post_accumulate_grad_hook(noting(name)))
                 output = self.model(*args, **kwargs)
                 value = loss(output)
-                found = _torch.tensors_in(output)
-                names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
-                outputs = {name: one.detach() for name, one in zip(names, found, strict=False)}
-                outputs["the loss"] = value.detach()
-                del output, found
+                outputs = {**_outputs(output), "the loss": value.detach()}
+                del output
                 if needs_grad or value.requires_grad:
                     value.backward()
             gradients = {name: leaves[name].grad for name in {**order, **dict.fromkeys(leaves)}}
-            buffers = {
-                f"buffer {name}": buffer.detach().clone()
-                for module, path in self.modules
-                for name, buffer in module.named_buffers(path, recurse=False)
-            }
-            states = [generator.get_state() for generator, _ in self._state.generators]
-            left = {
-                "outputs": outputs,
-                "gradients": {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None},
-                "buffers": buffers,
-                "generators": {f"generator {number} of the model": state for number, state in enumerate(states)},
-            }
-            return StepResult(left, SideEffects(self.modules, [self.model]))
+            return self._result(outputs, gradients)
         finally:
             for handle in handles:
                 handle.remove()
             for name, leaf in self._leaves.items():
                 leaf.grad = before[name]
+
+    def _result(self, outputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor | None]) -> StepResult:
+        """Returns the outputs and gradients of a step, and the buffers and generators as they are now."""
+        states = [generator.get_state() for generator, _ in self._state.generators]
+        tensors = {
+            "outputs": outputs,
+            "gradients": {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None},
+            "buffers": {
+                f"buffer {name}": buffer.detach().clone()
+                for module, path in self.modules
+                for name, buffer in module.named_buffers(path, recurse=False)
+            },
+            "generators": {f"generator {number} of the model": state for number, state in enumerate(states)},
+        }
+        return StepResult(tensors, SideEffects(self.modules, [self.model]))
 
     def go_back(self, *written: tuple[torch.UntypedStorage, torch.UntypedStorage]) -> None:
         """Makes everything as it was when this was made; storages `written` to get the content beside them."""
@@ -282,6 +282,13 @@ class ModelCall:
                     inputs[f"argument {number}"] = copy
         args, kwargs = _torch.tree_unflatten(leaves, spec)
         return args, kwargs, inputs
+
+
+def _outputs(output: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors in an output, detached and by name."""
+    found = _torch.tensors_in(output)
+    names = [f"output {number}" for number in range(len(found))] if len(found) > 1 else ["the output"]
+    return {name: one.detach() for name, one in zip(names, found, strict=False)}
 
 
 # --- side effects -----------------------------------------------------------------------------------------------------

@@ -128,10 +128,10 @@ class DeviceSync(NamedTuple):
 
 
 class RegionRun:
-    """One run of one region, whose call is `frame`: its operations, waits and writes."""
+    """One run of one region's call: its operations, waits and writes."""
 
-    def __init__(self, frame: RegionCall, start: int = 0, line: str = "") -> None:
-        self.frame, self.line = frame, line
+    def __init__(self, call: RegionCall, start: int = 0, line: str = "") -> None:
+        self.call, self.line = call, line
         self.start = start  # how many storages had been made before it
         self.ops: list[RecordedOp] = []
         self.syncs: list[DeviceSync] = []
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):
     # --- places ---------------------------------------------------------------------------------------------------
 
     def _place(self) -> _OpPlace | None:
-        """The runs that the operation belongs to, and its line; None for the engine's own and in saved calls."""
+        """Returns the line and the runs of the present operation; None for the engine's own and in saved calls."""
         inside: list[Running] = []
         again = self._again
         for at in reversed(running()):
@@ -278,26 +278,64 @@ class Recorder(TorchDispatchMode):
                 return None
         if not inside and again is None:
             return None
+        stack = _CodePlace.of(sys._getframe(2), again)  # pyright: ignore[reportPrivateUsage]
+        if stack is None:
+            return None
+        if self._again is None:
+            runs = [self._run_of(at.run, at.args, at.kwargs) for at in inside]
+        else:
+            runs = [] if again is None else [again[1]]
+        for run in runs:
+            run.line = run.line or stack.user_line
+            run.scopes.update(stack.scopes)
+        region = inside[0].name if inside else self._again[1].call.name if self._again else ""
+        return _OpPlace(stack.line, stack.near, region, runs)
+
+    def _run_of(self, call: RegionCall, args: Any, kwargs: Any) -> RegionRun:
+        run = self.runs.get(id(call))
+        if run is None:
+            run = self.runs[id(call)] = RegionRun(call, self._count)
+            run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
+            given = Call(args, kwargs)
+            for index in given.tensors:
+                for _, storage in storages(given.leaves[index]):
+                    run.arguments.setdefault(id(storage), given.label(index))
+        return run
+
+
+class _CodePlace(NamedTuple):
+    """The lines of code that run an operation, and the user's functions inside the innermost region."""
+
+    line: str
+    user_line: str  # "" where no code of the user is on the stack
+    near: str  # the line, if it is inside the innermost region
+    scopes: dict[int, tuple[CodeType, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, frame: FrameType | None, again: tuple[CodeType, RegionRun] | None) -> _CodePlace | None:
+        """Walks up the stack from `frame` to the user's code; None for an operation of the engine itself.
+
+        `again` is the function below which a region runs a second time, and that run.
+        """
         line = fallback = ""
-        near: str | None = None  # the line, if it is inside the innermost region
+        near: str | None = None
         scopes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
-        ours = True
-        frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        engine = True  # no code of a user or of torch.nn has been met yet
         while frame is not None and not (line and near is not None):
             code = frame.f_code
             if code is Recorder.run.__code__:
                 break
             kind = kind_of(code.co_filename)
             if code is RegionCall.forward.__code__ or (again is not None and code is again[0]):
-                ours, near = False, line or fallback if near is None else near
+                engine, near = False, line or fallback if near is None else near
                 if again is not None and code is again[0]:
                     line = line or fallback or again[1].line
                     break
             elif kind == "library":
-                if ours and (code.co_filename in _ENGINE or code in PLUMBING):
+                if engine and (code.co_filename in _ENGINE or code in PLUMBING):
                     return None
             else:
-                ours = ours and kind != "user"
+                engine = engine and kind != "user"
                 if near is None:
                     scopes[id(code)] = code, frame.f_globals
                 if kind == "user" and not line:
@@ -305,26 +343,7 @@ class Recorder(TorchDispatchMode):
                 elif kind == "nn" and not fallback:
                     fallback = f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
-        if self._again is None:
-            runs = [self._run_of(at.run, at.args, at.kwargs) for at in inside]
-        else:
-            runs = [] if again is None else [again[1]]
-        for run in runs:
-            run.line = run.line or line
-            run.scopes.update(scopes)
-        region = inside[0].name if inside else self._again[1].frame.name if self._again else ""
-        return _OpPlace(line or fallback, near or "", region, runs)
-
-    def _run_of(self, frame: RegionCall, args: Any, kwargs: Any) -> RegionRun:
-        run = self.runs.get(id(frame))
-        if run is None:
-            run = self.runs[id(frame)] = RegionRun(frame, self._count)
-            run.inputs = [sample_of(tensor) for tensor in leaves([*args, kwargs])]
-            call = Call(args, kwargs)
-            for index in call.tensors:
-                for _, storage in storages(call.leaves[index]):
-                    run.arguments.setdefault(id(storage), call.label(index))
-        return run
+        return cls(line or fallback, line, near or "", scopes)
 
 
 class NamedSyncs(TorchFunctionMode):
