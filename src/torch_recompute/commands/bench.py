@@ -22,7 +22,7 @@ import difflib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -73,7 +73,7 @@ Trials = Mapping[str, Sequence[Sequence[Record]]]
 
 
 @dataclass(frozen=True)
-class Config:
+class BenchConfig:
     """A comparison: the control comes first among `settings`, and the thresholds are in percent."""
 
     workload: Workload
@@ -532,7 +532,7 @@ class Result:
     `noise_percent` is the most of any row, `moved` the control beside its golden figure.
     """
 
-    config: Config
+    config: BenchConfig
     rows: Sequence[BenchRow]
     device: str
     parameters: int
@@ -618,7 +618,7 @@ class Result:
         return Golden(self.config.workload, ranks, items, self.device, self.parameters, figures)
 
 
-def judged(config: Config, ended: Trials, golden: Golden | None, taken: Mapping[str, int] | None = None) -> Result:
+def judged(config: BenchConfig, ended: Trials, golden: Golden | None, taken: Mapping[str, int] | None = None) -> Result:
     """The result that follows from the trials; `taken` are those of each setting that were in the file of results."""
     finished = [setting for setting in config.settings if _end(ended[setting.name]).status == DONE]
     reference = finished[0] if finished else CONTROL
@@ -688,7 +688,7 @@ def _moved(control: BenchRow, figure: Figure | None) -> Moved | None:
     return Moved(change, (control.noise_percent or 0.0) + figure.noise_percent)
 
 
-def _against(config: Config, row: BenchRow, setting: Setting, golden: Golden, moved: Moved | None) -> BenchRow:
+def _against(config: BenchConfig, row: BenchRow, setting: Setting, golden: Golden, moved: Moved | None) -> BenchRow:
     """A row of a setting that ran well, beside its golden figure; what is exact is said before what is not."""
     figure = golden.of(setting)
     assert row.per_second is not None
@@ -719,7 +719,7 @@ def _counted(rounds: int) -> str:
     return "one round" if rounds == 1 else f"{rounds} rounds"
 
 
-def _losses_changed(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
+def _losses_changed(config: BenchConfig, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
     """The first loss that is another than the golden one by more than the last bits, which another torch may change."""
     allowed = TOLERANCES["cuda"].get(config.workload.dtype or row.dtype, TOLERANCES["cuda"][None])
     first = _first_apart(row.losses, figure.losses, allowed)
@@ -737,7 +737,7 @@ def _first_apart(ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]],
     return ""
 
 
-def _memory_grew(config: Config, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
+def _memory_grew(config: BenchConfig, row: BenchRow, figure: Figure) -> list[tuple[str, str]]:
     """A peak above the golden one by more than its threshold, and the categories that are larger in it."""
     now, then = row.allocated_bytes or 0, figure.allocated_bytes
     more = 100 * (now / then - 1)
@@ -754,7 +754,7 @@ def _exactly(count: int) -> str:
     return f"{errors.size(count)} ({count})"
 
 
-def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken: int) -> BenchRow:
+def _row(config: BenchConfig, setting: Setting, ended: Trials, reference: str, taken: int) -> BenchRow:
     rounds = ended[setting.name]
     end, first = _end(rounds), rounds[0][0]
     ranks = [OnRank.of(rank, [records[rank] for records in rounds]) for rank in range(len(rounds[0]))]
@@ -793,7 +793,7 @@ def _row(config: Config, setting: Setting, ended: Trials, reference: str, taken:
     )
 
 
-def _difference(config: Config, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
+def _difference(config: BenchConfig, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
     """Says where losses first differ; empty where they do not."""
     for number, records in enumerate(rounds, 1):
         for rank, (record, reference) in enumerate(zip(records, wanted, strict=True)):
@@ -811,13 +811,13 @@ def _over(choose: Any, values: Any) -> Any:
     return choose(known) if known else None
 
 
-def ticks(config: Config) -> int:
+def ticks(config: BenchConfig) -> int:
     """How often `run` reports progress."""
     return len(config.settings) * config.rounds + sum(setting.budget is not None for setting in config.settings)
 
 
 def run(
-    config: Config,
+    config: BenchConfig,
     *,
     journal: Journal,
     ranks: Ranks,
@@ -836,53 +836,74 @@ def run(
     Raises:
         ArgumentError: The workload cannot be run at all, or the golden figures are of something else.
     """
-    taken = dict.fromkeys((setting.name for setting in config.settings), 0)
-
-    def records_of(setting: Setting, number: int) -> list[Record]:
-        """The ranks' records of a trial; those that rank 0 has in its file are not run again."""
-        key = config.key(setting, ranks.count)
-        said = ranks.shared(lambda: json.dumps([asdict(record) for record in journal.get(key, number) or ()]))
-        known = [Record(**record) for record in json.loads(said)]
-        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {limit}")
-        if known:
-            taken[setting.name] += 1
-            progress(f"{where}: known from the results")
-            return known
-        task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
-        records = ranks.run(task)
-        journal.add(key, setting.name, number, records)
-        progress(f"{where}: {worst(records).status}")
-        return records
-
-    limit = str(config.rounds)
-    ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
+    bench = _Rounds(config, journal, ranks, progress)
     settings = list(config.settings)
     for number in range(config.rounds):
         for place, setting in enumerate(settings):
-            rounds = ended[setting.name]
             if number == 0 and setting.budget is not None:
-                records = records_of(setting, PLANNING)
-                if worst(records).status != DONE:
-                    rounds.append(records)  # no plan fits: its first and last round
-                settings[place] = setting = replace(setting, plan=records[0].plan)
-            if rounds and worst(rounds[-1]).status != DONE:
-                progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
-                continue
-            records = records_of(setting, number)
-            rounds.append(records)
-            end = worst(records)
-            if place == 0 and end.status == REFUSED:
-                raise errors.ArgumentError(end.detail)
-            if golden is not None and end.status == DONE:
-                golden.check_machine(records)
-    limit = f"at most {MOST * config.rounds}"
+                settings[place] = setting = bench.planned(setting)
+            end = bench.run(setting, number)
+            if place == 0 and end is not None and worst(end).status == REFUSED:
+                raise errors.ArgumentError(worst(end).detail)
+            if golden is not None and end is not None and worst(end).status == DONE:
+                golden.check_machine(end)
+    bench.limit = f"at most {MOST * config.rounds}"
     for number in range(config.rounds, MOST * config.rounds):
-        unsure = {row.name for row in judged(config, ended, golden).rows if row.result == UNSURE}
+        unsure = {row.name for row in judged(config, bench.ended, golden).rows if row.result == UNSURE}
         for setting in settings if unsure else ():
-            done = _end(ended[setting.name]).status == DONE
+            done = _end(bench.ended[setting.name]).status == DONE
             if done and (setting.name in unsure or setting.name == CONTROL.name):
-                ended[setting.name].append(records_of(setting, number))
-    return judged(config, ended, golden, taken)
+                bench.run(setting, number)
+    return judged(config, bench.ended, golden, bench.taken)
+
+
+class _Rounds:
+    """The rounds of all settings: runs the trials that the journal does not have, and collects their records.
+
+    Attributes:
+        ended: The rounds of each setting so far, by name.
+        taken: The number of trials of each setting that were in the journal.
+        limit: The number of rounds, in words for the progress.
+    """
+
+    def __init__(self, config: BenchConfig, journal: Journal, ranks: Ranks, progress: Callable[[str], object]) -> None:
+        self._config, self._journal, self._ranks, self._progress = config, journal, ranks, progress
+        self.ended: dict[str, list[list[Record]]] = {setting.name: [] for setting in config.settings}
+        self.taken = dict.fromkeys(self.ended, 0)
+        self.limit = str(config.rounds)
+
+    def planned(self, setting: Setting) -> Setting:
+        """Returns a setting with a plan for its budget; where no plan fits, that is its first and last round."""
+        records = self._records_of(setting, PLANNING)
+        if worst(records).status != DONE:
+            self.ended[setting.name].append(records)
+        return replace(setting, plan=records[0].plan)
+
+    def run(self, setting: Setting, number: int) -> list[Record] | None:
+        """Runs one round of a setting and returns the ranks' records; None if its last round did not end well."""
+        rounds = self.ended[setting.name]
+        if rounds and worst(rounds[-1]).status != DONE:
+            self._progress(f"{setting.name}: {worst(rounds[-1]).status}, not run again")
+            return None
+        rounds.append(self._records_of(setting, number))
+        return rounds[-1]
+
+    def _records_of(self, setting: Setting, number: int) -> list[Record]:
+        """Returns the ranks' records of a trial; one that rank 0 has in its journal is not run again."""
+        config, ranks = self._config, self._ranks
+        key = config.key(setting, ranks.count)
+        text = ranks.shared(lambda: json.dumps([asdict(record) for record in self._journal.get(key, number) or ()]))
+        known = [Record(**record) for record in json.loads(text)]
+        where = f"{setting.name}: " + ("planning" if number == PLANNING else f"round {number + 1} of {self.limit}")
+        if known:
+            self.taken[setting.name] += 1
+            self._progress(f"{where}: known from the results")
+            return known
+        task = TrialTask(config.workload, setting, config.steps, config.warmup, config.capacity, count=number == 0)
+        records = ranks.run(task)
+        self._journal.add(key, setting.name, number, records)
+        self._progress(f"{where}: {worst(records).status}")
+        return records
 
 
 def add_command(commands: Any) -> None:
@@ -903,12 +924,23 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--sweep", type=Path, metavar="FILE.yaml", help="a list of experiments, see docs/bench-run.md")
     parser.add_argument("--budget", metavar="BYTES", help='plan for a peak, as 24GiB; or for a share, as "40%%"')
     parser.add_argument("--plan", type=Path, metavar="FILE.json", help="apply this plan, of torch-recompute plan")
+    _add_workload_options(parser)
+    _add_golden_options(parser)
+    parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
+    parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
+    RecomputeConfig.add_arguments(parser)
+    add_others_to(parser, RecomputeConfig.names())
+    out.add_options(parser, command)
+
+
+def _add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for the step to train, and for how often it is run."""
     for name, about in (
         ("batch", "sequences or pictures in a step, on each rank (1; of the tiny models 4)"),
         ("sequence", "tokens in a sequence (the model's, at most 4096)"),
-        ("steps", f"timed steps of each process ({Config.steps})"),
-        ("warmup", f"steps before these ({Config.warmup})"),
-        ("rounds", f"processes of each setting, all settings taking turns ({Config.rounds})"),
+        ("steps", f"timed steps of each process ({BenchConfig.steps})"),
+        ("warmup", f"steps before these ({BenchConfig.warmup})"),
+        ("rounds", f"processes of each setting, all settings taking turns ({BenchConfig.rounds})"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=about)
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (the model's own)")
@@ -917,22 +949,16 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--capacity", metavar="BYTES", help="what a process may take for the step, as 2GiB: a device of that size"
     )
+
+
+def _add_golden_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for figures to compare with, and for how far from them a setting may be."""
     parser.add_argument("--golden", type=Path, metavar="FILE.json", help="compare with these figures")
     parser.add_argument("--save-golden", type=Path, metavar="FILE.json", help="write figures to compare with later")
-    parser.add_argument(
-        "--threshold", type=float, metavar="PERCENT", help=f"below the golden figure allowed ({Config.threshold:g})"
-    )
-    parser.add_argument(
-        "--memory-threshold",
-        type=float,
-        metavar="PERCENT",
-        help=f"of memory above the golden figure allowed ({Config.memory_threshold:g})",
-    )
-    parser.add_argument("--results", type=Path, metavar="FILE.jsonl", help="where trials are kept, and not run again")
-    parser.add_argument("--fresh", action="store_true", help="begin the file of results again")
-    RecomputeConfig.add_arguments(parser)
-    add_others_to(parser, RecomputeConfig.names())
-    out.add_options(parser, command)
+    for name, figure in (("threshold", "below"), ("memory-threshold", "of memory above")):
+        usual = getattr(BenchConfig, name.replace("-", "_"))
+        about = f"{figure} the golden figure allowed ({usual:g})"
+        parser.add_argument(f"--{name}", type=float, metavar="PERCENT", help=about)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -971,7 +997,7 @@ def command(args: argparse.Namespace) -> int:
     return seen.exit_code
 
 
-def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
+def _asked(args: argparse.Namespace) -> tuple[BenchConfig, Path | None]:
     """The comparison that a command line asks for, and where its trials are kept."""
     names = (*RecomputeConfig.names(), GRANULARITY_FLAG, BLOCK_FLAG)
     fields = RecomputeConfig.from_args(argparse.Namespace(**{name: getattr(args, name) for name in names})).to_dict()
@@ -996,6 +1022,11 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
         if getattr(args, option[2:].replace("-", "_")) is not None and args.golden is None:
             raise errors.ArgumentError(errors.goes_with(option, "--golden"))
     options.update({name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
+    return _config(settings, options), results
+
+
+def _config(settings: Sequence[Setting], options: dict[str, Any]) -> BenchConfig:
+    """Returns the comparison of settings under the options of a command line or of a file of experiments."""
     if options.get("model") is None:
         raise errors.ArgumentError(
             "bench run needs a MODEL: on the command line, or as model: in the file of --sweep. Write for example "
@@ -1011,52 +1042,16 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Path | None]:
             )
         options["capacity"] = capacity
     workload = {name: options.pop(name) for name in Workload.__dataclass_fields__ if name in options}
-    return Config(Workload(**workload), tuple(settings), **options), results
+    return BenchConfig(Workload(**workload), tuple(settings), **options)
 
 
 def _print(console: Console, result: Result, saved: Golden, path: Path | None) -> None:
-    """The tables, the verdicts, and which golden figures were written to `path`."""
-    from rich.text import Text
-
-    control = result.rows[0]
-    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
-    size, unit = next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
-    per, allocated, reserved = f"{control.unit}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}"
-
-    def figures(row: BenchRow | OnRank) -> list[str]:
-        tflops = row.tflops
-        return [
-            _cell(tflops, ",.2f" if tflops and tflops >= 10 else ".4f"),
-            _cell(row.per_second, ",.0f"),
-            _cell(row.allocated_bytes, ",.1f", size),
-            _cell(row.reserved_bytes, ",.1f", size),
-        ]
-
-    golden = ["vs\ngolden"] if result.golden else []
-    more = ("more\nmemory", "more\ntime", "replay", "result")
-    kept = "rounds\n(kept)" if result.taken else "rounds"
-    table = _table("", "TFLOP/s", *golden, per, allocated, reserved, *more[:3], kept, more[3])
-    for row in result.rows:
-        cells = figures(row)
-        if golden:
-            cells.insert(1, _percent(row.change_percent))
-        beside = (row.control_memory_percent, row.control_time_percent) if row is not control else (None, None)
-        verdict = Text(row.result, style="green" if row.result == OK else "bold red")
-        rounds = f"{row.rounds} ({row.taken})" if row.taken else str(row.rounds)
-        replayed = _cell(row.replay_percent, ".1f", end="%")
-        table.add_row(Text(row.name), *cells, *map(_percent, beside), replayed, rounds, verdict)
+    """Prints the tables, the verdicts, and which golden figures were written to `path`."""
     workload = result.config.workload
     title = f"{workload.model}, {result.parameters:,} parameters, {workload.optimizer}, on {result.device}"
     console.print(title, style="bold", markup=False)
-    console.print(table)
-    if len(control.ranks) > 1:
-        table = _table("", "rank", "TFLOP/s", per, allocated, reserved, "result")
-        for row in result.rows:
-            for rank in row.ranks:
-                table.add_row(Text(row.name), str(rank.rank), *figures(rank), rank.status)
+    for table in _tables(result):
         console.print(table)
-    if any(row.shortage for row in result.rows):
-        console.print(_shortages(result))
     for line in notes(result):
         console.print(line, markup=False)
     for row in result.rows:
@@ -1066,10 +1061,52 @@ def _print(console: Console, result: Result, saved: Golden, path: Path | None) -
             console.print(f"  {row.shortage['verdict']}. Write: {row.shortage['write']}", markup=False)
     if path is not None:
         names = "; ".join(figure.name for figure in saved.figures.values())
-        said = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
-        console.print(said, markup=False)
+        text = f"Golden figures of {names} written to {path}." if names else "No golden figure was written: none ran."
+        console.print(text, markup=False)
     for label, text in result.how.items():
         console.print(f"{label[0].upper()}{label[1:]}: {text}.", style="dim", markup=False)
+
+
+def _tables(result: Result) -> Iterator[Table]:
+    """Yields the table of settings and, where there is something in them, those of ranks and of memory that ran out."""
+    from rich.text import Text
+
+    control = result.rows[0]
+    most = max((row.allocated_bytes or 0 for row in result.rows), default=0)
+    size, unit = next((unit for unit in UNITS if most >= 10 * unit[0]), UNITS[-1])
+    titles = ("TFLOP/s", f"{control.unit}\nper s", f"alloc.\n{unit}", f"reser.\n{unit}")
+    golden = ["vs\ngolden"] if result.golden else []
+    kept = "rounds\n(kept)" if result.taken else "rounds"
+    table = _table("", titles[0], *golden, *titles[1:], "more\nmemory", "more\ntime", "replay", kept, "result")
+    for row in result.rows:
+        cells = _figures(row, size)
+        if golden:
+            cells.insert(1, _percent(row.change_percent))
+        beside = (row.control_memory_percent, row.control_time_percent) if row is not control else (None, None)
+        verdict = Text(row.result, style="green" if row.result == OK else "bold red")
+        rounds = f"{row.rounds} ({row.taken})" if row.taken else str(row.rounds)
+        replayed = _cell(row.replay_percent, ".1f", end="%")
+        table.add_row(Text(row.name), *cells, *map(_percent, beside), replayed, rounds, verdict)
+    yield table
+    if len(control.ranks) > 1:
+        table = _table("", "rank", *titles, "result")
+        for row in result.rows:
+            for rank in row.ranks:
+                table.add_row(Text(row.name), str(rank.rank), *_figures(rank, size), rank.status)
+        yield table
+    if any(row.shortage for row in result.rows):
+        yield _shortages(result)
+
+
+def _figures(row: BenchRow | OnRank, size: int) -> list[str]:
+    """Returns the cells that rows of settings and of ranks have in common."""
+    tflops = row.tflops
+    return [
+        _cell(tflops, ",.2f" if tflops and tflops >= 10 else ".4f"),
+        _cell(row.per_second, ",.0f"),
+        _cell(row.allocated_bytes, ",.1f", size),
+        _cell(row.reserved_bytes, ",.1f", size),
+    ]
 
 
 def _shortages(result: Result) -> Table:
