@@ -566,15 +566,14 @@ class Result:
         config = self.config
         cuda = config.workload.device == "cuda"
         tolerance = config.tolerance
-        rounds = "one round" if config.rounds == 1 else f"{config.rounds} rounds"
         ran = {row.name for row in self.rows if row.step_seconds is not None}
         if not ran:
             return {}
         equal = [row for row in self.rows if row.compared_with and row.result != MISMATCH]
         others = [row.name for row in equal if row.name != row.compared_with or row.rounds > 1]
         how = {
-            "time": f"median of {config.steps} steps after {config.warmup}, and of {rounds} in which all settings take "
-            "turns, each in a fresh process",
+            "time": f"median of {config.steps} steps after {config.warmup}, and of {_counted(config.rounds)} in which "
+            "all settings take turns, each in a fresh process",
             "TFLOP/s": "the model's matrix products, replays left out, per device; by PyTorch's formulas"
             + ("" if cuda else ", which know no attention kernel of a CPU"),
             "allocated": f"{'by the allocator' if cuda else 'by tensors alive'}, at the peak of a step",
@@ -727,13 +726,15 @@ def _losses_changed(config: BenchConfig, row: BenchRow, figure: Figure) -> list[
     return [(LOSS_CHANGED, said)] if first else []
 
 
-def _first_apart(ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], allowed: float) -> str:
-    """Says where losses are first apart from golden ones by more than a share; empty where they are not."""
-    for rank, (mine, golden) in enumerate(zip(ours, theirs, strict=True)):
-        for step, (here, there) in enumerate(zip(mine, golden), 1):  # noqa: B905 - as many steps as both have
+def _first_apart(
+    ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], allowed: float, whose: str = "the golden one"
+) -> str:
+    """Returns where losses first differ from others by more than a share of them, in words; "" where they do not."""
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for step, (here, there) in enumerate(zip(mine, other), 1):  # noqa: B905 - as many steps as both have
             a, b = float.fromhex(here), float.fromhex(there)
             if here != there and not abs(a - b) <= allowed * abs(b):
-                return f"rank {rank}, step {step}: the loss is {a!r} ({here}), the golden one {b!r} ({there})"
+                return f"rank {rank}, step {step}: the loss is {a!r} ({here}), {whose} {b!r} ({there})"
     return ""
 
 
@@ -795,13 +796,11 @@ def _row(config: BenchConfig, setting: Setting, ended: Trials, reference: str, t
 
 def _difference(config: BenchConfig, rounds: Sequence[Sequence[Record]], wanted: Sequence[Record], name: str) -> str:
     """Says where losses first differ; empty where they do not."""
+    theirs = [record.losses for record in wanted]
     for number, records in enumerate(rounds, 1):
-        for rank, (record, reference) in enumerate(zip(records, wanted, strict=True)):
-            for step, (ours, theirs) in enumerate(zip(record.losses, reference.losses, strict=True), 1):
-                a, b = float.fromhex(ours), float.fromhex(theirs)
-                if ours != theirs and not abs(a - b) <= config.tolerance * abs(b):
-                    where = f"round {number}, rank {rank}, step {step}"
-                    return f"{where}: the loss is {a!r} ({ours}), that of {name} {b!r} ({theirs})"
+        first = _first_apart([record.losses for record in records], theirs, config.tolerance, f"that of {name}")
+        if first:
+            return f"round {number}, {first}"
     return ""
 
 

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import Choice, Plan, apply, make_plan, measure
 from ..errors import ArgumentError
-from .output import FAILED, MIB, OK, Output, add_options, document, new_command, reason
+from .output import FAILED, MIB, OK, Output, add_options, document, drawing, new_command, new_table, reason
 from .small_models import Decoder, TransformerBlock, seeded
 
 if TYPE_CHECKING:
@@ -349,15 +349,11 @@ ROWS: tuple[dict[str, Callable[[Outcome], str]], ...] = (
 
 def _print(console: Console, result: DemoResult) -> None:
     """The table, and loudly any loss that differs."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     config, outcomes = result.config, result.outcomes
-    table = Table(box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    for outcome in outcomes:
-        table.add_column("\n".join(wrap(outcome.title, len("recomputed"))), justify="right")
+    table = new_table("", *("\n".join(wrap(outcome.title, len("recomputed"))) for outcome in outcomes))
+    table.columns[0].no_wrap = True
     for group in ROWS:
         for label, cell in group.items():
             cells = (Text.from_markup(cell(outcome)) for outcome in outcomes)
@@ -390,21 +386,20 @@ def _print(console: Console, result: DemoResult) -> None:
 
 def _draw(result: DemoResult, path: Path) -> None:
     """Draws for each setting the peak of a step, stacked by category."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
     titles = ["\n".join(wrap(outcome.title, 16)) for outcome in result.outcomes]
     below = [0.0] * len(titles)
-    for category, colour in COLOURS.items():
-        heights = [outcome.by_category.get(category, 0) / MIB for outcome in result.outcomes]
-        if any(heights):
-            axes.bar(titles, heights, bottom=below, color=colour, label=category, width=0.6)
-        below = [low + high for low, high in zip(below, heights, strict=True)]
-    for place, (height, outcome) in enumerate(zip(below, result.outcomes, strict=True)):
-        axes.text(place, height, f"{outcome.peak_bytes / MIB:.1f}", ha="center", va="bottom")
-    axes.set_ylabel("peak of a step, MiB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes.set_title(f"GPT of {result.config.layers} layers, d_model {result.config.d_model}", loc="left", fontsize=11)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (8, 4.5)) as figure:
+        axes = figure.add_subplot()
+        for category, colour in COLOURS.items():
+            heights = [outcome.by_category.get(category, 0) / MIB for outcome in result.outcomes]
+            if any(heights):
+                axes.bar(titles, heights, bottom=below, color=colour, label=category, width=0.6)
+            below = [low + high for low, high in zip(below, heights, strict=True)]
+        for place, (height, outcome) in enumerate(zip(below, result.outcomes, strict=True)):
+            axes.text(place, height, f"{outcome.peak_bytes / MIB:.1f}", ha="center", va="bottom")
+        axes.set_ylabel("peak of a step, MiB")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        axes.set_title(
+            f"GPT of {result.config.layers} layers, d_model {result.config.d_model}", loc="left", fontsize=11
+        )

@@ -30,6 +30,7 @@ from .._text import document as document
 from ..plan.plan import Plan
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
@@ -171,6 +172,17 @@ def new_table(*titles: str) -> Table:
     for title in titles:
         table.add_column(title, justify="right" if title else "left")
     return table
+
+
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], dpi: int = 150) -> Generator[Figure]:
+    """Yields an empty picture, which is written to `path` at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    with writing("--plot", path):
+        figure.savefig(path, dpi=dpi)
 
 
 def check_folder(option: str, path: Path) -> None:

@@ -244,17 +244,14 @@ def _print(console: Console, data: Mapping[str, Any]) -> None:
 
 def _draw(path: Path, data: Mapping[str, Any]) -> None:
     """Draws the step with the plan, and below it the peaks and times of all plans."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    above, strip, below = figure.subplots(3, 1, height_ratios=(10, 0.6, 6))
     unit, word = errors.unit_of(data["steps"][data["plain"]]["peak_bytes"])
-    _draw_step(above, strip, data, unit)
-    _draw_curve(below, data, unit)
-    above.set_ylabel(f"alive, {word}")
-    below.set_xlabel(f"peak of the step, {word}")
-    figure.suptitle(data["title"], fontsize=9, wrap=True)
-    figure.savefig(path, dpi=120)
+    with out.drawing(path, (9, 7), dpi=120) as figure:
+        above, strip, below = figure.subplots(3, 1, height_ratios=(10, 0.6, 6))
+        _draw_step(above, strip, data, unit)
+        _draw_curve(below, data, unit)
+        above.set_ylabel(f"alive, {word}")
+        below.set_xlabel(f"peak of the step, {word}")
+        figure.suptitle(data["title"], fontsize=9, wrap=True)
 
 
 def _draw_step(axes: Any, strip: Any, data: Mapping[str, Any], unit: int) -> None:

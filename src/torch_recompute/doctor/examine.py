@@ -113,7 +113,7 @@ def _evidence(step: TrainingStep, plan: Plan | None, budget: int | float | str |
         step = replace(step, model=cast("nn.Module", step.model.module))
     since, steps = Compiled(), SimulatedSteps(step, plan)
     simulated, observed, audited = steps, None, None
-    missing = dict.fromkeys(("observed", "audited"), not_run)
+    missing = {"observed": not_run, "audited": not_run}
     try:
         steps.run()
     except Exception as error:  # of a model that the copy is not like: DDP's hooks, weights that come and go

@@ -295,13 +295,15 @@ class StepWatcher:
         """Puts a hook on each module and trainable parameter."""
         for path, module in self._model.named_modules():
             trainable = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-            self._close.append(module.register_forward_pre_hook(self._counter(path, bool(trainable)), prepend=True))
+            count = partial(self._count_call, path, bool(trainable))
+            self._close.append(module.register_forward_pre_hook(count, prepend=True))
             if module is not self._model:
-                self._close.append(module.register_forward_hook(self._keeper(path)))
+                self._close.append(module.register_forward_hook(partial(self._add_output, path)))
             for name in trainable:
                 full = f"{path}.{name}".removeprefix(".")
                 self._found.owners[full] = path
-                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(self._given(full)))
+                count_gradient = partial(self._count_gradient, full)
+                self._close.append(getattr(module, name).register_post_accumulate_grad_hook(count_gradient))
 
     def _lasting(self) -> int:
         """Returns the number of calls before the last whose output, or graph without a backward, is still alive."""
@@ -399,27 +401,19 @@ class StepWatcher:
             if then is not None and (then.shape != buffer.shape or not torch.equal(then, buffer.detach())):
                 self._found.changed_buffers[name] += 1
 
-    def _counter(self, path: str, trainable: bool) -> Any:
-        found = self._found
+    def _count_call(self, path: str, trainable: bool, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _torch.in_backward():
+            self._found.calls_in_backward[path] += 1
+            return
+        self._found.calls[path] += 1
+        if trainable and self._grad and not torch.is_grad_enabled():
+            self._without_grad[path] = None
 
-        def count(_module: nn.Module, _args: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if _torch.in_backward():
-                found.calls_in_backward[path] += 1
-                return
-            found.calls[path] += 1
-            if trainable and self._grad and not torch.is_grad_enabled():
-                self._without_grad[path] = None
-
-        return count
-
-    def _keeper(self, path: str) -> Any:
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and self._grad and self._steps and not _torch.in_backward():
-                self._steps[-1].add(path, output)
-
-        return keep
+    def _add_output(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._grad and self._steps and not _torch.in_backward():
+            self._steps[-1].add(path, output)
 
     def _find_outlived(self, over: bool = False) -> None:
         """Finds results of modules that outlive their step, and what refers to them.
@@ -444,8 +438,8 @@ class StepWatcher:
             of = [(b, [(k, s.nbytes()) for k, (s, at) in found.items() if at == path]) for b, found in counted]
             of = [(backward, sizes) for backward, sizes in of if sizes]
             keys = [key for _, sizes in of for key, _ in sizes]
-            graphs = [in_graph[key] for key in keys if key in in_graph]
-            holder = bool(graphs), next(filter(None, graphs or (holders.get(key) for key in keys)), "")
+            by_graph = [in_graph[key] for key in keys if key in in_graph]
+            holder = bool(by_graph), next(filter(None, by_graph or (holders.get(key) for key in keys)), "")
             before = self._found.kept.get(path)
             self._found.kept[path] = OutlivedStep(
                 sum(nbytes for _, sizes in of for _, nbytes in sizes),
@@ -470,11 +464,8 @@ class StepWatcher:
                 above.append(inside)
                 yield path
 
-    def _given(self, name: str) -> Any:
-        def given(_parameter: torch.Tensor) -> None:
-            self._found.gradients[name] += 1
-
-        return given
+    def _count_gradient(self, name: str, _parameter: torch.Tensor) -> None:
+        self._found.gradients[name] += 1
 
 
 def _drawn_again(model: nn.Module) -> tuple[str, ...]:
