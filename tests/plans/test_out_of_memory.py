@@ -371,7 +371,7 @@ def test_capacity_or_fragmentation(in_pieces: bool, verdict: str, monkeypatch: p
         raise caught.value
 
     monkeypatch.setattr(trials._Trial, "run", lambda self: runs_out())
-    record = trials.carry_out(trials.TrialTask(trials.Workload("gpt-tiny"), trials.Setting("a"), 1, 0))
+    record = trials.run_task(trials.TrialTask(trials.Workload("gpt-tiny"), trials.Setting("a"), 1, 0))
     assert (record.status, record.shortage) == (trials.OUT, short.as_data())
 
 

@@ -1,12 +1,12 @@
-"""`torch-recompute plan MODEL --budget 24GiB`: a plan for a model that this machine need not be able to hold.
+"""`torch-recompute plan MODEL --budget 24GiB`: makes a plan for a model that need not fit on this machine.
 
-MODEL and a few options describe the whole step: which model, a batch of which size, which optimizer, which device. The
-model is on meta, the device is a data sheet, and the plan is that of `make_plan`. `--out` writes it for
-`Plan.from_json`, beside the words of the command line, so that `torch-recompute report` can do the step again.
-`--frontier` shows the whole curve of budget against seconds from one profile instead. With `--tp`, `--pp` or another of
-these the step is spread over ranks, and there is a plan for each rank of the pipeline: the ranks of a tensor-parallel
-group and the replicas do the same. `--budget` is then that of every rank; a share is of each rank's own activation
-memory. `--out plan.json` writes `plan-rank0.json` and so on, each for `Plan.from_json` where that rank runs.
+MODEL and a few options describe the whole step: the model, the size of the batch, the optimizer, the device. The model
+is on meta, the device is a data sheet, and the plan is that of `make_plan`. `--out` writes it for `Plan.from_json`,
+beside the options of the step, so that `torch-recompute report` can simulate the step again. `--frontier` shows the
+whole curve of budget against seconds from one profile instead. With `--tp`, `--pp` and the like the step is spread over
+ranks, and there is a plan for each rank of the pipeline: the ranks of a tensor-parallel group, and the replicas, have
+the same one. `--budget` is then that of every rank; a share is of each rank's own activation memory. `--out plan.json`
+writes `plan-rank0.json` and so on, each for `Plan.from_json` on that rank.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CURVE_WORDS = {
     "regions": "how many modules, or groups of them, are recomputed",
     "from the best": "no schedule within the budget saves more than this of the step",
 }
-"""The columns of the curve."""
+"""The columns of the curve, and what they mean."""
 RANK_OPTIMIZERS = ("adamw", "sgd", "none")
-LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # of those with a name, what may take less than another
+LEAN_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")  # optimizers that may take less memory than another
 SIZES = ("tp", "pp", "vpp", "dp", "mbs")
 TITLES = (
     *("rank", "in flight", "weights", "grads", "optimizer", "activations", "peak", "plain peak"),
@@ -53,7 +53,7 @@ TITLES = (
 
 
 def add_command(commands: Any) -> None:
-    """Describes `torch-recompute plan` to the command line."""
+    """Adds `torch-recompute plan` to the command line."""
     parser = out.new_command(commands, "plan")
     models.add_model_options(parser, weights="without weights")
     asked = parser.add_mutually_exclusive_group(required=True)
@@ -115,7 +115,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
-    """The plan for a budget; where there is none, what to write on the command line."""
+    """Makes the plan for a budget; where there is none, the error says what to write on the command line."""
     try:
         return planner.plan(args.budget)
     except errors.BudgetError as error:
@@ -132,15 +132,15 @@ def _planned(planner: Planner, args: argparse.Namespace) -> Plan:
 
 
 def _others(planner: Planner, least: Plan) -> str:
-    """The least peak with each optimizer that takes less than the one asked for."""
+    """Returns the least peak with each optimizer that takes less memory than the step's, in words."""
     peaks = {name: planner.peak_with(least, OPTIMIZERS[name]) for name in LEAN_OPTIMIZERS}
     lower = {name: peak for name, peak in peaks.items() if peak < (least.predicted_peak_bytes or 0)}
-    said = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
-    return f", or another optimizer: the least peak is {said}" if said else ""
+    peaks_listed = ", ".join(f"{errors.size(peak, up=True)} with --optimizer {name}" for name, peak in lower.items())
+    return f", or another optimizer: the least peak is {peaks_listed}" if lower else ""
 
 
 def _to_json(step: Step, profile: Profile, plans: Sequence[Plan], *, frontier: bool) -> str:
-    """The plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each of them."""
+    """Returns the plan, or the plans along the curve, as a JSON document; `Plan.from_json` reads each."""
     data = [json.loads(plan.to_json()) for plan in plans]
     found = {
         **step.as_data(),
@@ -220,7 +220,7 @@ def _draw(path: Path, profile: Profile, plans: Sequence[Plan], title: str) -> No
 
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Describes the options to the command line."""
+    """Adds the options of a step that is spread over ranks."""
     group = parser.add_argument_group(
         "a step that is spread over ranks",
         "One plan for each rank of the pipeline. --budget is that of each rank. For language models by name or "
@@ -240,12 +240,12 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _goes_without(option: str, other: str, why: str) -> str:
-    """Text for an option that excludes another one."""
+    """Returns the text of the error for an option that excludes another one."""
     return f"{option} does not go with {other}: {why}. Leave one of them out."
 
 
 def _layout_of(args: argparse.Namespace) -> Layout | None:
-    """The spread of the step over ranks that a command line asks for; None for one rank."""
+    """Returns the layout over ranks that a command line describes; None for one rank."""
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if not given and not args.sequence_parallel:
         return None
@@ -256,10 +256,10 @@ def _layout_of(args: argparse.Namespace) -> Layout | None:
         raise errors.ArgumentError(_goes_without("--offload", option, "plans of ranks keep all on the device"))
     loop = {"--no-hold-output": args.hold_output, "--accumulate": args.accumulate == 1}
     loop |= {"--no-set-to-none": args.set_to_none, "--autocast": args.autocast is None}
-    said = next((word for word, is_default in loop.items() if not is_default), None)
-    if said is not None:
+    changed = next((word for word, is_default in loop.items() if not is_default), None)
+    if changed is not None:
         why = "the schedule of a pipeline says what a rank holds"
-        raise errors.ArgumentError(_goes_without(said, option, why))
+        raise errors.ArgumentError(_goes_without(changed, option, why))
     models.check_sizes(args)
     optimizer_of("--optimizer", args.optimizer)
     args.optimizer = args.optimizer or RANK_OPTIMIZERS[0]
@@ -297,7 +297,7 @@ def _plan_ranks(args: argparse.Namespace, layout: Layout, output: Output) -> int
 
 
 def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[RankPlan], tokens: int) -> str:
-    """All figures and plans as a JSON document; `Plan.from_json` reads each plan."""
+    """Returns all figures and plans as a JSON document; `Plan.from_json` reads each plan."""
     ranks: list[dict[str, Any]] = [{**plan.as_data(), "plan": json.loads(plan.plan.to_json())} for plan in plans]
     return out.document(
         "plan",
@@ -316,7 +316,7 @@ def _ranks_to_json(args: argparse.Namespace, layout: Layout, plans: Sequence[Ran
 
 
 def _print_ranks(console: Console, head: str, layout: Layout, plans: Sequence[RankPlan]) -> None:
-    """The ranks, their plans, and the step."""
+    """Prints the ranks, their plans, and the step."""
     console.print(head, style="bold")
     console.print(str(layout))
     unit, name = errors.unit_of(max(plan.plain_peak_bytes for plan in plans))
@@ -358,5 +358,5 @@ def _rank_row(plan: RankPlan, unit: int) -> tuple[str, ...]:
 
 
 def _ranges(chunks: Sequence[Sequence[int]]) -> str:
-    """The numbers of layers, those in a row as a range."""
+    """Returns the numbers of layers, those in a row as a range."""
     return ", ".join(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else str(chunk[0]) for chunk in chunks)
