@@ -50,7 +50,7 @@ def checkpoint(
         def block(x): ...
 
     Args:
-        function: What to call, and to call again in backward.
+        function: The function to call, and to call again in backward.
         *args: Its positional arguments.
         use_reentrant: False or None. True is refused.
         preserve_rng_state: Whether the replay draws the random numbers of the forward.
